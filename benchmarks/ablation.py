@@ -172,9 +172,15 @@ def _not_asked(request: object) -> float:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
-    recipe: Path, work: Path | None, prompts: Path, per_set: int, max_new_tokens: int, steps: int,
-    only: tuple[str, ...], out: Path,
-) -> None:  # fmt: skip
+    recipe: Path,
+    work: Path | None,
+    prompts: Path,
+    per_set: int,
+    max_new_tokens: int,
+    steps: int,
+    only: tuple[str, ...],
+    out: Path,
+) -> None:
     """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json, .png."""
     loaded = load_train_recipe(recipe)
     if loaded.first is None:
@@ -186,11 +192,14 @@ def main(
     result = Result(
         provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, "cpu"),
         settings=Settings(
-            per_set=per_set, max_new_tokens=max_new_tokens, block_size=loaded.block_size,
-            branches=loaded.block_size - 1, seed=0,
+            per_set=per_set,
+            max_new_tokens=max_new_tokens,
+            block_size=loaded.block_size,
+            branches=loaded.block_size - 1,
+            seed=0,
         ),
         cells=[cell for found in cells.values() for cell in found],
-    )  # fmt: skip
+    )
     save(result, out / "ablation.json")
     plot_tau(result, out / "ablation.png")
     text = f"{report(cells)}\n\n{steps} steps each.\n\n{told(result)}\n"

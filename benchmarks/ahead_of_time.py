@@ -51,10 +51,11 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
         triton.knobs.runtime.jit_cache_hook = bound
         driver.set_active(
             SimpleNamespace(
-                get_current_target=lambda: target, get_current_stream=lambda device: 0,
+                get_current_target=lambda: target,
+                get_current_stream=lambda device: 0,
                 get_current_device=lambda: f"ahead of time, {capability}",  # Triton keeps what it compiled by device
             )
-        )  # fmt: skip
+        )
         try:
             run()
         finally:
@@ -108,12 +109,16 @@ def compile_kernel(
     ptx, meta = done.asm["ptx"], done.metadata
     entry = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
     return Compiled(
-        name=meta.name, ptx=ptx, cubin=done.asm["cubin"],
-        parameters=entry.count(".param"), arguments=sum(kind != "constexpr" for kind in parts.values()),
-        shared=meta.shared, scratch=meta.global_scratch_size + meta.profile_scratch_size,
+        name=meta.name,
+        ptx=ptx,
+        cubin=done.asm["cubin"],
+        parameters=entry.count(".param"),
+        arguments=sum(kind != "constexpr" for kind in parts.values()),
+        shared=meta.shared,
+        scratch=meta.global_scratch_size + meta.profile_scratch_size,
         registers=_largest(r"Used (\d+) registers", said.getvalue()),
         spilled=_largest(r"(\d+) bytes spill", said.getvalue()),
-    )  # fmt: skip
+    )
 
 
 def _largest(pattern: str, log: str) -> int:

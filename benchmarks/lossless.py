@@ -89,11 +89,7 @@ def run(bundle: Bundle, part: Part, requests: list[Request], device: str) -> dic
             while engine.busy:
                 engine.step()
     done = [sequences[i] for i in range(len(requests))]
-    return {
-        "part": asdict(part),
-        "answers": [s.answer for s in done],
-        "tau": [s.stats.tau for s in done],
-    }
+    return {"part": asdict(part), "answers": [s.answer for s in done], "tau": [s.stats.tau for s in done]}
 
 
 def compare(

@@ -63,9 +63,12 @@ def judge(found: Evaluation, size: int) -> None:
 
 
 def overfit(
-    recipe: TrainRecipe, target: Decoder, data: TrainingData, evaluator: Evaluator,
+    recipe: TrainRecipe,
+    target: Decoder,
+    data: TrainingData,
+    evaluator: Evaluator,
     train: Callable[[DraftModel, DraftModel | None, DrafterRole], None],
-) -> None:  # fmt: skip
+) -> None:
     """Train every drafter of the recipe and judge it; the second after the untrained first."""
     starts: dict[DrafterRole, DraftModel] = {}
     for role, settings in recipe.trained.items():

@@ -83,9 +83,14 @@ class Benchmark:
         made = provenance({"name": bundle.recipe.name}, "cpu")
         made.versions.update({"llama-cpp-python": version("llama-cpp-python")} if files else {})
         return Result(
-            provenance=made, machine=machine, prompts=source, max_new_tokens=self.max_new_tokens,
-            floors=floors(sizes, least), figures=figures, notes=self.notes,
-        )  # fmt: skip
+            provenance=made,
+            machine=machine,
+            prompts=source,
+            max_new_tokens=self.max_new_tokens,
+            floors=floors(sizes, least),
+            figures=figures,
+            notes=self.notes,
+        )
 
     def _texts(self) -> tuple[str, list[str]]:
         """The first prompts of every set and what they are; d2sd's own where a set is absent."""
@@ -146,9 +151,10 @@ def check_answers(
                 advance(1)
             if known.setdefault(one.key.weights, answers) != answers:
                 raise D2SDError(
-                    "An answer differs from plain decoding's.", where=str(one.key),
+                    "An answer differs from plain decoding's.",
+                    where=str(one.key),
                     fix="install a C compiler: only compiled kernels promise the same answers, see docs/cpu.md",
-                )  # fmt: skip
+                )
 
 
 @click.command(cls=Reporting)

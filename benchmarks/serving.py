@@ -210,9 +210,17 @@ def paths(result: Result, out: Path) -> Iterator[Path]:
 )
 @click.option("--overhead", is_flag=True, help="Instead: the server against the engine alone, 8 in flight.")
 def main(
-    bundle: Path, out: Path, url: str | None, options: tuple[str, ...], slo_ttft: float, slo_itl: float, repeat: int,
-    parameters: bool, overhead: bool, **settings: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    out: Path,
+    url: str | None,
+    options: tuple[str, ...],
+    slo_ttft: float,
+    slo_itl: float,
+    repeat: int,
+    parameters: bool,
+    overhead: bool,
+    **settings: Any,
+) -> None:
     """Measure a server of BUNDLE under load."""
     require_plots()  # now, not after hours of measuring
     out.mkdir(parents=True, exist_ok=True)

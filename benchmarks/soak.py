@@ -103,10 +103,14 @@ async def run(
     if grown > _NOISE:
         faults.append(f"memory grew by {grown:.1%} after the warm-up")
     return {
-        "minutes": seconds / 60, "outcomes": dict(sorted(guests.outcomes.items())),
-        "fuzzed": dict(sorted(outcomes.items())), "memory_growth": grown,
-        "memory_mib": [(round(at, 1), size >> 20) for at, size in memory], "sigterm": terminated, "faults": faults,
-    }  # fmt: skip
+        "minutes": seconds / 60,
+        "outcomes": dict(sorted(guests.outcomes.items())),
+        "fuzzed": dict(sorted(outcomes.items())),
+        "memory_growth": grown,
+        "memory_mib": [(round(at, 1), size >> 20) for at, size in memory],
+        "sigterm": terminated,
+        "faults": faults,
+    }
 
 
 def plot(memory: list[tuple[float, int]], path: Path) -> None:
@@ -128,8 +132,13 @@ def plot(memory: list[tuple[float, int]], path: Path) -> None:
 @click.option("--out", type=FilePath, required=True, help="Folder of the results.")
 @click.option("--face", type=click.Choice(list(FACES)), default="serve", show_default=True, help="Kind of server.")
 @click.option("--minutes", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True)
-@click.option("--pause", type=click.FloatRange(0, min_open=True), default=0.2, show_default=True,
-              help="Mean seconds between two requests of a client.")  # fmt: skip
+@click.option(
+    "--pause",
+    type=click.FloatRange(0, min_open=True),
+    default=0.2,
+    show_default=True,
+    help="Mean seconds between two requests of a client.",
+)
 @click.option(
     "--fuzzed", type=click.IntRange(0), default=1000, show_default=True, help="Malformed requests at the end."
 )

@@ -92,13 +92,7 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     return value
 
 
-def read_json(
-    path: Path,
-    *,
-    error: type[D2SDError] = BundleError,
-    what: str = "file",
-    finite: bool = True,
-) -> Any:
+def read_json(path: Path, *, error: type[D2SDError] = BundleError, what: str = "file", finite: bool = True) -> Any:
     """Read a JSON file within bounds; see `parse_json`. Raises `error` naming the file, and the line where known."""
     text = read_text(path, error=error, what=what)
     try:

@@ -9,16 +9,7 @@ from types import MappingProxyType
 from typing import Literal, get_args
 
 PolicyName = Literal[
-    "off",
-    "lookup",
-    "chain",
-    "reanchor",
-    "d2sd",
-    "ddtree",
-    "hybrid",
-    "flex",
-    "flex_tree",
-    "flex_parallel",
+    "off", "lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid", "flex", "flex_tree", "flex_parallel"
 ]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A drafter in files, logs and messages: the `key` of its role.

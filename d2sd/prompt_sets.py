@@ -58,9 +58,12 @@ def fill(data: Path, source: Path) -> list[PromptSet]:
             continue
         if not _is(found, wanted):
             raise D2SDError(
-                "This is not the prompt set of that name.", where=found, found=sha256(found), expected=wanted.sha256,
+                "This is not the prompt set of that name.",
+                where=found,
+                found=sha256(found),
+                expected=wanted.sha256,
                 fix=f"make it from {wanted.source}: {wanted.made}",
-            )  # fmt: skip
+            )
         if not _is(copy, wanted):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(copy) as partial:

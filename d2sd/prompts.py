@@ -27,9 +27,11 @@ def read_turns(path: Path) -> list[tuple[str, list[str]]]:
         turns = row.get("turns")
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
             raise D2SDError(
-                "Not a prompt: `turns` must be a list of strings.", where=where, found=turns,
+                "Not a prompt: `turns` must be a list of strings.",
+                where=where,
+                found=turns,
                 expected='{"id": "…", "turns": ["…"]}',
-            )  # fmt: skip
+            )
         prompts.append((_id(row, where), turns))
     return prompts
 

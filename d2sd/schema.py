@@ -38,8 +38,11 @@ def read_model(
         if values[key] != expected:
             raise error(
                 f"The {what} has another schema version.",
-                where=f"{path}: {key}", found=values[key], expected=expected, fix=fix,
-            )  # fmt: skip
+                where=f"{path}: {key}",
+                found=values[key],
+                expected=expected,
+                fix=fix,
+            )
     return validated(schema, values, path, error=error, what=f"The {what} is damaged.", fix=fix)
 
 

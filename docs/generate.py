@@ -130,8 +130,12 @@ def _type(schema: dict[str, Any], field: dict[str, Any]) -> str:
         return "mapping"
     bounds = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
     limits = [f"{sign} {field[key]}" for key, sign in bounds.items() if key in field]
-    return " ".join([{"number": "number", "integer": "integer", "boolean": "true or false"}.get(field["type"], "text"),
-                     ", ".join(limits)]).strip()  # fmt: skip
+    return " ".join(
+        [
+            {"number": "number", "integer": "integer", "boolean": "true or false"}.get(field["type"], "text"),
+            ", ".join(limits),
+        ]
+    ).strip()
 
 
 def _yaml(value: Any) -> str:

@@ -15,16 +15,7 @@ from pathlib import Path
 
 from benchmarks.gpu.count import count
 from benchmarks.gpu.roofline import NODE, floor_bytes, floor_seconds, passes, seconds
-from benchmarks.gpu.steps import (
-    BLOCK_SIZE,
-    BRANCHES,
-    CONTEXT,
-    FILTERED,
-    ROWS,
-    SAMPLED,
-    Step,
-    rows,
-)
+from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, FILTERED, ROWS, SAMPLED, Step, rows
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
 from d2sd.bench.markdown import line_table
 from d2sd.bench.roofline import PEAKS
@@ -101,8 +92,17 @@ def page() -> str:
 
 
 COUNTS = [
-    "step", "batch", "weights, GB", "K/V", "logits", "other", "read, of the floor", "read and written", "TFLOP", "nodes"
-]  # fmt: skip
+    "step",
+    "batch",
+    "weights, GB",
+    "K/V",
+    "logits",
+    "other",
+    "read, of the floor",
+    "read and written",
+    "TFLOP",
+    "nodes",
+]
 
 
 def counts(one: Step) -> list[str]:
@@ -161,12 +161,13 @@ def _bounds() -> Iterator[list[str]]:
         "`d2sd` reads every weight once a pass",
         [f"{name}: {ratio:.3f} times" for name, ratio in weights.items()],
         [ratio < 1.0005 for ratio in weights.values()],
-    )  # fmt: skip
+    )
     reads = {name: read(counted(one)) / floor_bytes(counted(one)) for name, one in pairs.items()}
     yield line(
-        "`d2sd` reads at most 1.05 of the floor's bytes", [f"{name}: {ratio:.3f}" for name, ratio in reads.items()],
+        "`d2sd` reads at most 1.05 of the floor's bytes",
+        [f"{name}: {ratio:.3f}" for name, ratio in reads.items()],
         [ratio <= 1.05 for ratio in reads.values()],
-    )  # fmt: skip
+    )
     logits = (read(counted(PAIR), LOGITS) + written(counted(PAIR), LOGITS)) / 1e9
     yield line("logits of `d2sd` at most 0.15 GB", [f"{logits:.3f} GB"], [logits <= 0.15])
     base = read(counted(PAIR)) + written(counted(PAIR))
@@ -175,14 +176,16 @@ def _bounds() -> Iterator[list[str]]:
         launches = counted(Step("d2sd", params=params))
         more[name] = (read(launches) + written(launches)) / base - 1
     yield line(
-        "T > 0 adds at most 5 % of the bytes", [f"{name}: {share:.2%}" for name, share in more.items()],
+        "T > 0 adds at most 5 % of the bytes",
+        [f"{name}: {share:.2%}" for name, share in more.items()],
         [share <= 0.05 for share in more.values()],
-    )  # fmt: skip
+    )
     nodes = {"bf16": (len(counted(PAIR)), 600), "FP8, 32k drafted": (len(counted(PAIR8)), 700)}
     yield line(
-        "`d2sd` has at most 600 nodes, 700 in FP8", [f"{name}: {found}" for name, (found, _) in nodes.items()],
+        "`d2sd` has at most 600 nodes, 700 in FP8",
+        [f"{name}: {found}" for name, (found, _) in nodes.items()],
         [found <= most for found, most in nodes.values()],
-    )  # fmt: skip
+    )
     for what, of in (("floors", floor_seconds), ("counted", seconds)):
         ratios = [of(counted(PAIR8), peaks) / of(counted(PLAIN8), peaks) for peaks in PEAKS.values()]
         yield line(

@@ -68,9 +68,12 @@ class Fp8Linear(nn.Module):
             weight = self.weight.to(carrier(x.dtype))
             return carried_product(x, weight, self.input_scale, self.weight_scale, self.bias)
         out: Tensor = torch._scaled_mm(
-            to_pages(x.flatten(0, -2), self.input_scale), self.weight.t(),
-            scale_a=self.input_scale, scale_b=self.weight_scale, out_dtype=x.dtype,
-        )  # fmt: skip
+            to_pages(x.flatten(0, -2), self.input_scale),
+            self.weight.t(),
+            scale_a=self.input_scale,
+            scale_b=self.weight_scale,
+            out_dtype=x.dtype,
+        )
         out = out.view(*x.shape[:-1], -1)
         return out if self.bias is None else out + self.bias
 

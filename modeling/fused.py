@@ -71,9 +71,10 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     if not dispatch.use_fused_layers(weight, own.config.body.head_dim, fp8=fp8, unlike=_unlike(own.layers)):
         if exact:
             raise D2SDError(
-                "A batch-invariant step needs fused layers, which this GPU or model does not have.", where="exact",
+                "A batch-invariant step needs fused layers, which this GPU or model does not have.",
+                where="exact",
                 fix="a line on stderr says what is missing; serve it on a CPU, or build it without `exact`",
-            )  # fmt: skip
+            )
         return
     context = isinstance(model, Drafter)
     layers = FusedLayers(own.config.body, own.layers, own.norm, context=context, target=shared, exact=exact)
@@ -120,12 +121,17 @@ class _Layer:
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, None if self.qkv.input_scale is None else self.qkv.bias
         self.heads = Heads(
-            body.num_heads, body.num_kv_heads, body.head_dim, body.rms_norm_eps,
-            q_norm=norms[0], k_norm=None if norms[1] is None else norms[1][None],
+            body.num_heads,
+            body.num_kv_heads,
+            body.head_dim,
+            body.rms_norm_eps,
+            q_norm=norms[0],
+            k_norm=None if norms[1] is None else norms[1][None],
             bias=None if bias is None else bias[None],
             scales=None if scales is None else scales[None],
-            k_scale=caches[0], v_scale=caches[1],
-        )  # fmt: skip
+            k_scale=caches[0],
+            v_scale=caches[1],
+        )
 
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
         """The MLP's output [R, E] for x + branch, which `total` receives."""
@@ -221,9 +227,15 @@ class FusedLayers(nn.Module):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
     def __init__(
-        self, body: BodyConfig, layers: nn.ModuleList, norm: RMSNorm, *, context: bool = False,
-        target: FusedLayers | None = None, exact: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        body: BodyConfig,
+        layers: nn.ModuleList,
+        norm: RMSNorm,
+        *,
+        context: bool = False,
+        target: FusedLayers | None = None,
+        exact: bool = False,
+    ) -> None:
         """Takes the weights out of `layers` one by one, so that no more than a layer's are held twice.
 
         `context`: for drafters, which make keys and values of a context too. `target`: its last layers lend their MLPs.
@@ -287,9 +299,15 @@ class FusedLayers(nn.Module):
         return x, branch
 
     def with_context(
-        self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
+        self,
+        context: CommittedRows,
+        projected: Tensor,
+        norm: RMSNorm,
+        x: Tensor,
+        rotary: Rotary,
+        rows: Rows,
         pool: KVPool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """See `ContextLayers.with_context`."""
         assert self._context is not None
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]

@@ -37,11 +37,16 @@ class ContextProduct:
         k_norm = [one.k_norm for one in heads if one.k_norm is not None]
         first = heads[0]
         self._heads = Heads(
-            0, body.num_kv_heads, body.head_dim, body.rms_norm_eps, k_norm=torch.cat(k_norm) if k_norm else None,
-            bias=bias, scales=scales,
+            0,
+            body.num_kv_heads,
+            body.head_dim,
+            body.rms_norm_eps,
+            k_norm=torch.cat(k_norm) if k_norm else None,
+            bias=bias,
+            scales=scales,
             k_scale=None if first.k_scale is None else torch.cat([cast("Tensor", one.k_scale) for one in heads]),
             v_scale=None if first.v_scale is None else torch.cat([cast("Tensor", one.v_scale) for one in heads]),
-        )  # fmt: skip
+        )
 
     def __call__(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """context [R, E] -> k, v [L, R, Hkv, D]."""

@@ -41,9 +41,15 @@ class ContextLayers(InferenceLayers, Protocol):
     """Layers of a drafter whose products take rows of context together with those of a draft."""
 
     def with_context(
-        self, context: CommittedRows, projected: Tensor, norm: RMSNorm, x: Tensor, rotary: Rotary, rows: Rows,
+        self,
+        context: CommittedRows,
+        projected: Tensor,
+        norm: RMSNorm,
+        x: Tensor,
+        rotary: Rotary,
+        rows: Rows,
         pool: KVPool,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Write the keys and values of `context` to its pages, and draft over them; each weight is read once.
 
         projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests -> hidden

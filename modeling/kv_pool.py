@@ -107,9 +107,16 @@ class KVPool:
     """
 
     def __init__(
-        self, layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: str,
+        self,
+        layers: int,
+        pages: int,
+        page_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`dtype` is the pages' dtype unless `fp8` has their scales (k_scale, v_scale), [L] fp32 each."""
         shape = (layers, pages, page_size, kv_heads, head_dim)
         stored = dtype if fp8 is None else torch.float8_e4m3fn
@@ -120,9 +127,13 @@ class KVPool:
 
     @staticmethod
     def for_body(
-        body: BodyConfig, pages: int, page_size: int, dtype: torch.dtype, device: str,
+        body: BodyConfig,
+        pages: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
-    ) -> KVPool:  # fmt: skip
+    ) -> KVPool:
         """A pool for a model of this geometry."""
         return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, dtype, device, fp8)
 

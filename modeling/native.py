@@ -50,9 +50,14 @@ class NativeLayers(nn.Module):
     """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve."""
 
     def __init__(
-        self, body: BodyConfig, layers: Sequence[Layer], norm: RMSNorm, *, context: bool = False,
+        self,
+        body: BodyConfig,
+        layers: Sequence[Layer],
+        norm: RMSNorm,
+        *,
+        context: bool = False,
         target: NativeLayers | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`context`: for drafters, which make keys and values of a context too. `target`: its last layers lend MLPs."""
         super().__init__()
         self._config = body
@@ -72,9 +77,17 @@ class NativeLayers(nn.Module):
     def _described(self) -> library.Body:
         body = self._config
         return library.Body(
-            len(self._layers), body.hidden_size, body.intermediate_size, body.num_heads, body.num_kv_heads,
-            body.head_dim, library.TYPES[self._dtype], self._norm, self._layers, body.rms_norm_eps,
-        )  # fmt: skip
+            len(self._layers),
+            body.hidden_size,
+            body.intermediate_size,
+            body.num_heads,
+            body.num_kv_heads,
+            body.head_dim,
+            library.TYPES[self._dtype],
+            self._norm,
+            self._layers,
+            body.rms_norm_eps,
+        )
 
     def _packed(self, layer: Layer, mlp: library.Layer | None) -> library.Layer:
         attention = layer.self_attn

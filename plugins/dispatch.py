@@ -47,9 +47,14 @@ class Implementation(Enum):
 
 
 def pick(
-    op: str, x: torch.Tensor, *, pages: bool = False, loaded: bool = False, reason: str | None = None,
+    op: str,
+    x: torch.Tensor,
+    *,
+    pages: bool = False,
+    loaded: bool = False,
+    reason: str | None = None,
     library: bool = False,
-) -> Implementation:  # fmt: skip
+) -> Implementation:
     """The implementation of `op` over tensors like `x`: how every op of d2sd.plugins chooses.
 
     Args:
@@ -115,9 +120,11 @@ def _fall_back(what: str, reason: str) -> bool:
     """False, after a warning; raises `D2SDError` where falling back is forbidden."""
     if os.environ.get(NO_FALLBACK) == "1":
         raise D2SDError(
-            f"{what[0].upper()}{what[1:]} would run as plain PyTorch on this GPU.", where=f"{NO_FALLBACK}=1",
-            found=reason, fix=f"unset {NO_FALLBACK} to run it that way, slower",
-        )  # fmt: skip
+            f"{what[0].upper()}{what[1:]} would run as plain PyTorch on this GPU.",
+            where=f"{NO_FALLBACK}=1",
+            found=reason,
+            fix=f"unset {NO_FALLBACK} to run it that way, slower",
+        )
     _warn_once(what, reason)
     return False
 

@@ -75,9 +75,10 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
 
     target = GPUTarget("cuda", capability, 32)
     fake = SimpleNamespace(
-        get_current_target=lambda: target, get_current_stream=lambda device: 0,
+        get_current_target=lambda: target,
+        get_current_stream=lambda device: 0,
         get_current_device=lambda: capability,  # Triton keeps what it compiled by device
-    )  # fmt: skip
+    )
     with triton.knobs.runtime.scope():
         triton.knobs.runtime.add_stages_inspection_hook = _without_ptxas
         JITFunction.run = run

@@ -55,9 +55,17 @@ def prepare_selp(instruction: Instruction) -> Step:
 
 
 COMPARE: dict[str, Function] = {
-    "eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater, "ge": np.greater_equal,
-    "lo": np.less, "ls": np.less_equal, "hi": np.greater, "hs": np.greater_equal,
-}  # fmt: skip
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+    "lo": np.less,
+    "ls": np.less_equal,
+    "hi": np.greater,
+    "hs": np.greater_equal,
+}
 _COMBINE: dict[str, Function] = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}
 
 
@@ -109,15 +117,50 @@ def _high(x: Array, y: Array) -> Array:
 
 
 INTEGER: dict[str, Function] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and,
-    "or": np.bitwise_or, "xor": np.bitwise_xor, "div": _quotient, "neg": np.negative, "not": np.invert, "abs": np.abs,
-    "rem": lambda x, y: np.fmod(x, np.where(y == 0, y.dtype.type(1), y)), "hi": _high,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "xor": np.bitwise_xor,
+    "div": _quotient,
+    "neg": np.negative,
+    "not": np.invert,
+    "abs": np.abs,
+    "rem": lambda x, y: np.fmod(x, np.where(y == 0, y.dtype.type(1), y)),
+    "hi": _high,
     "popc": lambda x: np.bitwise_count(x).astype(np.uint32),
-}  # fmt: skip
+}
 
 
-@executes("add", "sub", "mul", "mad", "fma", "div", "rem", "min", "max", "and", "or", "xor", "not", "neg", "abs",
-          "popc", "ex2", "lg2", "rcp", "sqrt", "rsqrt", "tanh", "sin", "cos")  # fmt: skip
+@executes(
+    "add",
+    "sub",
+    "mul",
+    "mad",
+    "fma",
+    "div",
+    "rem",
+    "min",
+    "max",
+    "and",
+    "or",
+    "xor",
+    "not",
+    "neg",
+    "abs",
+    "popc",
+    "ex2",
+    "lg2",
+    "rcp",
+    "sqrt",
+    "rsqrt",
+    "tanh",
+    "sin",
+    "cos",
+)
 def prepare_arithmetic(instruction: Instruction) -> Step:
     kind = instruction.kind
     if kind.startswith(("f", "bf")):
@@ -293,12 +336,24 @@ def _downwards(value: Array) -> Array:
 
 
 FLOAT: dict[str, Function] = {
-    "add": np.add, "sub": np.subtract, "mul": np.multiply, "div": np.divide, "fma": _fused,
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "fma": _fused,
     "min": lambda *x: np.fmin.reduce(np.broadcast_arrays(*x)),
     "max": lambda *x: np.fmax.reduce(np.broadcast_arrays(*x)),
-    "neg": np.negative, "abs": np.abs, "ex2": np.exp2, "lg2": np.log2, "rcp": np.reciprocal, "sqrt": np.sqrt,
-    "rsqrt": lambda x: 1 / np.sqrt(x), "tanh": np.tanh, "sin": np.sin, "cos": np.cos,
-}  # fmt: skip
+    "neg": np.negative,
+    "abs": np.abs,
+    "ex2": np.exp2,
+    "lg2": np.log2,
+    "rcp": np.reciprocal,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "tanh": np.tanh,
+    "sin": np.sin,
+    "cos": np.cos,
+}
 _MODES = {"rn", "rm", "ftz", "approx", "full", "xorsign", "abs", "NaN", "sat"}
 
 
@@ -343,9 +398,11 @@ def prepare_cvt(instruction: Instruction) -> Step:
     *modes, kind, source_kind = instruction.parts[1:]
     to, *sources = instruction.operands
     if (
-        not _CVT_MODES.issuperset(modes) or kind.startswith("tf") or ("rz" in modes and kind != "f16")
+        not _CVT_MODES.issuperset(modes)
+        or kind.startswith("tf")
+        or ("rz" in modes and kind != "f16")
         or ("sat" in modes and kind != "f32")
-    ):  # fmt: skip
+    ):
         raise Unsupported(instruction.opcode)
     whole = next((_TO_INTEGER[mode] for mode in modes if mode in _TO_INTEGER), None)
     from_float, to_float = (k.startswith(("f", "bf", "e4m3")) for k in (source_kind, kind))

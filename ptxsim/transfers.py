@@ -138,9 +138,13 @@ def prepare_vote(instruction: Instruction) -> Step:
 
 
 _REDUCE: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
+    "add": np.add,
+    "min": np.minimum,
+    "max": np.maximum,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
     "xor": np.bitwise_xor,
-}  # fmt: skip
+}
 
 
 @executes("redux")

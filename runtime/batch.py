@@ -69,9 +69,13 @@ class Batch:
     def to(self, device: str) -> Batch:
         """The same inputs on the device."""
         return Batch(
-            self.anchor.to(device), self.page_table.to(device), self.context_len.to(device), self.active.to(device),
-            self.sampling.to(device), self.grammar,
-        )  # fmt: skip
+            self.anchor.to(device),
+            self.page_table.to(device),
+            self.context_len.to(device),
+            self.active.to(device),
+            self.sampling.to(device),
+            self.grammar,
+        )
 
     @property
     def has_static_shapes(self) -> bool:

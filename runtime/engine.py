@@ -75,9 +75,12 @@ class Engine:
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
 
     def enable_auto(
-        self, policies: SequenceOf[Policy], forecast: Forecast, advance: Callable[[int], None] = lambda buckets: None,
+        self,
+        policies: SequenceOf[Policy],
+        forecast: Forecast,
+        advance: Callable[[int], None] = lambda buckets: None,
         measure: Callable[..., StepTimes] = measure_step_times,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Time a step of each policy at each batch size, and choose the policy of every later step by it.
 
         `policies` include plain decoding and are sorted by their nodes. `measure` has the arguments of its default.
@@ -102,14 +105,17 @@ class Engine:
         self.scheduler.check(request)
         if request.stop and self._decode is None:
             raise RequestError(
-                "stop strings need a tokenizer", where="stop",
+                "stop strings need a tokenizer",
+                where="stop",
                 fix="pass token ids as stop_tokens, or give the engine `decode`",
-            )  # fmt: skip
+            )
         if request.policy is not None and request.policy not in self.choices:
             raise RequestError(
-                "This policy is not available.", where="policy", found=request.policy,
+                "This policy is not available.",
+                where="policy",
+                found=request.policy,
                 expected=", ".join(self.choices) or "none: the engine has one policy",
-            )  # fmt: skip
+            )
 
     def cancel(self, sequence: Sequence, error: D2SDError | None = None) -> None:
         """Drop a waiting or running request, with an error if given; a finished one is left unchanged."""

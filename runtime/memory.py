@@ -44,9 +44,12 @@ def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes:
     needed = limits.pages_for(1 + block_size)
     if pages < needed:
         raise RecipeError(
-            "The K/V memory does not hold a single request.", where="limits.kv_memory", found=f"{budget:,} bytes",
-            expected=f"at least {(1 + needed) * page_bytes:,} bytes", fix="raise it, or lower limits.page_size",
-        )  # fmt: skip
+            "The K/V memory does not hold a single request.",
+            where="limits.kv_memory",
+            found=f"{budget:,} bytes",
+            expected=f"at least {(1 + needed) * page_bytes:,} bytes",
+            fix="raise it, or lower limits.page_size",
+        )
     return KVMemory(page_bytes, full, pages)
 
 

@@ -84,10 +84,11 @@ class ModelRunner:
             self.pools = self._make_pools(pages, page_size, self.device)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
-                "The K/V pools do not fit in memory.", where="limits",
+                "The K/V pools do not fit in memory.",
+                where="limits",
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
-            ) from None  # fmt: skip
+            ) from None
         self.target_pool, *pools = self.pools
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
@@ -248,7 +249,9 @@ def _common(name: str, configs: Mapping[DrafterRole, DraftConfig]) -> Any:
     for role, found in others:
         if found != expected:
             raise CheckpointError(
-                f"The drafters differ in {name}.", where=f"drafters.{role.key}: config.json", found=found,
+                f"The drafters differ in {name}.",
+                where=f"drafters.{role.key}: config.json",
+                found=found,
                 expected=f"{expected}, as drafters.{first.key} has",
-            )  # fmt: skip
+            )
     return expected

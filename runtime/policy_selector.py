@@ -61,9 +61,13 @@ class PolicySelector:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
 
     def choose(
-        self, bucket: int, temperature: float, context: float = 0, remaining: float = inf,
+        self,
+        bucket: int,
+        temperature: float,
+        context: float = 0,
+        remaining: float = inf,
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
-    ) -> Policy:  # fmt: skip
+    ) -> Policy:
         """The policy with the most tokens a second for a batch of `bucket` requests; its step begins now.
 
         `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.

@@ -61,9 +61,13 @@ class Limits:
     def of(limits: RecipeLimits, max_batch: int | None = None) -> Limits:
         """The limits of a recipe, with another `max_batch` if given."""
         return Limits(
-            max_batch or limits.max_batch, limits.max_context, limits.page_size, limits.prefill_chunk,
-            limits.kv_memory, limits.prefix_cache,
-        )  # fmt: skip
+            max_batch or limits.max_batch,
+            limits.max_context,
+            limits.page_size,
+            limits.prefill_chunk,
+            limits.kv_memory,
+            limits.prefix_cache,
+        )
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold `tokens` tokens."""
@@ -76,11 +80,12 @@ class Limits:
         total = len(request.prompt) + request.max_new_tokens
         if total > self.max_context:  # first: what follows reads the whole prompt
             raise RequestError(
-                "the request does not fit the context", where="prompt + max_new_tokens",
+                "the request does not fit the context",
+                where="prompt + max_new_tokens",
                 found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}",
                 expected=f"at most {self.max_context}",
                 fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
-            )  # fmt: skip
+            )
         if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:
             raise RequestError(
                 "prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}"
@@ -98,9 +103,11 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
     sampling = request.sampling
     if sampling.bad_words:
         raise RequestError(
-            "The bad words are not tokens yet.", where="bad_words", found=sampling.bad_words,
+            "The bad words are not tokens yet.",
+            where="bad_words",
+            found=sampling.bad_words,
             fix="pass bad_words_token_ids to the engine",
-        )  # fmt: skip
+        )
     named = {
         "logit_bias": sampling.logit_bias,
         "bad_words_token_ids": [token for word in sampling.bad_words_token_ids for token in word],
@@ -109,14 +116,19 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
         for bad in (min(tokens, default=0), max(tokens, default=0)):
             if not 0 <= bad < vocab_size:
                 raise RequestError(
-                    f"{where} has a token outside the vocabulary", where=where, found=bad,
+                    f"{where} has a token outside the vocabulary",
+                    where=where,
+                    found=bad,
                     expected=f"0 .. {vocab_size - 1}",
-                )  # fmt: skip
+                )
     if sampling.min_tokens > request.max_new_tokens:
         raise RequestError(
-            "min_tokens exceeds the answer's length", where="min_tokens", found=sampling.min_tokens,
-            expected=f"at most {request.max_new_tokens}", fix="lower min_tokens or raise max_tokens",
-        )  # fmt: skip
+            "min_tokens exceeds the answer's length",
+            where="min_tokens",
+            found=sampling.min_tokens,
+            expected=f"at most {request.max_new_tokens}",
+            fix="lower min_tokens or raise max_tokens",
+        )
 
 
 def _check_stops(request: Request) -> None:

@@ -66,10 +66,12 @@ class Scheduler:
         needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
         if needed > self.page_count - 1:
             raise RequestError(
-                "the request needs more K/V pages than there are", where="limits.kv_memory",
-                found=f"{needed} pages needed", expected=f"at most {self.page_count - 1}",
+                "the request needs more K/V pages than there are",
+                where="limits.kv_memory",
+                found=f"{needed} pages needed",
+                expected=f"at most {self.page_count - 1}",
                 fix="raise limits.kv_memory, or ask for fewer tokens",
-            )  # fmt: skip
+            )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestError if the pool has too few pages for it."""

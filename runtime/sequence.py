@@ -116,9 +116,11 @@ class Sequence:
         """Advance the grammar by a token; why the answer cannot go on with it, or None if it can."""
         if token == NOT_FINITE:
             return UnexpectedError(
-                "The target's logits are not finite numbers.", where="logits", found="NaN or infinity",
+                "The target's logits are not finite numbers.",
+                where="logits",
+                found="NaN or infinity",
                 fix="check the target's weights, and whether they overflow at this precision",
-            )  # fmt: skip
+            )
         where, problem = "bad_words, logit_bias, min_tokens", ""
         if self.matcher is not None:
             where = "structured_outputs"

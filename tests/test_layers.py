@@ -21,9 +21,16 @@ ROOT = Path(__file__).parents[1]
 #: The foundation: the single files of d2sd/.
 FOUNDATION = tuple(sorted(path.stem for path in (ROOT / "d2sd").glob("*.py") if path.stem != "__init__"))
 STEPS: tuple[tuple[str, ...], ...] = (
-    FOUNDATION, ("plugins",), ("modeling",), ("runtime",), ("convert", "integrations"), ("bundle",), ("build",),
-    ("train", "serve", "bench"), ("cli",),
-)  # fmt: skip
+    FOUNDATION,
+    ("plugins",),
+    ("modeling",),
+    ("runtime",),
+    ("convert", "integrations"),
+    ("bundle",),
+    ("build",),
+    ("train", "serve", "bench"),
+    ("cli",),
+)
 #: Allowed within a step.
 ROOMS = (*chain(*STEPS[1:]), "viz")
 #: d2sd/NAME is a link to NAME.
@@ -34,10 +41,26 @@ HEAVY = {"torch", "numpy", "triton", "tensorrt", "tensorrt_rtx", "transformers"}
 #: What no wheel has.
 DEVELOPMENT = ("tests", "benchmarks", "ptxsim")
 TOP_LEVEL = {
-    "pyproject.toml", "README.md", "LICENSE", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
-    "Makefile", "mkdocs.yml", "zensical.toml",
-    "d2sd", *TOP_ROOMS, "recipes", "models", *DEVELOPMENT, "docs", "examples", "constraints", "deploy",
-}  # fmt: skip
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "CITATION.cff",
+    "Makefile",
+    "mkdocs.yml",
+    "zensical.toml",
+    "d2sd",
+    *TOP_ROOMS,
+    "recipes",
+    "models",
+    *DEVELOPMENT,
+    "docs",
+    "examples",
+    "constraints",
+    "deploy",
+}
 
 
 class Import(NamedTuple):

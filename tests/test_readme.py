@@ -197,10 +197,12 @@ def interpreters() -> Iterator[tuple[str, str | None]]:
         known = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"{version}.*/bin/python")))]
         asked = "import sys; print('%d.%d' % sys.version_info[:2])"
         working = (
-            one for one in known
-            if one and subprocess.run([one, "-c", asked], capture_output=True, text=True, check=False).stdout.strip()
+            one
+            for one in known
+            if one
+            and subprocess.run([one, "-c", asked], capture_output=True, text=True, check=False).stdout.strip()
             == version
-        )  # fmt: skip
+        )
         yield version, next(working, None)
 
 

@@ -42,11 +42,15 @@ def build_all(folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, c
     layers = {name: config.body.num_layers for name, config in configs.items()}
     jobs = [
         Job(
-            str(folder / f"{name}.onnx"), str(folder / f"{name}.{compute}"), str(folder / f"{name}.{compute}.json"),
-            "tensorrt-rtx", compute, make_profiles(recipe, "tensorrt-rtx", config),
+            str(folder / f"{name}.onnx"),
+            str(folder / f"{name}.{compute}"),
+            str(folder / f"{name}.{compute}.json"),
+            "tensorrt-rtx",
+            compute,
+            make_profiles(recipe, "tensorrt-rtx", config),
         )
         for name, config in configs.items()
-    ]  # fmt: skip
+    ]
     for job, report in zip(jobs, build_engines(jobs, folder / "scratch", at_once=2), strict=True):
         name = Path(job.graph).stem
         assert (report.plugins, report.compute) == (layers[name], job.compute)
@@ -100,13 +104,15 @@ def build_smollm2(target: Decoder, drafter: Drafter, folder: Path, fp8: bool, co
     ("fp8", "compute"),
     [
         pytest.param(
-            fp8, compute, id=f"{'fp8' if fp8 else 'fp16'}-{compute}",
+            fp8,
+            compute,
+            id=f"{'fp8' if fp8 else 'fp16'}-{compute}",
             marks=[] if (fp8, compute) in ((False, "sm120"), (True, "portable")) else pytest.mark.full,
         )
         for fp8 in (False, True)
         for compute in COMPUTE
     ],
-)  # fmt: skip
+)
 def test_tiny_qwen3(tmp_path: Path, fp8: bool, compute: Compute) -> None:
     target = tiny_decoder("qwen3", layers=2, heads=9, kv_heads=3, head_dim=64).half()  # SmolLM2's attention
     drafter = tiny_drafter(target.config).half()
@@ -114,9 +120,13 @@ def test_tiny_qwen3(tmp_path: Path, fp8: bool, compute: Compute) -> None:
         target, drafter = in_fp8(target, linear_names(target)), narrow(drafter)
     recipe = Recipe.model_validate(
         {
-            "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": {"first": {"path": "first"}},
-            "tree": {"policy": "ddtree", "block_size": 4, "branches": 3}, "limits": {"page_size": 16},
+            "d2sd": 1,
+            "name": "tiny",
+            "target": {"path": "target"},
+            "drafters": {"first": {"path": "first"}},
+            "tree": {"policy": "ddtree", "block_size": 4, "branches": 3},
+            "limits": {"page_size": 16},
             "sampling": {"max_new_tokens": 8},
         }
-    )  # fmt: skip
+    )
     build_all(tmp_path, recipe, target, drafter, compute)

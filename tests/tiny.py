@@ -186,9 +186,15 @@ def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
 
 
 def pool_for(
-    body: BodyConfig, batch: int, tokens: int, *, page_size: int = 4, seed: int = 0,
-    dtype: torch.dtype = torch.float32, fp8: tuple[Tensor, Tensor] | None = None,
-) -> tuple[KVPool, Tensor]:  # fmt: skip
+    body: BodyConfig,
+    batch: int,
+    tokens: int,
+    *,
+    page_size: int = 4,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    fp8: tuple[Tensor, Tensor] | None = None,
+) -> tuple[KVPool, Tensor]:
     """A pool with room for `tokens` of each request, and the page table [B, M].
 
     Pages are handed out in random order and every slot holds NaN until it is written: code that assumes pages in a row,

@@ -60,8 +60,10 @@ class Dist:
         if batch % self.size:
             raise D2SDError(
                 "the batch size is not divisible by the number of processes",
-                where=where, found=batch, expected=f"a multiple of {self.size}",
-            )  # fmt: skip
+                where=where,
+                found=batch,
+                expected=f"a multiple of {self.size}",
+            )
 
     @property
     def is_main(self) -> bool:

@@ -30,14 +30,20 @@ def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
     limit = config.body.num_layers - 1
     if geometry.layers > limit:
         raise D2SDError(
-            "The head has more layers than the target can split off.", where="flex.head.layers",
-            found=geometry.layers, expected=f"at most {limit}",
-        )  # fmt: skip
+            "The head has more layers than the target can split off.",
+            where="flex.head.layers",
+            found=geometry.layers,
+            expected=f"at most {limit}",
+        )
     return FlexConfig(
-        family=config.family, body=replace(config.body, num_layers=geometry.layers), vocab_size=config.vocab_size,
-        block_size=geometry.block_size, num_target_layers=config.body.num_layers,
-        calibration_size=geometry.calibration_size, anchored=geometry.anchored,
-    )  # fmt: skip
+        family=config.family,
+        body=replace(config.body, num_layers=geometry.layers),
+        vocab_size=config.vocab_size,
+        block_size=geometry.block_size,
+        num_target_layers=config.body.num_layers,
+        calibration_size=geometry.calibration_size,
+        anchored=geometry.anchored,
+    )
 
 
 @torch.no_grad()

@@ -99,10 +99,11 @@ class Trainer:
         norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip))
         if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
             raise D2SDError(
-                "the loss is not finite", where=f"step {self.step + 1}",
+                "the loss is not finite",
+                where=f"step {self.step + 1}",
                 found=f"loss {total['loss']}, gradient norm {norm}, responses {', '.join(self._names(numbers))}",
                 fix="lower the learning rate, or look for damaged responses",
-            )  # fmt: skip
+            )
         rate = settings.learning_rate * self._schedule()
         self._optimizer.update(rate)
         return total | {"gradient norm": norm, "learning rate": rate}

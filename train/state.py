@@ -106,17 +106,21 @@ def load_state(folder: Path, drafter: DraftModel, optimizer: Optimizer, identity
         step, found = saved.step, saved.identity
     except (CheckpointError, KeyError, TypeError) as error:  # the last two: of another program
         raise D2SDError(
-            "the training checkpoint cannot be read", where=path, found=getattr(error, "found", None) or error,
+            "the training checkpoint cannot be read",
+            where=path,
+            found=getattr(error, "found", None) or error,
             fix="correct that, or delete the file to begin again",
-        ) from None  # fmt: skip
+        ) from None
     for what, mine in identity.items():
         now, then = json.loads(json.dumps(mine)), found.get(what, {})
         if changed := [key for key in then | now if then.get(key) != now.get(key)]:
             raise D2SDError(
-                f"the {what} changed since this training began", where=path,
-                found={key: now.get(key) for key in changed}, expected={key: then.get(key) for key in changed},
+                f"the {what} changed since this training began",
+                where=path,
+                found={key: now.get(key) for key in changed},
+                expected={key: then.get(key) for key in changed},
                 fix="restore the recipe, or train into another folder",
-            )  # fmt: skip
+            )
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
             parameter.copy_(tensors[f"drafter.{name}"])

@@ -46,9 +46,11 @@ def engines(folder: Path, limits: Limits) -> Iterator[Ours]:
     if manifest.recipe.precision != "fp32":
         raise D2SDError(
             "The bundle's weights are rounded: llama.cpp and transformers would have others.",
-            where=f"{folder}: precision", found=manifest.recipe.precision, expected="fp32",
+            where=f"{folder}: precision",
+            found=manifest.recipe.precision,
+            expected="fp32",
             fix="build the bundle with --set precision=fp32",
-        )  # fmt: skip
+        )
     for precision in PRECISIONS:
         bundle = assemble(folder, in_precision(manifest, precision))
         for policy in POLICIES:

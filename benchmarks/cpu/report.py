@@ -16,9 +16,15 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _HEADERS = (
-    "", "weights", "tokens/s", "× plain peer, same bits", "× plain peer", "ms a step", "prefill, ms a prompt",
+    "",
+    "weights",
+    "tokens/s",
+    "× plain peer, same bits",
+    "× plain peer",
+    "ms a step",
+    "prefill, ms a prompt",
     "answers equal",
-)  # fmt: skip
+)
 _COLOURS = {"transformers": style.colour("chain"), "llama.cpp": style.colour("ddtree")}
 
 
@@ -27,27 +33,34 @@ def markdown(result: Result) -> str:
     made, machine = result.provenance, result.machine
     versions = ", ".join(f"{name} {version}" for name, version in made.versions.items())
     lines = [
-        "# d2sd and its peers on a CPU", "",
+        "# d2sd and its peers on a CPU",
+        "",
         f"{made.date}, {made.machine['processor']}, {machine.threads} threads of {made.machine['cores']} cores; "
         f"memory read at {machine.read_gb_per_s:.1f} GB/s, fp32 products at {machine.gemm_gflops:.0f} GFLOP/s; "
-        f"{versions}, commit {made.commit}; `{made.command}`.", "",
+        f"{versions}, commit {made.commit}; `{made.command}`.",
+        "",
         f"Prompts: {result.prompts}; {result.max_new_tokens} new tokens, greedy. All contestants have the same "
-        "weights and answer the same prompts in alternation.", "",
-    ]  # fmt: skip
+        "weights and answer the same prompts in alternation.",
+        "",
+    ]
     for in_flight in _loads(result):
         lines += [f"## {_load(in_flight)}", "", line_table(_HEADERS, _rows(result, in_flight)), ""]
     lines += [
         "Medians over the repetitions, least and greatest in brackets. Tokens/s has everything in it; a step is a pass "
         "of the target after the prefill. The prefill of a peer also gives its first token; d2sd's does not. The plain "
         "peer is the fastest contestant but d2sd that decodes without speculation, with weights of as many bits and of "
-        "any. Equal: to d2sd's plain decoding, with bf16 weights for bf16 and fp32 weights for the others.", "",
+        "any. Equal: to d2sd's plain decoding, with bf16 weights for bf16 and fp32 weights for the others.",
+        "",
         "A plain step reads every weight once. To read as many bytes, again and again with the same threads, takes at "
-        "least, by the fastest of several kernels, the step's own among them:", "",
-        line_table(["weights", "MB", "ms"], (
-            [name, f"{floor.weight_bytes / 1e6:.0f}", f"{floor.ms:.1f}"] for name, floor in result.floors.items()
-        )), "",
+        "least, by the fastest of several kernels, the step's own among them:",
+        "",
+        line_table(
+            ["weights", "MB", "ms"],
+            ([name, f"{floor.weight_bytes / 1e6:.0f}", f"{floor.ms:.1f}"] for name, floor in result.floors.items()),
+        ),
+        "",
         *(f"{line}\n" for line in [*result.notes, *_beaten(result)]),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines).rstrip("\n") + "\n"
 
 
@@ -63,10 +76,14 @@ def _rows(result: Result, in_flight: int) -> Iterator[Sequence[str]]:
     for one in result.figures:
         if one.in_flight == in_flight:
             yield [
-                f"{one.key.product} {one.key.mode}", one.key.weights, _spread(one.tokens_per_second),
+                f"{one.key.product} {one.key.mode}",
+                one.key.weights,
+                _spread(one.tokens_per_second),
                 *(_ratio(result.gain(one, same_bits=same)) for same in (True, False)),
-                _spread(one.step_ms), f"{median(one.prefill_ms):.0f}", f"{one.equal} of {one.answers}",
-            ]  # fmt: skip
+                _spread(one.step_ms),
+                f"{median(one.prefill_ms):.0f}",
+                f"{one.equal} of {one.answers}",
+            ]
 
 
 def plot(result: Result, path: Path) -> None:
@@ -79,9 +96,12 @@ def plot(result: Result, path: Path) -> None:
         below = [value - min(one.tokens_per_second) for value, one in zip(middle, figures, strict=True)]
         above = [max(one.tokens_per_second) - value for value, one in zip(middle, figures, strict=True)]
         panel.barh(
-            [str(one.key) for one in figures], middle, xerr=[below, above], color=[_colour(one.key) for one in figures],
+            [str(one.key) for one in figures],
+            middle,
+            xerr=[below, above],
+            color=[_colour(one.key) for one in figures],
             error_kw={"elinewidth": 1, "capsize": 2},
-        )  # fmt: skip
+        )
         limits = _limits(result, figures) if in_flight == 1 else {}
         _mark_limits(panel, limits)
         for row, value in enumerate(middle):  # in a column: beside the bars they would cover limits and ranges

@@ -31,7 +31,8 @@ class Figures(BaseModel):
         """The passes of a repetition answer the prompts of `reference` in their order."""
         found = [[answer for passed in one for answer in passed.answers] for one in repetitions]
         return cls(
-            key=key, in_flight=in_flight,
+            key=key,
+            in_flight=in_flight,
             tokens_per_second=[
                 sum(map(len, answers)) / _sum(one, "seconds") for answers, one in zip(found, repetitions, strict=True)
             ],
@@ -39,7 +40,7 @@ class Figures(BaseModel):
             prefill_ms=[1e3 * _sum(one, "prefill") / len(reference) for one in repetitions],
             equal=sum(a == b for answers in found for a, b in zip(answers, reference, strict=True)),
             answers=sum(map(len, found)),
-        )  # fmt: skip
+        )
 
 
 def _sum(passes: Sequence[Passed], name: str) -> float:
@@ -67,19 +68,23 @@ class Result(BaseModel):
     def baseline(self, figures: Figures, *, same_bits: bool) -> Figures | None:
         """The fastest plain decoding of a peer as many in flight; `same_bits`: with weights of the same size."""
         peers = [
-            one for one in self.figures
-            if one.key.plain and one.key.product != "d2sd" and one.in_flight == figures.in_flight
+            one
+            for one in self.figures
+            if one.key.plain
+            and one.key.product != "d2sd"
+            and one.in_flight == figures.in_flight
             and (not same_bits or BITS[one.key.weights] == BITS[figures.key.weights])
-        ]  # fmt: skip
+        ]
         return max(peers, key=lambda one: median(one.tokens_per_second), default=None)
 
     def beaten(self) -> dict[Weights, float]:
         """Milliseconds of the fastest plain step by type of weights, where it is below the floor: then it is none."""
         steps = {
-            weights: min((ms for f in self.figures if f.key.plain and f.key.weights == weights for ms in f.step_ms),
-                         default=inf)
+            weights: min(
+                (ms for f in self.figures if f.key.plain and f.key.weights == weights for ms in f.step_ms), default=inf
+            )
             for weights in self.floors
-        }  # fmt: skip
+        }
         return {weights: ms for weights, ms in steps.items() if ms < self.floors[weights].ms}
 
     def gain(self, figures: Figures, *, same_bits: bool) -> float | None:

@@ -45,9 +45,14 @@ class Transformers:
         hook = self._model.register_forward_hook(lambda *_: times.append(time.perf_counter() - start))
         try:
             found = self._model.generate(
-                ids, attention_mask=mask, do_sample=False, max_new_tokens=self._limits.max_new_tokens,
-                eos_token_id=stops, pad_token_id=stops[0], **self._options,
-            )  # fmt: skip
+                ids,
+                attention_mask=mask,
+                do_sample=False,
+                max_new_tokens=self._limits.max_new_tokens,
+                eos_token_id=stops,
+                pad_token_id=stops[0],
+                **self._options,
+            )
             times.append(time.perf_counter() - start)
         finally:
             hook.remove()

@@ -67,10 +67,12 @@ def make_call(shape: Shape, device: str, seed: int = 0) -> Call:
         return rows if scale is None else from_pages(to_pages(rows, scale), scale, shape.dtype)
 
     return Call(
-        numbers(batch, shape.rows, shape.heads, shape.size), new(scales[0]), new(scales[1]),
+        numbers(batch, shape.rows, shape.heads, shape.size),
+        new(scales[0]),
+        new(scales[1]),
         PagedContext(pool(scales[0]), pool(scales[1]), table, length, *scales),
         trees(batch, shape.rows, seed).to(device),
-    )  # fmt: skip
+    )
 
 
 def trees(batch: int, rows: int, seed: int) -> Tensor:

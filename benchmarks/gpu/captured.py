@@ -48,9 +48,13 @@ def cases() -> Iterator[Case]:
 
 
 def served(
-    policy: PolicyName, dtype: torch.dtype, _: Note, device: str = "cuda",
-    capture: Callable[[str], Capture] = CudaGraphs, requests: int = 12,
-) -> dict[str, Any]:  # fmt: skip
+    policy: PolicyName,
+    dtype: torch.dtype,
+    _: Note,
+    device: str = "cuda",
+    capture: Callable[[str], Capture] = CudaGraphs,
+    requests: int = 12,
+) -> dict[str, Any]:
     """Shares of requests with equal answers, graphs, and milliseconds of a step; raises where fp32 answers differ."""
     asked = requests_of(requests)
     texts = cpu_texts(asked)
@@ -59,9 +63,10 @@ def served(
         eager, eager_ms = _serve(policy, _runner(dtype, device, None, texts), asked)
         captured, captured_ms = _serve(policy, _runner(dtype, device, capture(device), texts), asked)
     equal = {
-        "equal_to_eager": _share(captured, eager), "eager_to_cpu": _share(eager, wanted),
+        "equal_to_eager": _share(captured, eager),
+        "eager_to_cpu": _share(eager, wanted),
         "captured_to_cpu": _share(captured, wanted),
-    }  # fmt: skip
+    }
     if dtype == torch.float32:
         assert min(equal.values()) == 1, f"answers differ: {equal}"
     return equal | {"requests": requests, "eager_ms": eager_ms, "captured_ms": captured_ms}

@@ -207,10 +207,12 @@ NUCLEUS = SamplingParams(0.8, seed=7, top_p=0.9, top_k=40)
 def cases() -> Iterator[Case]:
     """Trees first: they do not depend on the vocabulary."""
     of_trees: dict[str, Callable[..., Both]] = {
-        "accept": acceptance, "chain 16": chain, f"merge {BRANCHES + 1}x{SIZE} to {NODES}": merge,
-        f"grow {NODES}": partial(growth, branches=0), f"grow {NODES} of {BRANCHES} branches": partial(
-            growth, branches=BRANCHES),
-    }  # fmt: skip
+        "accept": acceptance,
+        "chain 16": chain,
+        f"merge {BRANCHES + 1}x{SIZE} to {NODES}": merge,
+        f"grow {NODES}": partial(growth, branches=0),
+        f"grow {NODES} of {BRANCHES} branches": partial(growth, branches=BRANCHES),
+    }
     for name, make in of_trees.items():
         for batch in BATCHES:
             yield (

@@ -31,12 +31,18 @@ def flashinfer(call: Call) -> Run:
     wrapper = wrapper_class(torch.empty(128 << 20, dtype=torch.uint8, device=call.q.device), "NHD")
     context = call.attn_mask.new_ones(batch, rows, slots)
     wrapper.plan(
-        torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=call.q.device), ends, indices,
+        torch.arange(0, (batch + 1) * rows, rows, dtype=torch.int32, device=call.q.device),
+        ends,
+        indices,
         torch.full((batch,), (rows - 1) % PAGE_SIZE + 1, dtype=torch.int32, device=call.q.device),
-        heads, call.k.shape[2], size, PAGE_SIZE,
-        custom_mask=torch.cat([context, call.attn_mask], dim=2).flatten(), q_data_type=call.q.dtype,
+        heads,
+        call.k.shape[2],
+        size,
+        PAGE_SIZE,
+        custom_mask=torch.cat([context, call.attn_mask], dim=2).flatten(),
+        q_data_type=call.q.dtype,
         kv_data_type=call.q.dtype,
-    )  # fmt: skip
+    )
     queries = call.q.flatten(0, 1)
 
     def run() -> Tensor:

@@ -195,9 +195,15 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     committed = CommittedRows(first.features, table, chain.positions, every, PAGE_SIZE)
     injected = drafter.inject_and_draft(committed, embedded, rows, pools[2])
     return {
-        "hidden": out.hidden, "features": out.features, "k": out.k, "v": out.v, "draft": drafted,
-        "context k": context[0], "context v": context[1], "draft with context": injected,
-    }  # fmt: skip
+        "hidden": out.hidden,
+        "features": out.features,
+        "k": out.k,
+        "v": out.v,
+        "draft": drafted,
+        "context k": context[0],
+        "context v": context[1],
+        "draft with context": injected,
+    }
 
 
 def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:

@@ -22,9 +22,10 @@ from d2sd.plugins.shared.fp8 import from_pages
 Run = Callable[[], Tensor]
 #: SDPA backends that take a mask. "math" is PyTorch's fallback, and the only one on a CPU.
 BACKENDS = {
-    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa math": SDPBackend.MATH,
-}  # fmt: skip
+}
 FLASH, FLEX, GATHER = "flash, no mask", "flex", "gather"
 
 

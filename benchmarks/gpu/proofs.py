@@ -22,9 +22,11 @@ from benchmarks.gpu.cases import Case, Note, Skip
 
 #: The first, the second and the last are run by `tests/plugins/test_triton_kernels.py` on a GPU, as one test.
 FILES = (
-    "tests/plugins/kernels/pages.py", "tests/plugins/kernels/layers.py", "tests/train/test_cuda.py",
+    "tests/plugins/kernels/pages.py",
+    "tests/plugins/kernels/layers.py",
+    "tests/train/test_cuda.py",
     "tests/plugins/kernels/attention.py",
-)  # fmt: skip
+)
 #: Most seconds for each; less where less is left of the part's time, so that what was counted is not lost with it.
 LIMITS = dict(zip(FILES, (40, 30, 60, 110), strict=True))
 
@@ -48,9 +50,13 @@ def run_file(folder: Path, file: str, until: float, note: Note, *, collect: bool
     with log.open("w") as output:
         try:
             done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, timeout=limit, check=False,
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                timeout=limit,
+                check=False,
                 env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"},
-            )  # fmt: skip
+            )
             ended = f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:
             ended = f"cut after {limit:.0f} s"

@@ -43,10 +43,12 @@ class Record:
         for name in SAME if self.rows else ():
             if self.environment.get(name) != environment.get(name):
                 raise D2SDError(
-                    "The file is of another environment.", where=f"{self.path}: {name}",
-                    found=self.environment.get(name), expected=environment.get(name),
+                    "The file is of another environment.",
+                    where=f"{self.path}: {name}",
+                    found=self.environment.get(name),
+                    expected=environment.get(name),
                     fix="another --out, or remove that file",
-                )  # fmt: skip
+                )
         self.environment = environment
         self.rows = {key: row for key, row in self.rows.items() if row["status"] == "ok"}
         self.write()

@@ -72,8 +72,10 @@ def timed() -> Iterator[Shape]:
     """Most informative first: the time may not suffice for all."""
     qwen = [
         Shape((context,) * batch, rows)
-        for rows in (64, 16, 160) for context in (8192, 32768, 1024) for batch in (8, 32, 1)
-    ]  # fmt: skip
+        for rows in (64, 16, 160)
+        for context in (8192, 32768, 1024)
+        for batch in (8, 32, 1)
+    ]
     yield from qwen[:9]
     yield from (replace(shape, fp8=True) for shape in qwen[:9] if len(shape.contexts) != 8)
     yield from (
@@ -85,8 +87,14 @@ def timed() -> Iterator[Shape]:
 def flexed() -> Iterator[Shape]:
     """A few of them for FlexAttention, which recompiles for each."""
     for context, batch, rows in (
-        (8192, 8, 64), (32768, 8, 64), (8192, 32, 64), (8192, 1, 64), (8192, 8, 160), (8192, 8, 16), (1024, 8, 64),
-    ):  # fmt: skip
+        (8192, 8, 64),
+        (32768, 8, 64),
+        (8192, 32, 64),
+        (8192, 1, 64),
+        (8192, 8, 160),
+        (8192, 8, 16),
+        (1024, 8, 64),
+    ):
         yield Shape((context,) * batch, rows)
 
 

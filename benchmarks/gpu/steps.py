@@ -76,9 +76,13 @@ class Step:
 
 #: Policy -> batch sizes. A row more here is a row more in docs/roofline.md and in the GPU suite.
 BATCHES: dict[PolicyName, tuple[int, ...]] = {
-    "off": (1, 8), "chain": (1, 8), "d2sd": (1, 8), "hybrid": (1, 8), "flex": (1, 2, 4, 8, 16),
+    "off": (1, 8),
+    "chain": (1, 8),
+    "d2sd": (1, 8),
+    "hybrid": (1, 8),
+    "flex": (1, 2, 4, 8, 16),
     "flex_parallel": (1, 2, 4, 8, 16),
-}  # fmt: skip
+}
 DRAFTED = (None, 32768)
 
 
@@ -86,9 +90,12 @@ def rows() -> list[Step]:
     """The rows of docs/roofline.md, by type and draft vocabulary; plain decoding has none."""
     return [
         Step(name, kind, batch, drafted)
-        for kind in ("bf16", "fp8") for drafted in DRAFTED for name, sizes in BATCHES.items() for batch in sizes
+        for kind in ("bf16", "fp8")
+        for drafted in DRAFTED
+        for name, sizes in BATCHES.items()
+        for batch in sizes
         if drafted is None or name != "off"
-    ]  # fmt: skip
+    ]
 
 
 #: Timed besides.
@@ -158,14 +165,7 @@ def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafte
             first, second = (
                 Drafter(
                     DrafterConfig(
-                        body,
-                        VOCABULARY,
-                        BLOCK_SIZE,
-                        MASK,
-                        FEATURE_LAYERS,
-                        BODY.num_layers,
-                        role,
-                        draft_vocabulary=ids,
+                        body, VOCABULARY, BLOCK_SIZE, MASK, FEATURE_LAYERS, BODY.num_layers, role, draft_vocabulary=ids
                     )
                 )
                 for role in ("first", "variable_prefix")

@@ -36,9 +36,19 @@ from d2sd.errors import D2SDError
 
 #: Part -> most seconds. Together they exceed the budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "probe": 100, "copy": 40, "checks": 90, "replay": 40, "layers": 60, "choices": 120, "captured": 90, "steps": 120,
-    "times": 170, "writes": 40, "pytest": 150, "flex": 150,
-}  # fmt: skip
+    "probe": 100,
+    "copy": 40,
+    "checks": 90,
+    "replay": 40,
+    "layers": 60,
+    "choices": 120,
+    "captured": 90,
+    "steps": 120,
+    "times": 170,
+    "writes": 40,
+    "pytest": 150,
+    "flex": 150,
+}
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
 #: A case may outlast its part's time by this many seconds, then the process is ended.
@@ -132,9 +142,14 @@ def _process(arguments: list[str], seconds: float) -> int | str:
 def environment() -> dict[str, Any]:
     """Where and with what this is measured."""
     found: dict[str, Any] = {
-        "device": None, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "commit": os.environ.get("D2SD_COMMIT") or None, "code": code_hash(), "began": time.strftime("%Y-%m-%d %H:%M"),
-    }  # fmt: skip
+        "device": None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "commit": os.environ.get("D2SD_COMMIT") or None,
+        "code": code_hash(),
+        "began": time.strftime("%Y-%m-%d %H:%M"),
+    }
     for package in ("triton", "flashinfer-python", "tensorrt-rtx", "transformers"):
         try:
             found[package] = version(package)
@@ -143,9 +158,12 @@ def environment() -> dict[str, Any]:
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(0)
         found |= {
-            "device": about.name, "capability": [about.major, about.minor], "memory": about.total_memory,
-            "processors": about.multi_processor_count, "l2": about.L2_cache_size,
-        }  # fmt: skip
+            "device": about.name,
+            "capability": [about.major, about.minor],
+            "memory": about.total_memory,
+            "processors": about.multi_processor_count,
+            "l2": about.L2_cache_size,
+        }
     return found
 
 

@@ -103,8 +103,9 @@ def _flex(rows: Rows) -> Iterator[tuple[str, ...]]:
     alone = [(times["flex"]["ms"] / times["ours"]["ms"], key) for key, times in found.items()]
     both = [
         ((times["flex"]["ms"] + times["gather"]["ms"]) / times["ours"]["ms"], key)
-        for key, times in found.items() if "gather" in times
-    ]  # fmt: skip
+        for key, times in found.items()
+        if "gather" in times
+    ]
     yield from _line("attention: against FlexAttention, gather not counted", alone, _times)
     yield from _line("attention: against FlexAttention and its gather", both, _times)
 

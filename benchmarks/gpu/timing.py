@@ -67,7 +67,7 @@ class Times:
         return {
             name: {"ms": median(found), "all_ms": found, "graph": self.graphs[name]}
             for name, found in self.found.items()
-        }  # fmt: skip
+        }
 
     def _time(self, name: str) -> None:
         ms, is_graph = once(self.runs[name])

@@ -210,9 +210,10 @@ def without_gpu(meter: Meter) -> Iterator[None]:
         for owner, name, value in (
             (fp8, "use_fp8_gemm", lambda _: True),
             (product, "_equal", lambda _: True),
-            (mask, "pack_mask_bits", pack_mask_triton), (JITFunction, "run", launched),
+            (mask, "pack_mask_bits", pack_mask_triton),
+            (JITFunction, "run", launched),
             (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (torch.cuda, "device_of", lambda _: nullcontext()),
-        ):  # fmt: skip
+        ):
             stack.enter_context(patch.object(owner, name, value))
         yield

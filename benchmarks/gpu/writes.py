@@ -40,9 +40,7 @@ class Write:
         return 2 * self.layers * kept * KV_HEADS * SIZE * (2 + (1 if self.fp8 else 2))
 
 
-WRITES = (
-    Write(1, 512), Write(32, 16, 64), Write(32, 16, 64, fp8=True), Write(8, 8, 64), Write(1, 8, 64),
-)  # fmt: skip
+WRITES = (Write(1, 512), Write(32, 16, 64), Write(32, 16, 64, fp8=True), Write(8, 8, 64), Write(1, 8, 64))
 
 
 def cases() -> Iterator[Case]:
@@ -74,14 +72,17 @@ def make_write(write: Write, device: str) -> dict[str, Any]:
     path = torch.rand(batch, rows, generator=draw, device=device).argsort(dim=1)[:, :places] if write.rows else None
     scale = torch.linspace(0.005, 0.02, write.layers, device=device) if write.fp8 else None
     return {
-        "k": k, "v": v,
+        "k": k,
+        "v": v,
         "k_pages": torch.full(shape, 7.0, device=device, dtype=torch.bfloat16).to(kind),
         "v_pages": torch.full(shape, 7.0, device=device, dtype=torch.bfloat16).to(kind),
         "page_table": 1 + torch.randperm(batch * columns, generator=draw, device=device).view(batch, columns),
         "positions": (5 + torch.arange(places, device=device)).expand(batch, places).contiguous(),
         "keep": torch.rand(batch, places, generator=draw, device=device) > 0.125,
-        "path": path, "k_scale": scale, "v_scale": scale,
-    }  # fmt: skip
+        "path": path,
+        "k_scale": scale,
+        "v_scale": scale,
+    }
 
 
 def written(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -58,6 +58,8 @@ def compare(replies: Sequence[Reply], texts: Sequence[str], where: str) -> None:
     for number, (reply, text) in enumerate(zip(replies, texts, strict=True)):
         if not reply.complete or reply.text != text:
             raise D2SDError(
-                "The server's answer is not that of LLM(...).", where=f"{where}, seed {number}",
-                found=reply.error or reply.text, expected=text,
-            )  # fmt: skip
+                "The server's answer is not that of LLM(...).",
+                where=f"{where}, seed {number}",
+                found=reply.error or reply.text,
+                expected=text,
+            )

@@ -147,9 +147,15 @@ def _engine(bundle: Bundle, policy: Policy, in_flight: int) -> Engine:
 
 
 def _compare(
-    bundle: Bundle, engines: dict[str, Engine], name: str, temperature: float, in_flight: int, requests: int,
-    max_tokens: int, repeat: int,
-) -> Comparison:  # fmt: skip
+    bundle: Bundle,
+    engines: dict[str, Engine],
+    name: str,
+    temperature: float,
+    in_flight: int,
+    requests: int,
+    max_tokens: int,
+    repeat: int,
+) -> Comparison:
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens, **PARAMETERS[name])
     asked = requests_of(bundle, max(requests, in_flight), params)
     passes: dict[str, list[Passed]] = {policy: [] for policy in engines}
@@ -166,12 +172,15 @@ def _compare(
                 "speculation changed an answer", where=f"{name}, T = {temperature:g}, {in_flight} in flight"
             )
     return Comparison(
-        parameters=name, temperature=temperature, in_flight=in_flight, tokens=off[0].tokens,
+        parameters=name,
+        temperature=temperature,
+        in_flight=in_flight,
+        tokens=off[0].tokens,
         plain_tokens_per_second=median(one.tokens / one.cpu for one in off),
         auto_tokens_per_second=median(one.tokens / one.cpu for one in auto),
         speedup=median(plain.cpu / one.cpu for plain, one in zip(off, auto, strict=True)),
         policies=dict(sum((one.policies for one in auto), Counter[str]())),
-    )  # fmt: skip
+    )
 
 
 class Overhead(BaseModel):
@@ -188,9 +197,15 @@ class Overhead(BaseModel):
 
 
 def measure_overhead(
-    kind: type[Server], folder: Path, out: Path, policies: Sequence[Policy], in_flight: int, requests: int,
-    max_tokens: int, repeat: int,
-) -> list[Overhead]:  # fmt: skip
+    kind: type[Server],
+    folder: Path,
+    out: Path,
+    policies: Sequence[Policy],
+    in_flight: int,
+    requests: int,
+    max_tokens: int,
+    repeat: int,
+) -> list[Overhead]:
     """Answer the same requests through a server and by an engine in this process; D2SDError if answers differ."""
     bundle, found = load_bundle(folder, progress=bar), []
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
@@ -215,13 +230,18 @@ def measure_overhead(
                     served.append(other)
                     threads.append(other.cpu / max(spent.values()) - 1)  # the engine's is the busiest
         pairs = list(zip(served, alone, strict=True))
-        found.append(Overhead(
-            policy=policy, in_flight=in_flight, tokens=alone[0].tokens,
-            engine_tokens_per_second=median(one.tokens / one.wall for one in alone),
-            server_tokens_per_second=median(one.tokens / one.wall for one in served),
-            wall=median(a.wall / b.wall for a, b in pairs) - 1, cpu=median(a.cpu / b.cpu for a, b in pairs) - 1,
-            threads=median(threads),
-        ))  # fmt: skip
+        found.append(
+            Overhead(
+                policy=policy,
+                in_flight=in_flight,
+                tokens=alone[0].tokens,
+                engine_tokens_per_second=median(one.tokens / one.wall for one in alone),
+                server_tokens_per_second=median(one.tokens / one.wall for one in served),
+                wall=median(a.wall / b.wall for a, b in pairs) - 1,
+                cpu=median(a.cpu / b.cpu for a, b in pairs) - 1,
+                threads=median(threads),
+            )
+        )
     return found
 
 

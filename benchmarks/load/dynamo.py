@@ -39,9 +39,10 @@ class DynamoServer(Server):
         environment = loopback(folder / "store", folder / "home")
         http, system = free_port(), free_port()
         worker = spawn(
-            [*D2SD, "worker", str(bundle.resolve()), "--dynamo", *options], log,
+            [*D2SD, "worker", str(bundle.resolve()), "--dynamo", *options],
+            log,
             environment | {"DYN_SYSTEM_PORT": str(system)},
-        )  # fmt: skip
+        )
         command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(http), "--migration-limit", "3"]
         command += ["--discovery-backend", "file", "--request-plane", "tcp"]
         frontend = spawn(command, log.with_suffix(".frontend.log"), environment)
@@ -103,12 +104,19 @@ def loopback(store: Path, home: Path) -> dict[str, str]:
     """The environment of every process: file discovery, and no port beyond the loopback interface."""
     old = tuple(map(int, version("ai-dynamo").split(".")[:2])) < (1, 6)
     return {
-        **os.environ, "DYN_FILE_KV": str(store), "HOME": str(home), "HF_HUB_OFFLINE": "1",
+        **os.environ,
+        "DYN_FILE_KV": str(store),
+        "HOME": str(home),
+        "HF_HUB_OFFLINE": "1",
         "DYN_SDK_DISABLE_ANSI_LOGGING": "1",
-        "DYN_HTTP_HOST": "127.0.0.1", "DYN_SYSTEM_HOST": "127.0.0.1", "DYN_TCP_RPC_HOST": "127.0.0.1",
+        "DYN_HTTP_HOST": "127.0.0.1",
+        "DYN_SYSTEM_HOST": "127.0.0.1",
+        "DYN_TCP_RPC_HOST": "127.0.0.1",
         "DYN_TCP_RESPONSE_STREAM_HOST": "lo" if old else "127.0.0.1",  # before 1.6 the name of an interface
-        "DYN_DISCOVERY_BACKEND": "file", "DYN_REQUEST_PLANE": "tcp", "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_REQUEST_PLANE": "tcp",
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def _models(url: str) -> list[Any]:

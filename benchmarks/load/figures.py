@@ -30,10 +30,14 @@ class Sample(BaseModel):
         details = reply.usage.get("completion_tokens_details") or {}
         prompt = reply.usage.get("prompt_tokens_details") or {}
         return cls(
-            ttft=round(reply.arrivals[0][0], 6), itl=latencies, e2e=round(reply.end, 6),
-            prompt_tokens=reply.usage["prompt_tokens"], cached_tokens=prompt.get("cached_tokens") or 0,
-            tokens=reply.tokens, accepted=details.get("accepted_prediction_tokens") or 0,
-        )  # fmt: skip
+            ttft=round(reply.arrivals[0][0], 6),
+            itl=latencies,
+            e2e=round(reply.end, 6),
+            prompt_tokens=reply.usage["prompt_tokens"],
+            cached_tokens=prompt.get("cached_tokens") or 0,
+            tokens=reply.tokens,
+            accepted=details.get("accepted_prediction_tokens") or 0,
+        )
 
     def meets(self, slo: Slo) -> bool:
         return slo.met(self.ttft, self.itl)
@@ -61,7 +65,8 @@ class Figures(BaseModel):
         tokens = sum(sample.tokens for sample in samples)
         prompt = sum(sample.prompt_tokens for sample in samples)
         return cls(
-            requests=len(samples), seconds=seconds,
+            requests=len(samples),
+            seconds=seconds,
             ttft=Spread.of([sample.ttft for sample in samples]),
             itl=Spread.of([one for sample in samples for one in sample.itl]),
             e2e=Spread.of([sample.e2e for sample in samples]),
@@ -69,6 +74,7 @@ class Figures(BaseModel):
             requests_per_second=len(samples) / seconds,
             goodput=sum(sample.meets(slo) for sample in samples) / seconds,
             accepted_length=tokens / max(1, tokens - sum(sample.accepted for sample in samples)),
-            prompt_tokens=prompt, computed_prompt_tokens=prompt - sum(sample.cached_tokens for sample in samples),
+            prompt_tokens=prompt,
+            computed_prompt_tokens=prompt - sum(sample.cached_tokens for sample in samples),
             cpu_per_token=None if cpu_seconds is None else 1e3 * cpu_seconds / max(1, tokens),
-        )  # fmt: skip
+        )

@@ -80,9 +80,15 @@ class OpenAIGuests(Guests):
         host, port = self.server.address
         victim = Path(__file__).with_name("victim.py")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-S", str(victim), host, str(port), "4", json.dumps(self.client.always),
+            sys.executable,
+            "-S",
+            str(victim),
+            host,
+            str(port),
+            "4",
+            json.dumps(self.client.always),
             stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         await asyncio.sleep(self.draw.uniform(0.05, 0.6))
         if process.returncode is None:
             process.send_signal(signal.SIGKILL)

@@ -27,14 +27,30 @@ _HANG = 60.0
 _INTEGERS = [0, 1, 2, 5, 2**31 - 1]
 _EDGES: dict[str, list[Any]] = {
     "STRING": [
-        "", "\x00", "w5", b"\xff\xfe", "a" * 5000, "{", "[]", '{"n": 3}', '{"prompt": [[1]]}', '{"max_tokens": 1e999}',
-        '{"a":' * 2_000, '{"seed": ' + "9" * 5000 + "}", "json", "regex", "(", '{"type": 5}',
+        "",
+        "\x00",
+        "w5",
+        b"\xff\xfe",
+        "a" * 5000,
+        "{",
+        "[]",
+        '{"n": 3}',
+        '{"prompt": [[1]]}',
+        '{"max_tokens": 1e999}',
+        '{"a":' * 2_000,
+        '{"seed": ' + "9" * 5000 + "}",
+        "json",
+        "regex",
+        "(",
+        '{"type": 5}',
     ],
     "BOOL": [True, False],
-    "INT32": [*_INTEGERS, -1, -(2**31)], "INT64": [*_INTEGERS, -1, 2**63 - 1],
-    "UINT32": [*_INTEGERS, 2**32 - 1], "UINT64": [*_INTEGERS, 2**64 - 1],
+    "INT32": [*_INTEGERS, -1, -(2**31)],
+    "INT64": [*_INTEGERS, -1, 2**63 - 1],
+    "UINT32": [*_INTEGERS, 2**32 - 1],
+    "UINT64": [*_INTEGERS, 2**64 - 1],
     "FP32": [0.0, 0.7, 1.0, -1.0, 3e38, float("nan"), float("inf")],
-}  # fmt: skip
+}
 
 
 class TritonGuests(Guests):
@@ -77,9 +93,15 @@ class TritonGuests(Guests):
         """A process with four streams that is killed with SIGKILL after the first response."""
         victim = Path(__file__).with_name("victim_grpc.py")
         process = await asyncio.create_subprocess_exec(
-            sys.executable, str(victim), self.server.url, self.server.model, "4", "64",
-            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
-        )  # fmt: skip
+            sys.executable,
+            str(victim),
+            self.server.url,
+            self.server.model,
+            "4",
+            "64",
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
         assert process.stdout is not None
         try:
             await process.stdout.readline()

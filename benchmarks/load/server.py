@@ -29,9 +29,12 @@ class Server:
     """`d2sd serve`: one that runs already, or one that `start` has started."""
 
     def __init__(
-        self, url: str, bundle: Path | None = None, process: subprocess.Popen[bytes] | None = None,
+        self,
+        url: str,
+        bundle: Path | None = None,
+        process: subprocess.Popen[bytes] | None = None,
         log: Path | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.url, self.bundle, self.process, self.log = url.rstrip("/"), bundle, process, log
 
     @classmethod

@@ -26,9 +26,12 @@ if TYPE_CHECKING:
 _ASKED = ("return_finish_reason", "return_num_input_tokens", "return_num_output_tokens")
 #: What the errors say that are no refusal of the request itself.
 _CODES = {
-    "Too many requests": "queue_full", "shutting down": "shutting_down", "has no available versions": "shutting_down",
-    "deadline": "deadline_exceeded", "failed to process": "internal_error",
-}  # fmt: skip
+    "Too many requests": "queue_full",
+    "shutting down": "shutting_down",
+    "has no available versions": "shutting_down",
+    "deadline": "deadline_exceeded",
+    "failed to process": "internal_error",
+}
 #: Seconds in which the processes of a model notice that their server has ended.
 _NOTICE = 10.0
 

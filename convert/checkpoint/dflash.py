@@ -51,10 +51,13 @@ _INSIDE = (
     KEYS
     | TRAINING
     | {
-        "mask_token_id", "target_layer_ids", "block_size", "num_target_layers",
+        "mask_token_id",
+        "target_layer_ids",
+        "block_size",
+        "num_target_layers",
         "mask_token",  # the id is what counts: the tokenizer may not know the token
     }
-)  # fmt: skip
+)
 
 
 def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
@@ -69,15 +72,19 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
     if plain.values.get("speculators_model_type") is not None:
         raise CheckpointError(
             "A recipe's drafter must be in the DFlash layout, and this is a speculators checkpoint.",
-            where=raw.where, fix="d2sd convert --to z-lab",
-        )  # fmt: skip
+            where=raw.where,
+            fix="d2sd convert --to z-lab",
+        )
     config = read_layout(plain, declared)
     sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(config.body.num_layers) for kind in "qkv")
     refuse_fp8(
-        directory, raw, ["fc", *sliced], "Engines do not support FP8 in these layers of a drafter.",
+        directory,
+        raw,
+        ["fc", *sliced],
+        "Engines do not support FP8 in these layers of a drafter.",
         expected="FP8 in o_proj and the MLP only, and more by d2sd_fp8.json",
         fix="use the unquantized drafter, and set fp8.drafters",
-    )  # fmt: skip
+    )
     ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
     return replace(config, draft_vocabulary=ids)
 
@@ -92,11 +99,14 @@ def check_drafter(
     expected: Role = "first" if role is DrafterRole.FIRST else "variable_prefix"
     if config.role != expected:
         raise CheckpointError(
-            "The drafter does not fit.", where=f"{where / 'config.json'}: dflash_config.training_mode",
-            found=config.role, expected=expected,
+            "The drafter does not fit.",
+            where=f"{where / 'config.json'}: dflash_config.training_mode",
+            found=config.role,
+            expected=expected,
             fix="if it was trained on variable prefixes: d2sd convert --role variable_prefix"
-            if expected == "variable_prefix" else None,
-        )  # fmt: skip
+            if expected == "variable_prefix"
+            else None,
+        )
     check_target(config, target, where)
     ids = config.target_layer_ids
     if not all(a < b for a, b in pairwise(ids)):
@@ -104,8 +114,10 @@ def check_drafter(
         raise CheckpointError(
             "The target layer ids are not in ascending order.",
             where=f"{where / 'config.json'}: dflash_config.target_layer_ids",
-            found=list(ids), expected=sorted(ids), fix="d2sd convert --to z-lab, which also reorders the columns of fc",
-        )  # fmt: skip
+            found=list(ids),
+            expected=sorted(ids),
+            fix="d2sd convert --to z-lab, which also reorders the columns of fc",
+        )
     check_block_size(config, block_size, where)
 
 
@@ -122,8 +134,10 @@ def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> N
 def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
     """Fields of a manifest of this kind alone."""
     return {
-        "role": config.role, "mask_token_id": config.mask_token_id, "target_layer_ids": list(config.target_layer_ids)
-    }  # fmt: skip
+        "role": config.role,
+        "mask_token_id": config.mask_token_id,
+        "target_layer_ids": list(config.target_layer_ids),
+    }
 
 
 def vocabulary_mark(config: DrafterConfig) -> str:
@@ -176,10 +190,11 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
     if dflash.values.get("target_layer_ids") is None:
         raise CheckpointError(
             "The config does not list the target layers that the drafter reads.",
-            where=f"{dflash.where}: target_layer_ids", expected="a list of layer ids",
+            where=f"{dflash.where}: target_layer_ids",
+            expected="a list of layer ids",
             fix=f"some readers then use {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
             "was trained with them",
-        )  # fmt: skip
+        )
     ids = from_convention(dflash.integers("target_layer_ids"), "output_of_layer")
     expected = fault(ids, num_target_layers)
     if expected:

@@ -68,26 +68,35 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
     if part.get("enable_anchor_bias_logits", bool, False) is not True:
         raise part.refuse(
             "The head has no calibration network, without which mask rows draft past the anchor.",
-            "enable_anchor_bias_logits", "true", "use a head that was trained with it",
-        )  # fmt: skip
+            "enable_anchor_bias_logits",
+            "true",
+            "use a head that was trained with it",
+        )
     block = config.size("block_size")
     if block < 2 or part.get("block_size", int, block) != block:
         raise config.refuse("The block size is wrong.", "block_size", "2 or more, and the same wherever it stands")
     anchored = part.get("anchored", bool, False)
     small = "anchor_bias_mlp.0", "anchor_bias_mlp.2", *(["anchor_projection"] if anchored else [])
     refuse_fp8(
-        directory, config, small, "FP8 is not supported in these parts of a FlexDraft head.",
+        directory,
+        config,
+        small,
+        "FP8 is not supported in these parts of a FlexDraft head.",
         expected="FP8 in q_proj, k_proj, v_proj and o_proj only",
         fix="use the unquantized head, and set fp8.drafters",
-    )  # fmt: skip
+    )
     num_target_layers = config.layers("num_target_layers")
     _check_layers(part, target.body.num_layers, num_target_layers)
     return FlexConfig(
-        family=target.family, body=target.body, vocab_size=target.vocab_size, block_size=block,
-        num_target_layers=num_target_layers, calibration_size=part.size("anchor_bias_rank"),
+        family=target.family,
+        body=target.body,
+        vocab_size=target.vocab_size,
+        block_size=block,
+        num_target_layers=num_target_layers,
+        calibration_size=part.size("anchor_bias_rank"),
         anchored=anchored,
         draft_vocabulary=read_draft_vocabulary(directory, target.vocab_size, mask_token_id=-1),
-    )  # fmt: skip
+    )
 
 
 def _block(config: HFConfig) -> HFConfig:
@@ -110,15 +119,18 @@ def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
     split = num_target_layers - layers
     if not 1 <= split < num_target_layers:
         raise CheckpointError(
-            "The split layer is out of range.", where=f"{part.where.rpartition(': ')[0]}: num_hidden_layers",
-            found=f"{layers} of {num_target_layers} layers draft", expected=f"1 to {num_target_layers - 1}",
-        )  # fmt: skip
+            "The split layer is out of range.",
+            where=f"{part.where.rpartition(': ')[0]}: num_hidden_layers",
+            found=f"{layers} of {num_target_layers} layers draft",
+            expected=f"1 to {num_target_layers - 1}",
+        )
     ids = part.integers("target_layer_ids")
     if ids not in (tuple(range(split, num_target_layers)), (split,)):
         raise part.refuse(
-            "The layers that draft are not the target's last ones.", "target_layer_ids",
+            "The layers that draft are not the target's last ones.",
+            "target_layer_ids",
             f"{split} to {num_target_layers - 1}, as num_hidden_layers and num_target_layers say",
-        )  # fmt: skip
+        )
 
 
 def check_flex(config: FlexConfig, target: DecoderConfig, _role: DrafterRole, block_size: int, where: Path) -> None:

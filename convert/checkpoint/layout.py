@@ -158,9 +158,11 @@ def read_role(dflash: HFConfig, declared: Role | None) -> tuple[Role, float | No
         return role, None
     if role == "first":
         raise dflash.refuse(
-            "prefix_weight_base is set, but this is not a variable-prefix drafter.", "prefix_weight_base",
-            "null, or training_mode vp_drafter", fix="declare it: --role variable_prefix",
-        )  # fmt: skip
+            "prefix_weight_base is set, but this is not a variable-prefix drafter.",
+            "prefix_weight_base",
+            "null, or training_mode vp_drafter",
+            fix="declare it: --role variable_prefix",
+        )
     return role, dflash.get("prefix_weight_base", float)
 
 
@@ -174,9 +176,12 @@ def check_geometry(
     for key, found, expected in pairs:
         if found != expected:
             raise CheckpointError(
-                "The drafter was made for another target.", where=f"{where / 'config.json'}: {key}",
-                found=found, expected=expected, fix=_FIX,
-            )  # fmt: skip
+                "The drafter was made for another target.",
+                where=f"{where / 'config.json'}: {key}",
+                found=found,
+                expected=expected,
+                fix=_FIX,
+            )
     _check_rope(config.body.rope, target.body.rope, where)
 
 
@@ -193,8 +198,10 @@ def _check_rope(found: RopeConfig, expected: RopeConfig, where: Path) -> None:
     raise CheckpointError(
         "The drafter was made for another target: its positions (RoPE) differ.",
         where=f"{where / 'config.json'}: rope_theta and rope_scaling",
-        found=json.dumps(rope_fields(found)), expected=json.dumps(rope_fields(expected)), fix=fix,
-    )  # fmt: skip
+        found=json.dumps(rope_fields(found)),
+        expected=json.dumps(rope_fields(expected)),
+        fix=fix,
+    )
 
 
 def check_block_size(config: DraftConfig, block_size: int, where: Path) -> None:
@@ -202,9 +209,11 @@ def check_block_size(config: DraftConfig, block_size: int, where: Path) -> None:
     if config.block_size != block_size:
         raise CheckpointError(
             "The drafter was trained for another block size.",
-            where=f"{where / 'config.json'}: block_size", found=config.block_size, expected=block_size,
+            where=f"{where / 'config.json'}: block_size",
+            found=config.block_size,
+            expected=block_size,
             fix=f"set tree.block_size to {config.block_size} in the recipe",
-        )  # fmt: skip
+        )
 
 
 def refuse_fp8(directory: Path, config: HFConfig, layers: Iterable[str], what: str, *, expected: str, fix: str) -> None:

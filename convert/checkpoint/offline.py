@@ -83,8 +83,10 @@ def _check_special_tokens(file: Path) -> None:
         one = pending.pop()
         if isinstance(one, str) and len(one) > _MAX_TOKEN:
             raise CheckpointError(
-                "A special token is too long.", where=file, found=f"{len(one):,} characters: {one[:20]}...",
+                "A special token is too long.",
+                where=file,
+                found=f"{len(one):,} characters: {one[:20]}...",
                 expected=f"at most {_MAX_TOKEN:,}",
-            )  # fmt: skip
+            )
         if isinstance(one, dict | list):
             pending += one.values() if isinstance(one, dict) else one

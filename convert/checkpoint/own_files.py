@@ -56,8 +56,10 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
     if odd:
         raise CheckpointError(
             "A key of the draft vocabulary is missing or unknown.",
-            where=f"{path}: {odd[0]}", found=sorted(values), expected=sorted(_KEYS),
-        )  # fmt: skip
+            where=f"{path}: {odd[0]}",
+            found=sorted(values),
+            expected=sorted(_KEYS),
+        )
     return check_ids(f"{path}: ids", values["ids"], vocab_size, mask_token_id)
 
 
@@ -76,9 +78,11 @@ def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> t
     if not isinstance(ids, list) or len(ids) < 2:
         # The second draft may not repeat the token rejected at its boundary, so it needs another one.
         raise CheckpointError(
-            "The draft vocabulary is too small.", where=where,
-            found=json.dumps(ids)[:80], expected="a list of at least two ids",
-        )  # fmt: skip
+            "The draft vocabulary is too small.",
+            where=where,
+            found=json.dumps(ids)[:80],
+            expected="a list of at least two ids",
+        )
     before = -1
     for index, token in enumerate(ids):
         expected = None
@@ -92,9 +96,11 @@ def check_ids(where: str, ids: object, vocab_size: int, mask_token_id: int) -> t
             expected = "any token but the mask, which is never part of an answer"
         if expected:
             raise CheckpointError(
-                "An id cannot be in the draft vocabulary.", where=f"{where}[{index}]",
-                found=json.dumps(token)[:80], expected=expected,
-            )  # fmt: skip
+                "An id cannot be in the draft vocabulary.",
+                where=f"{where}[{index}]",
+                found=json.dumps(token)[:80],
+                expected=expected,
+            )
         before = token
     return tuple(ids)
 
@@ -123,9 +129,10 @@ def read_fp8_inputs(directory: Path, layers: Collection[str]) -> dict[str, float
     scales = read_model(_File, path, error=CheckpointError, what="file of FP8 scales", version=version).input_scales
     if scales.keys() != set(layers):
         raise CheckpointError(
-            "The scales are not those of the layers in 16 bits.", where=f"{path}: input_scales",
+            "The scales are not those of the layers in 16 bits.",
+            where=f"{path}: input_scales",
             found=sorted(scales.keys() ^ set(layers)),
-        )  # fmt: skip
+        )
     return {name: scales[name] for name in layers}
 
 

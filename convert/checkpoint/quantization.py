@@ -46,9 +46,11 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     separate = _read_file(HFConfig.of_file(path))
     if inline is not None and (set(inline.exclude), inline.kv) != (set(separate.exclude), separate.kv):
         raise CheckpointError(
-            "Two files describe the quantization differently.", where=f"{path} and {config.where}: {KEY}",
-            found=f"{_summary(separate)}; {_summary(inline)}", expected="the same",
-        )  # fmt: skip
+            "Two files describe the quantization differently.",
+            where=f"{path} and {config.where}: {KEY}",
+            found=f"{_summary(separate)}; {_summary(inline)}",
+            expected="the same",
+        )
     return separate
 
 
@@ -89,9 +91,11 @@ def _read_file(file: HFConfig) -> Quantization:
 def _read_inline(part: HFConfig) -> Quantization:
     if part.values.get("quant_method") != "modelopt":
         raise part.refuse(
-            "This quantization is not supported.", "quant_method", "modelopt",
+            "This quantization is not supported.",
+            "quant_method",
+            "modelopt",
             "start from the checkpoint from before it was quantized",
-        )  # fmt: skip
+        )
     _only_fp8(part)
     part.only("kv_cache_scheme", None, _FLOAT8)
     for group in part.get("config_groups", dict, {}).values():
@@ -103,9 +107,11 @@ def _read_inline(part: HFConfig) -> Quantization:
 def _only_fp8(part: HFConfig) -> None:
     if part.values.get("quant_algo") != "FP8":
         raise part.refuse(
-            "This quantization is not supported.", "quant_algo", "FP8",
+            "This quantization is not supported.",
+            "quant_algo",
+            "FP8",
             "start from the checkpoint from before it was quantized",
-        )  # fmt: skip
+        )
 
 
 def _names(part: HFConfig, key: str) -> tuple[str, ...]:

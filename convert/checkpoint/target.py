@@ -43,9 +43,15 @@ _FAMILIES: dict[str, tuple[Family, str]] = {
 }
 #: Copied next to the weights if present; code, pickles and other files are not copied.
 _TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja",
-)  # fmt: skip
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
 _KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b([kv])_cache\.scale$")
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
@@ -56,9 +62,11 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     model_type = config.get("model_type", str)
     if model_type not in _FAMILIES:
         raise config.refuse(
-            "This architecture is not supported.", "model_type", ", ".join(_FAMILIES),
+            "This architecture is not supported.",
+            "model_type",
+            ", ".join(_FAMILIES),
             "choose a target of one of these families; d2sd runs dense models only, without experts or hybrid layers",
-        )  # fmt: skip
+        )
     family, architecture = _FAMILIES[model_type]
     num_layers = config.layers("num_hidden_layers")
     config.only("architectures", [architecture], None)

@@ -80,9 +80,11 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     weight_map = values.get("weight_map") if isinstance(values, dict) else None
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(
-            "The index of the shards is damaged.", where=f"{index}: weight_map", found=weight_map,
+            "The index of the shards is damaged.",
+            where=f"{index}: weight_map",
+            found=weight_map,
             expected="names of tensors and of their files",
-        )  # fmt: skip
+        )
     found: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
         if PurePath(name).name != name or "\0" in name:
@@ -153,10 +155,13 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
     if missing or unknown:
         parts = [f"missing {_some(missing)}" if missing else "", f"unknown {_some(unknown)}" if unknown else ""]
         raise CheckpointError(
-            "The tensors are not those of the configuration.", where=directory, found="; ".join(p for p in parts if p),
+            "The tensors are not those of the configuration.",
+            where=directory,
+            found="; ".join(p for p in parts if p),
             fix="scales belong to FP8, which quantization_config or hf_quant_config.json must describe"
-            if any(name.endswith("_scale") for name in unknown) else None,
-        )  # fmt: skip
+            if any(name.endswith("_scale") for name in unknown)
+            else None,
+        )
     for name, ours in names.items():
         info = found[name]
         if info.shape != expected[ours]:

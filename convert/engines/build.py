@@ -64,9 +64,11 @@ def build_engine(job: Job) -> Report:
     trt = find_tensorrt(job.builder)
     if job.compute not in trt.targets:
         raise BuildError(
-            f"{trt.name} does not build engines for this compute capability.", where="engines.compute",
-            found=job.compute, expected=", ".join(trt.targets),
-        )  # fmt: skip
+            f"{trt.name} does not build engines for this compute capability.",
+            where="engines.compute",
+            found=job.compute,
+            expected=", ".join(trt.targets),
+        )
     errors = ErrorLog(trt.module)
     if job.plugins:
         register(trt.module)
@@ -118,18 +120,22 @@ def _check_plugins(job: Job, found: int) -> None:
     wanted = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
     if found != wanted:
         raise BuildError(
-            "Not every attention node became a plugin layer.", where=job.graph,
-            found=f"{found} plugin layers", expected=wanted,
-        )  # fmt: skip
+            "Not every attention node became a plugin layer.",
+            where=job.graph,
+            found=f"{found} plugin layers",
+            expected=wanted,
+        )
 
 
 def _check_head_size(job: Job, size: int) -> None:
     """Check the head size here: TensorRT crashes when a plugin raises."""
     if size % HEAD_STEP or size > LARGEST_HEAD:
         raise BuildError(
-            "The attention kernels do not support this head size.", where=job.graph, found=size,
+            "The attention kernels do not support this head size.",
+            where=job.graph,
+            found=size,
             expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
-        )  # fmt: skip
+        )
 
 
 def main(path: str) -> int:
@@ -175,9 +181,10 @@ def _build(job: Job, folder: Path) -> Report:
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not Path(job.report).is_file():
         raise BuildError(
-            "The engine builder crashed.", where=job.graph,
+            "The engine builder crashed.",
+            where=job.graph,
             found=f"exit code {done.returncode}: {done.stderr.strip().rpartition(os.linesep)[2]}",
-        )  # fmt: skip
+        )
     report = read_json(Path(job.report), error=BuildError)
     if "error" in report:
         raise BuildError(report["error"].pop("what"), **report["error"])
@@ -197,9 +204,11 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
     found = [file for each in folders or () for file in sorted(Path(each).glob("libtensorrt_rtx.so.*"))]
     if not found:
         raise BuildError(
-            "TensorRT-RTX's parser cannot find the library that it loads for plugins.", where="engines",
-            expected="libtensorrt_rtx.so", fix=f"put its folder on LD_LIBRARY_PATH, or {install_line('engines')}",
-        )  # fmt: skip
+            "TensorRT-RTX's parser cannot find the library that it loads for plugins.",
+            where="engines",
+            expected="libtensorrt_rtx.so",
+            fix=f"put its folder on LD_LIBRARY_PATH, or {install_line('engines')}",
+        )
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libtensorrt_rtx.so"
     link.unlink(missing_ok=True)

@@ -63,16 +63,21 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
     return {
-        "embedded": _shapes([b, t, _just(body.hidden_size)]), "positions": _shapes([b, t]),
-        "attn_mask": _shapes([b, t, w]), "page_table": _shapes([b, m]), "context_len": _shapes([b]),
+        "embedded": _shapes([b, t, _just(body.hidden_size)]),
+        "positions": _shapes([b, t]),
+        "attn_mask": _shapes([b, t, w]),
+        "page_table": _shapes([b, m]),
+        "context_len": _shapes([b]),
         **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},
-    }  # fmt: skip
+    }
 
 
 def _features(b: _Size, c: _Size, width: int) -> Profile:
     return {
-        "features": _shapes([b, c, _just(width)]), "feature_positions": _shapes([b, c]), "feature_len": _shapes([b])
-    }  # fmt: skip
+        "features": _shapes([b, c, _just(width)]),
+        "feature_positions": _shapes([b, c]),
+        "feature_len": _shapes([b]),
+    }
 
 
 def _shapes(sizes: Sequence[_Size]) -> Shapes:

@@ -95,9 +95,11 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
         names = source.shared if kept else _shared_names(drafter)
         if target is None and names & {EMBEDDING, HEAD}:
             raise CheckpointError(
-                "A speculators checkpoint holds copies of the target's embedding and head.", where=source.folder,
-                expected="the target", fix="name it: --target DIR",
-            )  # fmt: skip
+                "A speculators checkpoint holds copies of the target's embedding and head.",
+                where=source.folder,
+                expected="the target",
+                fix="name it: --target DIR",
+            )
         tensors |= extra_tensors(config, names, target, drafter.dtype)
         text = source.text if kept else _speculators_text(drafter, target)
     (folder / "config.json").write_bytes(text.encode())

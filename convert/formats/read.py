@@ -131,8 +131,8 @@ def _body_tensors(
         tensors |= part
     if len(dtypes) > 1:
         raise CheckpointError(
-            "The tensors have different types.", where=folder, found=", ".join(sorted(dtypes)), expected="one type",
-        )  # fmt: skip
+            "The tensors have different types.", where=folder, found=", ".join(sorted(dtypes)), expected="one type"
+        )
     return tensors
 
 
@@ -145,8 +145,10 @@ def _declaration(raw: HFConfig, form: Format, config: DrafterConfig, declared: R
 def _unread_files(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
     """Name the files that are not read: code is never run or copied, pickles are never opened."""
     read = {info.file.name for info in found.values()} | {
-        "config.json", "draft_vocab.json", "model.safetensors.index.json",
-    }  # fmt: skip
+        "config.json",
+        "draft_vocab.json",
+        "model.safetensors.index.json",
+    }
     others = sorted(p.name for p in folder.iterdir() if p.name not in read and not p.name.startswith("."))
     pickles = [name for name in others if name in PICKLES]
     notes = [f"not converted: {', '.join(others)}"] if others else []
@@ -183,10 +185,11 @@ def detect(config: HFConfig) -> Format:
         return "modelopt" if _is_modelopt(config) else "z-lab"
     seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
     raise CheckpointError(
-        "The drafter's format is not recognised.", where=config.where,
+        "The drafter's format is not recognised.",
+        where=config.where,
         found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
         expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
-    )  # fmt: skip
+    )
 
 
 def _is_specforge(config: HFConfig) -> bool:

@@ -45,9 +45,11 @@ def read_target_parts(path: Path) -> TargetParts:
         shape = (config.vocab_size, config.body.hidden_size)
         if name not in found or found[name].shape != shape:
             raise CheckpointError(
-                "The target lacks a tensor that drafters share.", where=f"{folder}: {name}",
-                found=list(found[name].shape) if name in found else "no such tensor", expected=list(shape),
-            )  # fmt: skip
+                "The target lacks a tensor that drafters share.",
+                where=f"{folder}: {name}",
+                found=list(found[name].shape) if name in found else "no such tensor",
+                expected=list(shape),
+            )
     embedding = read_tensor(found["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
     head = embedding if config.tie_word_embeddings else read_tensor(found[HEAD].file, HEAD)
     architectures = raw.get("architectures", list, [])
@@ -70,7 +72,9 @@ def check_copies(
         if name in copies and not torch.equal(copies[name], expected):
             row = int((copies[name] != expected).any(dim=1).nonzero()[0])
             raise CheckpointError(
-                "A tensor that drafters share with their target differs from the target's.", where=f"{where}: {name}",
-                found=f"row {row} differs from {target.folder}", expected="a copy of the target's tensor",
+                "A tensor that drafters share with their target differs from the target's.",
+                where=f"{where}: {name}",
+                found=f"row {row} differs from {target.folder}",
+                expected="a copy of the target's tensor",
                 fix="name the target it was trained for; a head or an embedding of the drafter's own cannot be run",
-            )  # fmt: skip
+            )

@@ -43,21 +43,38 @@ from d2sd.modeling.config import DrafterConfig, Role
 
 #: Transformers' defaults of the body: a saved nested config may contain only the differences from them.
 QWEN3_DEFAULTS: Mapping[str, object] = {
-    "vocab_size": 151936, "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 32, "head_dim": 128, "hidden_act": "silu",
-    "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "attention_bias": False, "rope_theta": 10000.0,
-}  # fmt: skip
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 22016,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "attention_bias": False,
+    "rope_theta": 10000.0,
+}
 _TOP = (
     INERT
     | KEYS
     | {
-        "architectures", "aux_hidden_state_layer_ids", "block_size", "draft_vocab_size", "mask_token_id",
-        "target_hidden_size", "transformer_layer_config", "speculators_config", "speculators_model_type",
-        "speculators_version", "d2sd",
+        "architectures",
+        "aux_hidden_state_layer_ids",
+        "block_size",
+        "draft_vocab_size",
+        "mask_token_id",
+        "target_hidden_size",
+        "transformer_layer_config",
+        "speculators_config",
+        "speculators_model_type",
+        "speculators_version",
+        "d2sd",
         "max_anchors",  # a training key of version 0.5
         "sliding_window_non_causal",  # of windowed layers, and those are refused
     }
-)  # fmt: skip
+)
 _NESTED = READ | INERT | KEYS | {"architectures"}
 _OWN = {"num_target_layers", "training_mode", "prefix_weight_base"}
 _SPECULATION = {"algorithm", "proposal_methods", "default_proposal_method", "verifier"}
@@ -119,10 +136,14 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
         "speculators_config": {
             "algorithm": "dflash",
             "default_proposal_method": "greedy",
-            "proposal_methods": [{
-                "accept_tolerance": 0.0, "proposal_type": "greedy",
-                "speculative_tokens": config.block_size - 1, "verifier_accept_k": 1,
-            }],
+            "proposal_methods": [
+                {
+                    "accept_tolerance": 0.0,
+                    "proposal_type": "greedy",
+                    "speculative_tokens": config.block_size - 1,
+                    "verifier_accept_k": 1,
+                }
+            ],
             "verifier": {"architectures": architectures, "name_or_path": verifier},
         },
         "speculators_model_type": "dflash",
@@ -130,10 +151,12 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
         "target_hidden_size": None,
         "tie_word_embeddings": False,
         "transformer_layer_config": {
-            **body_fields(config.body), "dtype": name, "vocab_size": config.vocab_size,
+            **body_fields(config.body),
+            "dtype": name,
+            "vocab_size": config.vocab_size,
             "rope_parameters": {**scaling, "rope_theta": rope["rope_theta"]},
         },
-    }  # fmt: skip
+    }
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
@@ -141,9 +164,11 @@ def check_writable(config: DrafterConfig, where: str) -> None:
     """Refuse a drafter of the target's last layer: speculators' tools omit that state, so fc's width differs."""
     if max(config.target_layer_ids) == config.num_target_layers - 1:
         raise CheckpointError(
-            "The speculators format does not support a drafter that reads the target's last layer.", where=where,
-            found=f"target layer ids {list(config.target_layer_ids)}", expected=f"0 to {config.num_target_layers - 2}",
-        )  # fmt: skip
+            "The speculators format does not support a drafter that reads the target's last layer.",
+            where=where,
+            found=f"target layer ids {list(config.target_layer_ids)}",
+            expected=f"0 to {config.num_target_layers - 2}",
+        )
 
 
 def _defaults(nested: HFConfig) -> dict[str, object]:
@@ -182,9 +207,10 @@ def _target_layers(config: HFConfig, own: HFConfig, known: int | None) -> int:
     layers = written or known
     if layers is None:
         raise CheckpointError(
-            "The speculators checkpoint does not contain the number of target layers.", where=config.where,
+            "The speculators checkpoint does not contain the number of target layers.",
+            where=config.where,
             fix="name the target: --target DIR",
-        )  # fmt: skip
+        )
     return layers
 
 
@@ -193,9 +219,13 @@ _TYPES = {"t2d": "BOOL", "d2t": "I64"}
 
 
 def read_extra(
-    config: DrafterConfig, size: int, found: Mapping[str, TensorInfo], target: TargetParts | None,
-    dtype: torch.dtype, where: str,
-) -> tuple[tuple[int, ...] | None, list[str]]:  # fmt: skip
+    config: DrafterConfig,
+    size: int,
+    found: Mapping[str, TensorInfo],
+    target: TargetParts | None,
+    dtype: torch.dtype,
+    where: str,
+) -> tuple[tuple[int, ...] | None, list[str]]:
     """Return the draft vocabulary, and notes on the copies; raises `CheckpointError`.
 
     `found` are the extra tensors' headers, `size` is draft_vocab_size of the config at `where`, `dtype` the drafter's.
@@ -204,9 +234,11 @@ def read_extra(
     missing = [name for name in ("t2d", "d2t") if name not in found]
     if missing and (size != config.vocab_size or len(missing) == 1):
         raise CheckpointError(
-            "A draft vocabulary needs both of its tensors.", where=f"{where}: draft_vocab_size", found=size,
+            "A draft vocabulary needs both of its tensors.",
+            where=f"{where}: draft_vocab_size",
+            found=size,
             expected=f"{' and '.join(missing)} among the tensors, or {config.vocab_size} as vocab_size",
-        )  # fmt: skip
+        )
     copies = {name: read_tensor(info.file, name) for name, info in found.items()}
     ids = None
     if not missing:
@@ -243,9 +275,11 @@ def _check_headers(config: DrafterConfig, size: int, found: Mapping[str, TensorI
         kind = _TYPES.get(name, info.dtype)
         if info.shape != shapes[name] or info.dtype != kind:
             raise CheckpointError(
-                "A tensor has the wrong shape or type.", where=f"{info.file}: {name}",
-                found=f"{info.dtype} {list(info.shape)}", expected=f"{kind} {list(shapes[name])}",
-            )  # fmt: skip
+                "A tensor has the wrong shape or type.",
+                where=f"{info.file}: {name}",
+                found=f"{info.dtype} {list(info.shape)}",
+                expected=f"{kind} {list(shapes[name])}",
+            )
 
 
 def to_tensors(ids: tuple[int, ...], vocab_size: int) -> dict[str, Tensor]:
@@ -266,18 +300,24 @@ def from_tensors(tensors: Mapping[str, Tensor], size: int, vocab_size: int, wher
     expected = marked.nonzero().flatten()
     if len(expected) != size:
         raise CheckpointError(
-            "t2d marks a different number of tokens than draft_vocab_size.", where=f"{where}: t2d",
-            found=len(expected), expected=size,
-        )  # fmt: skip
+            "t2d marks a different number of tokens than draft_vocab_size.",
+            where=f"{where}: t2d",
+            found=len(expected),
+            expected=size,
+        )
     if torch.equal(offsets, expected) and not torch.equal(ids, expected):
         raise CheckpointError(
-            "d2t holds target tokens, not offsets.", where=f"{where}: d2t", found=offsets[:8].tolist(),
+            "d2t holds target tokens, not offsets.",
+            where=f"{where}: d2t",
+            found=offsets[:8].tolist(),
             expected=f"{(offsets - torch.arange(size))[:8].tolist()}: draft token i is target token i + d2t[i]",
-        )  # fmt: skip
+        )
     if not torch.equal(ids, expected):
         index = int((ids != expected).nonzero()[0])
         raise CheckpointError(
-            "t2d and d2t do not name the same tokens.", where=f"{where}: d2t[{index}]",
-            found=f"target token {int(ids[index])}", expected=f"{int(expected[index])}, the next that t2d marks",
-        )  # fmt: skip
+            "t2d and d2t do not name the same tokens.",
+            where=f"{where}: d2t[{index}]",
+            found=f"target token {int(ids[index])}",
+            expected=f"{int(expected[index])}, the next that t2d marks",
+        )
     return tuple(ids.tolist())

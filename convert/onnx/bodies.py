@@ -40,9 +40,15 @@ class TargetBody(nn.Module):
         )
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
-        k_pages: list[Tensor], v_pages: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        attn_mask: Tensor,
+        page_table: Tensor,
+        context_len: Tensor,
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """embedded [B, T, E] -> hidden [B, T, E], normalized; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
         keys, values, aux = [], [], {}
@@ -69,10 +75,18 @@ class DrafterBody(nn.Module):
         self._drafter = drafter
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
-        features: Tensor, feature_positions: Tensor, feature_len: Tensor,
-        k_pages: list[Tensor], v_pages: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        attn_mask: Tensor,
+        page_table: Tensor,
+        context_len: Tensor,
+        features: Tensor,
+        feature_positions: Tensor,
+        feature_len: Tensor,
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features."""
         new_k, new_v = self._drafter.context_keys_values(features, feature_positions)
 
@@ -94,9 +108,15 @@ class FlexBody(nn.Module):
         self.norm, self._rotary = head.norm, head.rotary
 
     def forward(
-        self, embedded: Tensor, positions: Tensor, attn_mask: Tensor, page_table: Tensor, context_len: Tensor,
-        k_pages: list[Tensor], v_pages: list[Tensor],
-    ) -> Tensor:  # fmt: skip
+        self,
+        embedded: Tensor,
+        positions: Tensor,
+        attn_mask: Tensor,
+        page_table: Tensor,
+        context_len: Tensor,
+        k_pages: list[Tensor],
+        v_pages: list[Tensor],
+    ) -> Tensor:
         """embedded [B, T, E], of `FlexHead.blocks` -> hidden [B, T, E], normalized."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
 

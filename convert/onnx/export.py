@@ -33,18 +33,24 @@ TOOLS = ("onnx", "onnxscript", "onnxruntime")
 _ROWS = ("embedded", "positions", "attn_mask", "page_table", "context_len")
 _FEATURES = ("features", "feature_positions", "feature_len")
 _B, _T, _W, _M, _P, _C = (
-    Dim("B", min=1, max=4096), Dim("T", min=1, max=4096), Dim("W", min=1, max=128), Dim("M", min=1, max=1 << 20),
-    Dim("P", min=2, max=1 << 24), Dim("C", min=1, max=4096),
-)  # fmt: skip
+    Dim("B", min=1, max=4096),
+    Dim("T", min=1, max=4096),
+    Dim("W", min=1, max=128),
+    Dim("M", min=1, max=1 << 20),
+    Dim("P", min=2, max=1 << 24),
+    Dim("C", min=1, max=4096),
+)
 
 
 def require_exporter() -> None:
     """Raise `BuildError` if a package that exports graphs, or runs them for the checks, is not installed."""
     if missing := [tool for tool in TOOLS if find_spec(tool) is None]:
         raise BuildError(
-            "Packages that export and check graphs are not installed.", where="engines",
-            found=f"no {', no '.join(missing)}", fix=install_line("engines"),
-        )  # fmt: skip
+            "Packages that export and check graphs are not installed.",
+            where="engines",
+            found=f"no {', no '.join(missing)}",
+            fix=install_line("engines"),
+        )
 
 
 def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: int, file: Path) -> None:
@@ -108,9 +114,15 @@ def _export(body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[s
     lower_fp8_to_qdq(body, inputs[-1][0].dtype)  # of the pages
     with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
-            body, tuple(inputs), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(shapes), input_names=names,
-            output_names=list(spec.outputs), verbose=False,
-        )  # fmt: skip
+            body,
+            tuple(inputs),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=tuple(shapes),
+            input_names=names,
+            output_names=list(spec.outputs),
+            verbose=False,
+        )
     assert program is not None
     model: Any = program.model_proto
     model.functions.extend(functions())

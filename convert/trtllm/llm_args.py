@@ -85,8 +85,10 @@ def check_arguments(values: Mapping[str, object], where: str) -> Arguments:
         first = error.errors()[0]
         raise BundleError(
             "TensorRT-LLM does not accept this argument.",
-            where=f"{where}: {'.'.join(map(str, first['loc']))}", found=repr(first["input"]), expected=first["msg"],
-        ) from None  # fmt: skip
+            where=f"{where}: {'.'.join(map(str, first['loc']))}",
+            found=repr(first["input"]),
+            expected=first["msg"],
+        ) from None
 
 
 FOLDER, MODULE = "trtllm", "d2sd_trtllm"
@@ -181,7 +183,8 @@ def check_llm_args(bundle: Path) -> list[str]:
         if given is not None and not 1 <= (given.max_draft_len or 0) <= limit:
             raise BundleError(
                 "The drafter was not trained for this many draft tokens.",
-                where=f"{folder / name}: speculative_config.max_draft_len", found=given.max_draft_len,
+                where=f"{folder / name}: speculative_config.max_draft_len",
+                found=given.max_draft_len,
                 expected=f"1 to {limit}",
-            )  # fmt: skip
+            )
     return names

@@ -101,11 +101,16 @@ def compute(
     sustained = most_sustained(costs, chunks, demand, min(max_batch, max(1, pages // request_pages)))
     most_rate = UTILIZATION * sustained.rate
     return Option(
-        policy=policy, served={size: one.policy for size, one in costs.items()},
+        policy=policy,
+        served={size: one.policy for size, one in costs.items()},
         tokens_per_step={one.policy: one.tokens for one in costs.values()},
-        gpus=math.ceil(demand.rate / most_rate), most_rate=most_rate, weight_bytes=plan.weight_bytes, pages=pages,
-        request_pages=request_pages, sustained=sustained,
-    )  # fmt: skip
+        gpus=math.ceil(demand.rate / most_rate),
+        most_rate=most_rate,
+        weight_bytes=plan.weight_bytes,
+        pages=pages,
+        request_pages=request_pages,
+        sustained=sustained,
+    )
 
 
 def prefill_chunks(roofline: Roofline, prompt: int, chunk: int) -> list[float]:
@@ -119,10 +124,11 @@ def operation(cost: StepCost, chunks: list[float], demand: Demand, batch: int) -
     # Alone a request waits for its prefill and one step; among others for the step in progress, and a step a chunk.
     waited = 1 if batch == 1 else len(chunks) + 1
     return Operation(
-        batch=batch, rate=batch / (batch * prefill + steps * cost.seconds),
+        batch=batch,
+        rate=batch / (batch * prefill + steps * cost.seconds),
         ttft=prefill + waited * cost.seconds,
         itl=cost.seconds / cost.tokens + (batch - 1) * prefill / demand.output_tokens,
-    )  # fmt: skip
+    )
 
 
 def most_sustained(costs: Mapping[int, StepCost], chunks: list[float], demand: Demand, most: int) -> Operation:
@@ -133,9 +139,11 @@ def most_sustained(costs: Mapping[int, StepCost], chunks: list[float], demand: D
         name, reached, target = ("TTFT", alone.ttft, targets.ttft) if late else ("ITL", alone.itl, targets.itl)
         raise D2SDError(
             f"No number of GPUs meets the target: one request alone on a GPU misses the {name}.",
-            where=f"--{name.lower()}", found=f"{1e3 * reached:.1f} ms", expected=f"at most {1e3 * target:.1f} ms",
+            where=f"--{name.lower()}",
+            found=f"{1e3 * reached:.1f} ms",
+            expected=f"at most {1e3 * target:.1f} ms",
             fix="allow more, shorten the prompt, or choose a faster GPU or policy",
-        )  # fmt: skip
+        )
     together = (operation(costs[bucket(batch)], chunks, demand, batch) for batch in range(1, most + 1))
     within = (one for one in together if one.ttft <= targets.ttft and one.itl <= targets.itl)
     return max(within, key=lambda one: one.rate)
@@ -150,9 +158,10 @@ def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
     needed = limits.pages_for(limits.max_context + plan.recipe.tree.block_size)
     if free // page < needed:
         raise D2SDError(
-            f"The model does not fit on one {gpu}.", where=plan.recipe.name,
+            f"The model does not fit on one {gpu}.",
+            where=plan.recipe.name,
             found=f"{plan.weight_bytes / 1e9:.1f} GB of weights, and {needed * page / 1e9:.1f} GB of K/V for a request",
             expected=f"at most {GPUS[gpu] * 0.8 / 1e9:.0f} GB, four fifths of its memory",
             fix="choose a larger GPU, fp8, or a lower limits.max_context",
-        )  # fmt: skip
+        )
     return min(free // page - 1, plan_kv_memory(limits, plan.recipe.tree.block_size, page, free).pages)

@@ -30,11 +30,17 @@ class Sheet(BaseModel):
         bounds = f"TTFT at most {1e3 * targets.ttft:g} ms and mean ITL at most {1e3 * targets.itl:g} ms"
         columns = [(one.policy, list(_rows(one).values())) for one in self.options]
         lines = [
-            f"# Capacity: {self.name} on {self.gpu}", "",
-            f"**This is arithmetic; nothing was measured.** {load}; {bounds}.", "",
-            table([("", list(_rows(self.options[0]))), *columns]), "",
-            "What it assumes:", "", *(f"- {line}" for line in self._assumptions()), "",
-        ]  # fmt: skip
+            f"# Capacity: {self.name} on {self.gpu}",
+            "",
+            f"**This is arithmetic; nothing was measured.** {load}; {bounds}.",
+            "",
+            table([("", list(_rows(self.options[0]))), *columns]),
+            "",
+            "What it assumes:",
+            "",
+            *(f"- {line}" for line in self._assumptions()),
+            "",
+        ]
         return "\n".join(lines)
 
     def _assumptions(self) -> list[str]:
@@ -54,9 +60,15 @@ class Sheet(BaseModel):
 
 
 def make_sheet(
-    plan: Plan, gpu: str, demand: Demand, max_batch: int | None, policy: Policy | None, *, tau: float | None,
+    plan: Plan,
+    gpu: str,
+    demand: Demand,
+    max_batch: int | None,
+    policy: Policy | None,
+    *,
+    tau: float | None,
     efficiency: float,
-) -> Sheet:  # fmt: skip
+) -> Sheet:
     """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter."""
     recipe = plan.recipe
     batch, wanted = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
@@ -65,9 +77,14 @@ def make_sheet(
         for name in dict.fromkeys(("off", wanted))
     ]
     return Sheet(
-        name=recipe.name, precision=recipe.precision + (" with FP8" if recipe.fp8 else ""), gpu=gpu,
-        max_batch=batch, efficiency=efficiency, demand=demand, options=options,
-    )  # fmt: skip
+        name=recipe.name,
+        precision=recipe.precision + (" with FP8" if recipe.fp8 else ""),
+        gpu=gpu,
+        max_batch=batch,
+        efficiency=efficiency,
+        demand=demand,
+        options=options,
+    )
 
 
 def _rows(option: Option) -> dict[str, str]:

@@ -35,7 +35,7 @@ def estimated_seconds(
     The least: as many tokens a step as in the timed answer, and a batch costs as much as one request. The most: one
     token a step, and a batch of n costs n times as much. `auto` counts as plain decoding, which it is not slower than;
     its measurement of step costs is left out.
-    """  # fmt: skip
+    """
     keys = matrix.keys()
     shapes = sorted({_shape(key.method, key.rows) for key in keys})
     times: dict[tuple[str, int], tuple[float, float]] = {}

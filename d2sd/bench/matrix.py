@@ -71,9 +71,10 @@ def read_sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[s
     sets = {path.stem: read_prompts(path)[:per_set] for path in files}
     if not sets or len(sets) < len(files) or not all(sets.values()):
         raise D2SDError(
-            "Every prompt set needs a unique name and at least one prompt.", where=", ".join(map(str, prompts)),
+            "Every prompt set needs a unique name and at least one prompt.",
+            where=", ".join(map(str, prompts)),
             found=", ".join(f"{path.name}: {len(sets[path.stem])} prompts" for path in files) or "no *.jsonl",
-        )  # fmt: skip
+        )
     for path in files:
         names = Counter(name for name, _ in sets[path.stem])
         if twice := [name for name, count in names.items() if count > 1]:

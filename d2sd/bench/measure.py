@@ -84,15 +84,24 @@ def measure_cell(
         advance(sum(output.finish is not None for output in outputs))
     answers = [sequence.answer for sequence in sequences]
     cell = Cell(
-        method=key.method, rows=key.rows, set=key.set, temperature=key.temperature, concurrency=key.concurrency,
+        method=key.method,
+        rows=key.rows,
+        set=key.set,
+        temperature=key.temperature,
+        concurrency=key.concurrency,
         requests=[_response(name, sequence, counts) for (name, _), sequence in zip(requests, sequences, strict=True)],
         policies=dict(counts.policies),
-        verified_rows=counts.verified_rows, nodes=counts.nodes, merged=counts.merged,
-        boundary_rank=dict(counts.ranks), rescued=counts.rescued,
+        verified_rows=counts.verified_rows,
+        nodes=counts.nodes,
+        merged=counts.merged,
+        boundary_rank=dict(counts.ranks),
+        rescued=counts.rescued,
         calibration={name: reliability_bins(outcomes) for name, outcomes in counts.outcomes.items()},
-        stage_seconds=dict(engine.clock.seconds), steps=engine.clock.steps, wall_seconds=wall,
+        stage_seconds=dict(engine.clock.seconds),
+        steps=engine.clock.steps,
+        wall_seconds=wall,
         differences=[] if plain is None else _differences([request for _, request in requests], answers, plain, gap),
-    )  # fmt: skip
+    )
     return cell, answers
 
 

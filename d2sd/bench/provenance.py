@@ -23,9 +23,11 @@ _TOOLS = ("d2sd", "torch", "transformers")
 def provenance(bundle: Mapping[str, str], device: str, backend: str = "torch") -> Provenance:
     """`bundle` identifies the bundle, run by `backend` on `device`; everything else is detected."""
     machine: dict[str, str | int] = {
-        "processor": processor(), "cores": os.cpu_count() or 1, "threads": torch.get_num_threads(),
+        "processor": processor(),
+        "cores": os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
         "system": f"{platform.system()} {platform.machine()}",
-    }  # fmt: skip
+    }
     if device.startswith("cuda"):
         machine["gpu"] = torch.cuda.get_device_name(device)
     return Provenance(

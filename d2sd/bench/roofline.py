@@ -87,9 +87,11 @@ class Roofline:
         shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size if model.borrows_mlps else 0
         read = 0 if model.has_context else target.kv_token_bytes * body.num_layers // target.body.num_layers
         return replace(
-            part, parameters=part.parameters + shared, kv_token_bytes=part.kv_token_bytes + read,
+            part,
+            parameters=part.parameters + shared,
+            kv_token_bytes=part.kv_token_bytes + read,
             weight_bytes=part.weight_bytes + round(shared * target.weight_bytes / target.parameters),
-        )  # fmt: skip
+        )
 
     def _seconds(self, part: Part, batch: int, rows: int, context: int, logits: int) -> float:
         """One pass over `batch` requests of `rows` rows each, `logits` of which pass the head.
@@ -172,16 +174,19 @@ def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> 
     if tau is not None:
         if not 1 <= tau <= plan.recipe.tree.block_size:
             raise D2SDError(
-                "Tokens a step are out of range.", where="--tau", found=tau,
+                "Tokens a step are out of range.",
+                where="--tau",
+                found=tau,
                 expected=f"1 .. {plan.recipe.tree.block_size}, the block size",
-            )  # fmt: skip
+            )
         return {one.name: ([tau], [tau]) for one in policies if not isinstance(one, Off)}
     curves = plan.calibration.tau if plan.calibration is not None else {"0": {}, "1": {}}
     missing = [str(one) for one in policies if not isinstance(one, Off) and one.name not in curves["0"]]
     if missing:
         raise D2SDError(
-            "The tokens a step are unknown: they depend on the drafters.", where=plan.recipe.name,
+            "The tokens a step are unknown: they depend on the drafters.",
+            where=plan.recipe.name,
             found=f"no calibration of {', '.join(missing)}",
             fix="name a calibration in the recipe (d2sd calibrate), or pass --tau",
-        )  # fmt: skip
+        )
     return {name: (curves["0"][name], curves["1"][name]) for name in curves["0"]}

@@ -128,10 +128,14 @@ class Run:
         """A new engine for every cell, so that all start with empty pools; step costs are measured once."""
         shape = key.rows, key.concurrency
         engine = make_engine(
-            self.bundle, policy=cast("Policy", key.method), row_budget=key.rows if key.rows > 1 else None,
-            device=self.device, backend=self.backend, max_batch=key.concurrency,
+            self.bundle,
+            policy=cast("Policy", key.method),
+            row_budget=key.rows if key.rows > 1 else None,
+            device=self.device,
+            backend=self.backend,
+            max_batch=key.concurrency,
             selector=self._selectors.get(shape) if key.method == "auto" else None,
-        )  # fmt: skip
+        )
         if engine.selector is not None:
             self._selectors[shape] = engine.selector
         return engine
@@ -139,12 +143,17 @@ class Run:
     def _requests(self, key: Key) -> list[tuple[str, Request]]:
         """Requests by id. The seed is the prompt's index, so every method draws the same noise."""
         return [
-            (name, chat_request(
-                self.bundle, text, SamplingParams(key.temperature, seed=self.settings.seed + i),
-                self.settings.max_new_tokens,
-            ))
+            (
+                name,
+                chat_request(
+                    self.bundle,
+                    text,
+                    SamplingParams(key.temperature, seed=self.settings.seed + i),
+                    self.settings.max_new_tokens,
+                ),
+            )
             for i, (name, text) in enumerate(self.sets[key.set])
-        ]  # fmt: skip
+        ]
 
     def _gap(self, request: Request) -> float:
         target = self.bundle.target.to(self.device)  # engines move only its embedding tables

@@ -166,8 +166,11 @@ def lossless(result: Result) -> str:
 def provenance(result: Result) -> str:
     of, settings = result.provenance, result.settings.model_dump()
     pairs: dict[str, dict[str, str | int]] = {
-        "machine": of.machine, "bundle": {**of.bundle}, "versions": {**of.versions}, "settings": settings,
-    }  # fmt: skip
+        "machine": of.machine,
+        "bundle": {**of.bundle},
+        "versions": {**of.versions},
+        "settings": settings,
+    }
     lines = [f"- date: {of.date}", f"- command: `{of.command}`", f"- commit: {of.commit or 'unknown'}"]
     lines += [f"- device: {of.device}"]
     lines += [f"- {name}: {', '.join(f'{k} {v}' for k, v in values.items())}" for name, values in pairs.items()]

@@ -64,27 +64,36 @@ class EngineBuild:
         recipe, size = self.plan.recipe, self.plan.graph_bytes
         aux_layer_ids = self._aux_layer_ids()
         inputs = dict(common) | {
-            "models": list(models.items()), "tools": self.tools, "aux_layer_ids": aux_layer_ids,
+            "models": list(models.items()),
+            "tools": self.tools,
+            "aux_layer_ids": aux_layer_ids,
             "page_size": recipe.limits.page_size,
-        }  # fmt: skip
+        }
         files = dict(self.work.stage(GRAPHS, inputs, size, lambda folder: self._export(folder, aux_layer_ids)).files)
         graphs = list(files.items())
         profiles = {part.name: make_profiles(recipe, self.trt.name, part.config) for part in self.plan.parts}
         plugins: dict[str, int] = {}
         for compute in self.wanted.compute:
             inputs = dict(common) | {
-                "graphs": graphs, "profiles": profiles, "builder": [self.trt.name, self.trt.version],
-                "abi": PLUGIN_ABI, "settings": SETTINGS,
-            }  # fmt: skip
+                "graphs": graphs,
+                "profiles": profiles,
+                "builder": [self.trt.name, self.trt.version],
+                "abi": PLUGIN_ABI,
+                "settings": SETTINGS,
+            }
             made = self.work.stage(
                 f"engines/{compute}", inputs, size, partial(self._build, compute=compute, profiles=profiles)
             )
             files |= made.files
             plugins = {model: report["plugins"] for model, report in (made.result or {}).items()}
         built = Built(
-            builder=self.trt.name, version=self.trt.version, plugin_abi=PLUGIN_ABI,
-            compute=tuple(self.wanted.compute), profiles=profiles, plugins=plugins,
-        )  # fmt: skip
+            builder=self.trt.name,
+            version=self.trt.version,
+            plugin_abi=PLUGIN_ABI,
+            compute=tuple(self.wanted.compute),
+            profiles=profiles,
+            plugins=plugins,
+        )
         return files, built
 
     def _aux_layer_ids(self) -> tuple[int, ...]:

@@ -89,9 +89,14 @@ class Fp8Build:
         precision, progress = self.plan.recipe.precision, self.work.progress
         with self.work.scratch() as exported:
             quantize_target(
-                self.modelopt, self.source, exported, [text.ids for text in self.texts()],
-                dtype=DTYPES[precision], kv=self.wanted.kv, progress=progress,
-            )  # fmt: skip
+                self.modelopt,
+                self.source,
+                exported,
+                [text.ids for text in self.texts()],
+                dtype=DTYPES[precision],
+                kv=self.wanted.kv,
+                progress=progress,
+            )
             write_target(exported, folder, precision, progress, text_side=self.source)
 
     def _write_drafter(self, part: Part, folder: Path) -> None:
@@ -224,7 +229,9 @@ def _wanted(recipe: Recipe) -> FP8:
 
 def _exceeded(what: str, key: str, before: float, after: float, bound: float) -> BuildError:
     return BuildError(
-        f"{what} by more than the recipe allows.", where=f"fp8.{key}", found=f"{before:.4g} -> {after:.4g}",
+        f"{what} by more than the recipe allows.",
+        where=f"fp8.{key}",
+        found=f"{before:.4g} -> {after:.4g}",
         expected=f"a change of at most {bound:.1%}",
         fix="leave more layers unquantized (fp8.kv: false, fp8.drafters: false), or raise the bound",
-    )  # fmt: skip
+    )

@@ -129,9 +129,11 @@ def quantize_drafter(
             largest = quantizer.amax
             if largest is None or not 0 < largest.item() < float("inf"):
                 raise BuildError(
-                    "A drafter's layer cannot be calibrated.", where=f"{name}: largest {part}",
-                    found=None if largest is None else largest.item(), expected="a positive number",
-                )  # fmt: skip
+                    "A drafter's layer cannot be calibrated.",
+                    where=f"{name}: largest {part}",
+                    found=None if largest is None else largest.item(),
+                    expected="a positive number",
+                )
             scale = largest.detach().float().reshape(()) / LARGEST
             if name in narrow:
                 tensors[f"{name}.{part}_scale"] = scale

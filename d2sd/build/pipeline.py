@@ -144,8 +144,9 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
     prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
     inputs = common | {
         "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
-        "count": made.wanted.count, "tokens": made.wanted.tokens,
-    }  # fmt: skip
+        "count": made.wanted.count,
+        "tokens": made.wanted.tokens,
+    }
     work.stage("texts", inputs, 1 << 20, made.write_texts, internal=True)
     return made
 
@@ -190,9 +191,11 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
             if found != fitted:
                 raise BuildError(
                     f"The calibration was fitted to another {role.key} drafter.",
-                    where=f"{_calibration_path(plan.recipe)}: drafters.{role.key}", found=fitted, expected=found,
+                    where=f"{_calibration_path(plan.recipe)}: drafters.{role.key}",
+                    found=fitted,
+                    expected=found,
                     fix="run d2sd calibrate on a bundle with these drafters",
-                )  # fmt: skip
+                )
         folder.mkdir(parents=True)
         write_calibration(folder / CALIBRATION_NAME, calibration)
 

@@ -160,16 +160,20 @@ def _check_engines(plan: Plan) -> None:
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:
             raise RecipeError(
                 "The attention kernels do not support this head size, so engines cannot be built.",
-                where=f"{part.source}: head_dim", found=body.head_dim,
-                expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}", fix="remove engines from the recipe",
-            )  # fmt: skip
+                where=f"{part.source}: head_dim",
+                found=body.head_dim,
+                expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
+                fix="remove engines from the recipe",
+            )
         page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
         if page % ALIGNMENT:  # the layers of a pool are contiguous
             raise RecipeError(
-                "A page of K/V is not aligned for TensorRT.", where="limits.page_size",
-                found=f"{limits.page_size} tokens, {page} bytes", expected=f"a multiple of {ALIGNMENT} bytes",
+                "A page of K/V is not aligned for TensorRT.",
+                where="limits.page_size",
+                found=f"{limits.page_size} tokens, {page} bytes",
+                expected=f"a multiple of {ALIGNMENT} bytes",
                 fix="double limits.page_size",
-            )  # fmt: skip
+            )
 
 
 def _calibration(recipe: Recipe) -> CalibrationFile | None:
@@ -178,9 +182,12 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     calibration = load_calibration(path)
     if calibration.block_size != recipe.tree.block_size:
         raise RecipeError(
-            "The calibration is for another block size.", where=f"{path}: block_size",
-            found=calibration.block_size, expected=recipe.tree.block_size, fix="run d2sd calibrate",
-        )  # fmt: skip
+            "The calibration is for another block size.",
+            where=f"{path}: block_size",
+            found=calibration.block_size,
+            expected=recipe.tree.block_size,
+            fix="run d2sd calibrate",
+        )
     return calibration
 
 

@@ -62,9 +62,11 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
     if not weights:
         lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
     raise CheckpointError(
-        "Models that the recipe names have not been downloaded.", where=", ".join(str(folder) for _, folder in missing),
-        expected="config.json and weights" if weights else "config.json", fix="\n       ".join(lines),
-    )  # fmt: skip
+        "Models that the recipe names have not been downloaded.",
+        where=", ".join(str(folder) for _, folder in missing),
+        expected="config.json and weights" if weights else "config.json",
+        fix="\n       ".join(lines),
+    )
 
 
 def _is_downloaded(folder: Path, weights: bool) -> bool:

@@ -37,15 +37,17 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(
-            "The bundle has neither graphs nor engines.", where=bundle.path,
+            "The bundle has neither graphs nor engines.",
+            where=bundle.path,
             fix="build it with --set 'engines={compute: [portable]}', or serve it with --executor torch",
-        )  # fmt: skip
+        )
     if missing := [role.folder for role in drafters if role.folder not in built.profiles]:
         raise BundleError(
-            f"The bundle has neither a graph nor an engine of {missing[0]}.", where=bundle.path,
+            f"The bundle has neither a graph nor an engine of {missing[0]}.",
+            where=bundle.path,
             found=f"graphs of {', '.join(built.profiles)}",
             fix="build it again, choose another policy, or serve it with --executor torch",
-        )  # fmt: skip
+        )
     return _onnx(bundle, drafters) if name == "onnx" else _tensorrt(bundle, drafters, built)
 
 
@@ -57,10 +59,12 @@ def check_device(device: str) -> None:
     number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
     if device != "cpu" and (number is None or int(number[1] or 0) >= gpus):
         raise D2SDError(
-            "No such device.", where="device", found=repr(device),
+            "No such device.",
+            where="device",
+            found=repr(device),
             expected=", ".join(["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]),
             fix="choose one of these" if gpus else "use cpu: PyTorch finds no CUDA GPU on this machine",
-        )  # fmt: skip
+        )
 
 
 def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRunner:
@@ -71,9 +75,10 @@ def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRu
     recipe = bundle.recipe
     if recipe.precision == "bf16":
         raise BundleError(
-            "ONNX Runtime does not support bf16 on CPUs.", where=f"{bundle.path}: precision",
+            "ONNX Runtime does not support bf16 on CPUs.",
+            where=f"{bundle.path}: precision",
             fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
-        )  # fmt: skip
+        )
     folder = bundle.path / "onnx"
     target = GraphDecoder(bundle.target, aux_layer_ids(bundle), OnnxSession(folder / "target.onnx"))
     graphs = {
@@ -120,6 +125,9 @@ def choose_compute(built: Sequence[str], capability: tuple[int, int], folder: Pa
         if compute in built:
             return compute
     raise BundleError(
-        "The bundle has no engines for this GPU.", where=folder, found=", ".join(built), expected=own,
+        "The bundle has no engines for this GPU.",
+        where=folder,
+        found=", ".join(built),
+        expected=own,
         fix="build it with engines.compute for this GPU, or serve it with --executor torch",
-    )  # fmt: skip
+    )

@@ -109,6 +109,8 @@ def _check_text(text: str, where: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
-            "The prompt is not Unicode text.", where=where, found=f"a lone surrogate at character {error.start}",
+            "The prompt is not Unicode text.",
+            where=where,
+            found=f"a lone surrogate at character {error.start}",
             fix="pass UTF-8",
-        ) from None  # fmt: skip
+        ) from None

@@ -89,11 +89,16 @@ def check_replaceable(output: Path) -> None:
     except BundleError as error:
         where = error.where or output
         raise BuildError(
-            f"The output path exists and is not a bundle that can be replaced. {error.what}", where=where,
-            found=error.found, expected=error.expected, fix=fix,
-        ) from None  # fmt: skip
+            f"The output path exists and is not a bundle that can be replaced. {error.what}",
+            where=where,
+            found=error.found,
+            expected=error.expected,
+            fix=fix,
+        ) from None
     if strange:
         raise BuildError(
-            "The bundle at the output path holds files that its manifest does not list.", where=output,
-            found=", ".join(strange), fix=fix,
-        )  # fmt: skip
+            "The bundle at the output path holds files that its manifest does not list.",
+            where=output,
+            found=", ".join(strange),
+            fix=fix,
+        )

@@ -89,17 +89,21 @@ def check_policy(drafters: Drafters, name: PolicyName, where: Path, backend: Bac
     facts = FACTS[name]
     if missing := [role.key for role in facts.drafters if role not in drafters]:
         raise BundleError(
-            f"The policy {name} needs a drafter that the bundle does not have.", where=where,
+            f"The policy {name} needs a drafter that the bundle does not have.",
+            where=where,
             found=", ".join(role.key for role in drafters) or "no drafters",
-            expected=f"drafters.{missing[0]} in its recipe", fix="choose another with --policy",
-        )  # fmt: skip
+            expected=f"drafters.{missing[0]} in its recipe",
+            fix="choose another with --policy",
+        )
     if reason := next(filter(None, (drafters[role].refusal(name) for role in facts.drafters)), None):
         raise BundleError(reason, where=where, found=name, fix="choose another with --policy")
     if backend != "torch" and facts.first_pass is FirstPass.CARRIED:
         raise BundleError(
-            "Graphs and engines do not draft in the pass that verifies.", where=where,
-            found=f"{name} by {backend}", fix="choose another with --policy, or serve it with --executor torch",
-        )  # fmt: skip
+            "Graphs and engines do not draft in the pass that verifies.",
+            where=where,
+            found=f"{name} by {backend}",
+            fix="choose another with --policy, or serve it with --executor torch",
+        )
 
 
 def can_run(drafters: Drafters, name: Policy, backend: BackendName = "torch") -> bool:
@@ -174,9 +178,11 @@ def chat_request(
         ids = encode_prompt(tokenizer, prompt)
     elif raw or not tokenizer.chat_template:
         raise RequestError(
-            "A conversation needs a chat template.", where=bundle.path / "target",
-            found="raw" if raw else "none in tokenizer_config.json", fix="pass one string, as LLM.generate() takes it",
-        )  # fmt: skip
+            "A conversation needs a chat template.",
+            where=bundle.path / "target",
+            found="raw" if raw else "none in tokenizer_config.json",
+            fix="pass one string, as LLM.generate() takes it",
+        )
     else:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         where = f"{bundle.path / 'target'}: chat_template"

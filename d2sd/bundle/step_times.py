@@ -54,15 +54,21 @@ def step_times(
     on_cpu = runner.device == "cpu"
     depends = {
         "files": bundle.manifest.files,  # the calibration decides which trees are not worth timing
-        "calibrated": engine.calibration is not None, "precision": (bundle.recipe.precision, bundle.recipe.exact),
-        "block_size": runner.block_size, "drafters": len(runner.drafters),
+        "calibrated": engine.calibration is not None,
+        "precision": (bundle.recipe.precision, bundle.recipe.exact),
+        "block_size": runner.block_size,
+        "drafters": len(runner.drafters),
         "policies": [(policy.name, asdict(policy)) for policy in policies],
         "limits": (limits.max_batch, limits.max_context, limits.page_size),
-        "backend": backend, "device": runner.device if on_cpu else torch.cuda.get_device_name(runner.device),
-        "processor": processor(), "cores": _cores(), "threads": torch.get_num_threads(),
+        "backend": backend,
+        "device": runner.device if on_cpu else torch.cuda.get_device_name(runner.device),
+        "processor": processor(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
         "kernels": library.name() if on_cpu else None,
-        "packages": [_version(package) for package in _PACKAGES], "code": _code(),
-    }  # fmt: skip
+        "packages": [_version(package) for package in _PACKAGES],
+        "code": _code(),
+    }
     try:
         folder = cache_folder()
     except OSError:  # the user has no home

@@ -45,9 +45,10 @@ class Quick(Reporting):
 @click.command(cls=Quick)
 @click.argument("bundle", type=FilePath, required=False)
 @click.option(
-    "--quick", is_flag=True,
+    "--quick",
+    is_flag=True,
     help="Four policies at 64 rows, T = 0, 4 prompts, 32 tokens: a minute or two with SmolLM2 on a CPU.",
-)  # fmt: skip
+)
 @click.option(
     "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
 )
@@ -55,9 +56,11 @@ class Quick(Reporting):
     "--rows", type=Listed(click.IntRange(2, 4096)), default="16,32,64", show_default=True, help="Row budgets."
 )
 @click.option(
-    "--prompts", type=FilePath, multiple=True,
+    "--prompts",
+    type=FilePath,
+    multiple=True,
     help="A set: JSONL of {id, turns}; repeatable. A folder is all sets in it.  [default: our own two dozen]",
-)  # fmt: skip
+)
 @click.option("--temperatures", type=Listed(click.FloatRange(0, 99)), default="0,1", show_default=True)
 @click.option("--concurrency", type=Listed(click.IntRange(1, 1024)), default="1", show_default=True)
 @click.option("--per-set", type=click.IntRange(1), default=16, show_default=True, help="Prompts of each set.")
@@ -105,8 +108,8 @@ def bench(
         return
     require_plots()  # now, not after hours of measuring
     settings = Settings(
-        per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed,
-    )  # fmt: skip
+        per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed
+    )
     out = out or Path("build/bench") / loaded.recipe.name
     for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
         click.echo(path)

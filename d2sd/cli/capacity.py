@@ -34,9 +34,12 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
-    "--efficiency", type=RealRange(0, 1, min_open=True), default=EFFICIENCY, show_default=True,
+    "--efficiency",
+    type=RealRange(0, 1, min_open=True),
+    default=EFFICIENCY,
+    show_default=True,
     help="Share of the GPU's peak bandwidth and products that a step reaches.",
-)  # fmt: skip
+)
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
 def capacity(
     source: Path, gpu: str, rate: float, prompt_tokens: int, output_tokens: int, ttft: float, itl: float,

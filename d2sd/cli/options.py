@@ -23,9 +23,13 @@ device_option = click.option(
     "--device", default="cpu", show_default=True, callback=_checked, help="PyTorch device: cpu, cuda or cuda:N."
 )
 backend_option = click.option(
-    "--executor", "backend", type=click.Choice(get_args(BackendName)), default="torch", show_default=True,
+    "--executor",
+    "backend",
+    type=click.Choice(get_args(BackendName)),
+    default="torch",
+    show_default=True,
     help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
-)  # fmt: skip
+)
 policy_option = click.option(
     "--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the bundle's]"
 )
@@ -42,6 +46,8 @@ prefix_cache_option = click.option(
     "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
 )
 held_out_option = click.option(
-    "--prompts", type=FilePath, multiple=True,
+    "--prompts",
+    type=FilePath,
+    multiple=True,
     help="JSONL of {id, turns}; repeatable. Held out: neither trained on nor evaluated.  [default: our own two dozen]",
-)  # fmt: skip
+)

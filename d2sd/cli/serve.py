@@ -39,9 +39,16 @@ from d2sd.recipe import Policy
 @options.device_option
 @options.backend_option
 def serve(
-    bundle: Path, host: str, port: int, max_batch: int | None, prefix_cache: bool | None, policy: Policy | None,
-    device: str, backend: BackendName, **settings: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    host: str,
+    port: int,
+    max_batch: int | None,
+    prefix_cache: bool | None,
+    policy: Policy | None,
+    device: str,
+    backend: BackendName,
+    **settings: Any,
+) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 
     A page at / shows speculation at work. SIGTERM and Ctrl-C finish running requests first.
@@ -55,6 +62,13 @@ def serve(
     from d2sd.serve.openai.settings import ServerSettings
 
     serve_bundle(
-        bundle, ServerSettings(**settings), host, port,
-        policy=policy, device=device, backend=backend, max_batch=max_batch, prefix_cache=prefix_cache,
-    )  # fmt: skip
+        bundle,
+        ServerSettings(**settings),
+        host,
+        port,
+        policy=policy,
+        device=device,
+        backend=backend,
+        max_batch=max_batch,
+        prefix_cache=prefix_cache,
+    )

@@ -24,9 +24,13 @@ from d2sd.recipe import Policy
     "--namespace", type=Name, default="dynamo", envvar="DYN_NAMESPACE", show_default=True, help="Dynamo's namespace."
 )
 @click.option(
-    "--discovery", type=click.Choice(["kubernetes", "etcd", "file"]), default="etcd",
-    envvar="DYN_DISCOVERY_BACKEND", show_default=True, help="Where workers register.",
-)  # fmt: skip
+    "--discovery",
+    type=click.Choice(["kubernetes", "etcd", "file"]),
+    default="etcd",
+    envvar="DYN_DISCOVERY_BACKEND",
+    show_default=True,
+    help="Where workers register.",
+)
 @options.max_batch_option
 @options.max_waiting_option
 @options.drain_option
@@ -37,9 +41,16 @@ from d2sd.recipe import Policy
 @options.device_option
 @options.backend_option
 def worker(
-    bundle: Path, dynamo: bool, max_batch: int | None, disaggregation_mode: str, prefix_cache: bool | None,
-    policy: Policy | None, device: str, backend: BackendName, **settings: Any,
-) -> None:  # fmt: skip
+    bundle: Path,
+    dynamo: bool,
+    max_batch: int | None,
+    disaggregation_mode: str,
+    prefix_cache: bool | None,
+    policy: Policy | None,
+    device: str,
+    backend: BackendName,
+    **settings: Any,
+) -> None:
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 
     SIGTERM finishes running requests within the drain timeout; the rest move to other workers.
@@ -51,13 +62,20 @@ def worker(
     if disaggregation_mode != "agg":
         raise D2SDError(
             "Disaggregated serving is not supported: one worker computes prompts and answers.",
-            where="--disaggregation-mode", found=disaggregation_mode, expected="agg",
-        )  # fmt: skip
+            where="--disaggregation-mode",
+            found=disaggregation_mode,
+            expected="agg",
+        )
     require("dynamo", ("dynamo", "prometheus_client"), "d2sd worker --dynamo")
     from d2sd.serve.dynamo.engine import WorkerSettings
     from d2sd.serve.dynamo.run import run_worker
 
     run_worker(
-        bundle, WorkerSettings(**settings),
-        policy=policy, device=device, backend=backend, max_batch=max_batch, prefix_cache=prefix_cache,
-    )  # fmt: skip
+        bundle,
+        WorkerSettings(**settings),
+        policy=policy,
+        device=device,
+        backend=backend,
+        max_batch=max_batch,
+        prefix_cache=prefix_cache,
+    )

@@ -77,9 +77,13 @@ class AsyncEngine:
             stream.close()
 
     def submit(
-        self, requests: Sequence[Request], *, deadline: float | None = None, watch: Watch | None = None,
+        self,
+        requests: Sequence[Request],
+        *,
+        deadline: float | None = None,
+        watch: Watch | None = None,
         interval: int = 1,
-    ) -> list[Stream]:  # fmt: skip
+    ) -> list[Stream]:
         """Queue all requests, or none if one is refused; the caller must iterate or `close` every stream.
 
         Raises what `generate` raises before its first output. `watch` is called in the engine's thread with each step.
@@ -99,9 +103,11 @@ class AsyncEngine:
                 raise self._refusal
             if not self._has_room(requests, room):
                 raise QueueFull(
-                    "Too many requests are waiting.", found=f"{len(self._live)} running and waiting",
-                    expected=f"at most {room}", fix="try again later",
-                )  # fmt: skip
+                    "Too many requests are waiting.",
+                    found=f"{len(self._live)} running and waiting",
+                    expected=f"at most {room}",
+                    fix="try again later",
+                )
             self._live.update(streams)
             for stream in streams:
                 self._inbox.put(("submit", stream))

@@ -48,11 +48,7 @@ class AsyncLLM:
         self._session = Session(Options(model, device, policy, backend, max_batch, verify))
 
     async def generate(
-        self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: Sampling = None,
-        *,
-        deadline: float | None = None,
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None, *, deadline: float | None = None
     ) -> list[Completion]:
         """Continue each prompt, as `LLM.generate` does."""
         return await self._run(prompt_inputs(prompts), sampling_params, deadline)

@@ -57,9 +57,16 @@ def _one(sequence: Finished, index: int, text: str, tokenizer: Any) -> Completio
     if request.sampling.prompt_logprobs is not None:
         prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
     return Completion(
-        list(request.prompt), text, sequence.answer, sequence.finish, sequence.stats, request.seed, index,
-        logprobs, prompt_logprobs,
-    )  # fmt: skip
+        list(request.prompt),
+        text,
+        sequence.answer,
+        sequence.finish,
+        sequence.stats,
+        request.seed,
+        index,
+        logprobs,
+        prompt_logprobs,
+    )
 
 
 def _by_token(entry: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:

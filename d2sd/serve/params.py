@@ -30,9 +30,11 @@ def each_completion(bundle: Bundle, request: Request) -> list[Request]:
             params = replace(params, bad_words=(), bad_words_token_ids=banned)
         except RequestError as error:  # the caller knows the words alone
             raise RequestError(
-                "The bad words have too many tokens.", where="bad_words", found=params.bad_words,
+                "The bad words have too many tokens.",
+                where="bad_words",
+                found=params.bad_words,
                 expected=error.expected,
-            ) from None  # fmt: skip
+            ) from None
     request = replace(
         request,
         stop=tuple(params.stop),

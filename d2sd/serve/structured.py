@@ -92,9 +92,10 @@ class GrammarCompiler:
         bundle = self._bundle
         if not bundle.stop_token_ids:
             raise RequestError(
-                "Structured output needs a token that ends the answer.", where=bundle.path / "target",
+                "Structured output needs a token that ends the answer.",
+                where=bundle.path / "target",
                 found="no eos_token_id in generation_config.json or config.json",
-            )  # fmt: skip
+            )
         ends = frozenset(bundle.stop_token_ids)
         return GuidanceTokenizer(bundle.tokenizer, ends, bundle.target.config.vocab_size)
 

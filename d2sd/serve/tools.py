@@ -38,9 +38,11 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name) or name in found:
             raise RequestError(
-                "A function needs a name of its own.", where=f"{where}.function.name", found=name,
+                "A function needs a name of its own.",
+                where=f"{where}.function.name",
+                found=name,
                 expected="1 .. 64 letters, digits, _, . or -",
-            )  # fmt: skip
+            )
         if parameters is not None and not isinstance(parameters, Mapping):
             raise RequestError(
                 "The parameters are not a JSON schema.", where=f"{where}.function.parameters", found=parameters
@@ -72,9 +74,11 @@ def tool_grammar(
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(name, str) or name not in schemas:
             raise RequestError(
-                "Unknown tool choice.", where="tool_choice", found=tool_choice,
+                "Unknown tool choice.",
+                where="tool_choice",
+                found=tool_choice,
                 expected="none, auto, required or one of the tools",
-            )  # fmt: skip
+            )
         schemas, parallel = {name: schemas[name]}, False
     if not schemas:
         raise RequestError("A tool call is required, but there are no tools.", where="tool_choice", found=tool_choice)

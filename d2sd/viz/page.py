@@ -45,14 +45,26 @@ def page(recordings: Sequence[Recording]) -> str:
 @cache
 def _environment() -> Environment:
     environment = Environment(
-        loader=PackageLoader("d2sd.viz"), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=PackageLoader("d2sd.viz"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         keep_trailing_newline=True,
-    )  # fmt: skip
+    )
     environment.filters |= {
-        "text": _text, "token": _token, "tree": _tree, "legend": _legend, "caption": _caption, "figures": _figures,
-        "sources": _sources, "drafts": _drafts, "second_pass": _second_pass, "rescue": rescue, "story": story,
+        "text": _text,
+        "token": _token,
+        "tree": _tree,
+        "legend": _legend,
+        "caption": _caption,
+        "figures": _figures,
+        "sources": _sources,
+        "drafts": _drafts,
+        "second_pass": _second_pass,
+        "rescue": rescue,
+        "story": story,
         "shade": _shade,
-    }  # fmt: skip
+    }
     return environment
 
 

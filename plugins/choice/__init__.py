@@ -25,9 +25,7 @@ from d2sd.plugins.choice.reference import (
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.trees.types import Draft
 
-__all__ = [
-    "WIDTH", "SamplingTensors", "best_token", "candidates", "choose", "reads_any_type", "sampled_scores",
-]  # fmt: skip
+__all__ = ["WIDTH", "SamplingTensors", "best_token", "candidates", "choose", "reads_any_type", "sampled_scores"]
 
 # Shape letters: B requests, K branches, S slots, N nodes, M candidates a slot, V vocabulary, Vd draft vocabulary:
 # logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.

@@ -89,8 +89,12 @@ def _compile(command: list[str], library: Path) -> None:
         made = Path(folder) / library.name
         subprocess.run(
             [*command, str(_SOURCES / "layers.c"), "-o", str(made), "-lm"],
-            check=True, capture_output=True, encoding="utf-8", errors="replace", timeout=_SECONDS,
-        )  # fmt: skip
+            check=True,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=_SECONDS,
+        )
         made.replace(library)
 
 

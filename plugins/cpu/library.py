@@ -179,7 +179,12 @@ class PackedLinear:
         rows = F.pad(rows, (0, self.inputs % 2)) if pairs and self.inputs % 2 else rows.contiguous()
         out = torch.empty(len(rows), self.outputs)
         functions().d2sd_linear(
-            byref(self.struct), address(rows), rows.shape[1], len(rows), address(out), self.outputs,
+            byref(self.struct),
+            address(rows),
+            rows.shape[1],
+            len(rows),
+            address(out),
+            self.outputs,
             torch.get_num_threads(),
-        )  # fmt: skip
+        )
         return out.view(*x.shape[:-1], self.outputs)

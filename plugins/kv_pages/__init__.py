@@ -59,11 +59,15 @@ class Commit(Structure):
 
     _fields_ = [
         *((name, c_long) for name in ("layers", "batch", "count", "bytes")),
-        ("k", c_void_p), ("v", c_void_p), ("k_strides", c_long * 3), ("v_strides", c_long * 3),
-        ("k_pages", c_void_p), ("v_pages", c_void_p),
+        ("k", c_void_p),
+        ("v", c_void_p),
+        ("k_strides", c_long * 3),
+        ("v_strides", c_long * 3),
+        ("k_pages", c_void_p),
+        ("v_pages", c_void_p),
         *((name, c_long) for name in ("pages", "page_size", "table_width")),
         *((name, c_void_p) for name in ("table", "positions", "path", "keep")),
-    ]  # fmt: skip
+    ]
 
 
 def supported(k: Tensor, v: Tensor, k_pages: Tensor) -> bool:
@@ -73,9 +77,17 @@ def supported(k: Tensor, v: Tensor, k_pages: Tensor) -> bool:
 
 
 def write_pages_cpu(
-    k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor,
-    path: Tensor | None = None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
-) -> None:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    keep: Tensor,
+    path: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
     """`write_pages` for what is `supported`; FP8 pages are not, so the scales are unused."""
     layers, batch, _, heads, size = k.shape
     item = k.element_size()

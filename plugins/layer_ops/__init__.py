@@ -44,9 +44,15 @@ def _implementation(x: Tensor, op: str = OP) -> ModuleType:
 
 
 def add_rms_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    total: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
 
     Args:
@@ -78,7 +84,7 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
 
 def silu_mul(
     gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """silu(gate) * up of [R, 2·I], gate first -> [R, I].
 
     Args:
@@ -106,9 +112,13 @@ def quantize(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, scales: tuple[Tensor, Tensor] | None = None,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    scales: tuple[Tensor, Tensor] | None = None,
     dtype: torch.dtype | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """x Wᵀ + bias: x [..., in], W [out, in] of its type, bias [out] of the result's -> [..., out].
 
     Batch-invariant: a row's result is the same bits whatever other rows there are. Sums are fp32, in one order over

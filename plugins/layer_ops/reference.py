@@ -16,9 +16,15 @@ from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 
 def add_rms_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    total: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm`."""
     if branch is not None:
         x = x + branch
@@ -72,7 +78,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def silu_mul(
     gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`d2sd.plugins.layer_ops.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if scales is not None:

@@ -90,13 +90,15 @@ class Tree:
         """For an implementation to fill in."""
         tokens, parent, depth, branch_id = torch.empty(4, batch, nodes, dtype=torch.long, device=device).unbind(0)
         return Tree(
-            tokens, parent, depth,
+            tokens,
+            parent,
+            depth,
             torch.empty(batch, nodes, dtype=torch.bool, device=device),
             torch.empty(batch, nodes, nodes, dtype=torch.bool, device=device),
             branch_id,
             torch.empty(batch, nodes, dtype=torch.float32, device=device),
             torch.empty(batch, dtype=torch.long, device=device),
-        )  # fmt: skip
+        )
 
 
 @dataclass(frozen=True, slots=True)

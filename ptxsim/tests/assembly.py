@@ -27,9 +27,15 @@ def assembled(lines: str, threads: int = 32, parameters: int = 0) -> str:
 
 
 def run(
-    lines: str, registers: Mapping[str, Array] | None = None, *, threads: int = 32, blocks: int = 1, shared: int = 0,
-    memory: GlobalMemory | None = None, limit: int = 10_000,
-) -> Machine:  # fmt: skip
+    lines: str,
+    registers: Mapping[str, Array] | None = None,
+    *,
+    threads: int = 32,
+    blocks: int = 1,
+    shared: int = 0,
+    memory: GlobalMemory | None = None,
+    limit: int = 10_000,
+) -> Machine:
     """The machine after the lines; `registers` are their bits at the start. Parameters are the tensors' addresses."""
     memory = memory or GlobalMemory([])
     count = len(memory.tensors)

@@ -33,66 +33,87 @@ def store(data: str) -> str:
 
 BROKEN = {
     "out of bounds by 1 lanes, at byte 256 of x": (
-        GLOBAL + "ld.global.b32 %r2, [%rd0 + 4];", GLOBAL + "ld.global.b32 %r2, [%rd0];"),
+        GLOBAL + "ld.global.b32 %r2, [%rd0 + 4];",
+        GLOBAL + "ld.global.b32 %r2, [%rd0];",
+    ),
     "out of bounds by 1 lanes, at byte -4 of x": (GLOBAL + "ld.global.b32 %r2, [%rd0 + -4];", None),
     "far from every tensor": ("mov.u64 %rd0, 0; ld.global.b32 %r2, [%rd0];", None),
     "misaligned global read of 8": (GLOBAL + "ld.global.b64 %rd2, [%rd0];", GLOBAL + "ld.global.b32 %r3, [%rd0];"),
     "two lanes write different values to one address": (
         "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, %tid.x;" + store("%r1"),
-        "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, 3;" + store("%r1")),
+        "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r1, 3;" + store("%r1"),
+    ),
     "global race: read after another warp's write": (
         GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; ld.global.b32 %r2, [%rd2];",
-        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; ld.global.b32 %r2, [%rd2];"),
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; ld.global.b32 %r2, [%rd2];",
+    ),
     "global race: write after another warp's read": (
         GLOBAL + OTHER + "ld.global.b32 %r2, [%rd0]; st.global.b32 [%rd2], %r1;",
-        GLOBAL + OTHER + "ld.global.b32 %r2, [%rd0]; bar.sync 0; st.global.b32 [%rd2], %r1;"),
+        GLOBAL + OTHER + "ld.global.b32 %r2, [%rd0]; bar.sync 0; st.global.b32 [%rd2], %r1;",
+    ),
     "global race: write after another warp's write": (
         GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; st.global.b32 [%rd2], %r1;",
-        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; st.global.b32 [%rd2], %r1;"),
+        GLOBAL + OTHER + "st.global.b32 [%rd0], %r1; bar.sync 0; st.global.b32 [%rd2], %r1;",
+    ),
     "through the cache of constants": (GLOBAL + "ld.global.nc.b32 %r2, [%rd0];", GLOBAL + "ld.global.b32 %r2, [%rd0];"),
     "local memory read before it was written": (
         STACK + "st.local.b32 [%rd5+8], %r1; ld.local.b32 %r2, [%rd5+4];",
-        STACK + "st.local.b32 [%rd5+4], %r1; ld.local.b32 %r2, [%rd5+4];"),
+        STACK + "st.local.b32 [%rd5+4], %r1; ld.local.b32 %r2, [%rd5+4];",
+    ),
     "local access, or outside 16 bytes": (
-        STACK + "st.local.b32 [%rd5+16], %r1;", STACK + "st.local.b32 [%rd5+12], %r1;"),
+        STACK + "st.local.b32 [%rd5+16], %r1;",
+        STACK + "st.local.b32 [%rd5+12], %r1;",
+    ),
     "misaligned local access": (STACK + "st.local.b32 [%rd5+2], %r1;", None),
     "outside 1024 bytes": (SHARED + "st.shared.b32 [%r2 + 772], %r1;", SHARED + "st.shared.b32 [%r2 + 768], %r1;"),
     "misaligned shared access of 4": (SHARED + "st.shared.b32 [%r2 + 2], %r1;", None),
     "shared memory read before it was written": (
-        SHARED + "ld.shared.b32 %r4, [%r2];", SHARED + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r2];"),
+        SHARED + "ld.shared.b32 %r4, [%r2];",
+        SHARED + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r2];",
+    ),
     "read after another warp's write": (
         SHARED + "st.shared.b32 [%r2], %r1; ld.shared.b32 %r4, [%r3];",
-        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r4, [%r3];"),
+        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r4, [%r3];",
+    ),
     "write after another warp's read": (
         SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r4, [%r2]; st.shared.b32 [%r3], %r1;",
-        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r4, [%r2]; bar.sync 0;"
-        "st.shared.b32 [%r3], %r1;"),
+        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; ld.shared.b32 %r4, [%r2]; bar.sync 0;st.shared.b32 [%r3], %r1;",
+    ),
     "write after another warp's write": (
         SHARED + "st.shared.b32 [%r2], %r1; st.shared.b32 [%r3], %r1;",
-        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; st.shared.b32 [%r3], %r1;"),
+        SHARED + "st.shared.b32 [%r2], %r1; bar.sync 0; st.shared.b32 [%r3], %r1;",
+    ),
     "shared race: two lanes write different values": (
-        SHARED + "and.b32 %r2, %r2, 124; st.shared.b32 [%r2], %r1;", SHARED + "st.shared.b32 [%r2], %r1;"),
+        SHARED + "and.b32 %r2, %r2, 124; st.shared.b32 [%r2], %r1;",
+        SHARED + "st.shared.b32 [%r2], %r1;",
+    ),
     "read while cp.async is in flight": (
         SHARED + COPY + COPIED + "ld.shared.b32 %r6, [%r4];",
-        SHARED + COPY + COPIED + "cp.async.wait_group 0; ld.shared.b32 %r6, [%r4];"),
+        SHARED + COPY + COPIED + "cp.async.wait_group 0; ld.shared.b32 %r6, [%r4];",
+    ),
     "written while cp.async is in flight": (
         SHARED + COPY + COPIED + "bar.sync 0; st.shared.b32 [%r4], %r1;",
-        SHARED + COPY + COPIED + "cp.async.wait_group 0; bar.sync 0; st.shared.b32 [%r4], %r1;"),
+        SHARED + COPY + COPIED + "cp.async.wait_group 0; bar.sync 0; st.shared.b32 [%r4], %r1;",
+    ),
     # Waiting is for the thread's own copies: those of others need a barrier behind the wait.
     "shared race: read after another warp's write": (
         SHARED + COPY + COPIED + "bar.sync 0; cp.async.wait_group 0; ld.shared.b32 %r6, [%r5];",
-        SHARED + COPY + COPIED + "cp.async.wait_group 0; bar.sync 0; ld.shared.b32 %r6, [%r5];"),
+        SHARED + COPY + COPIED + "cp.async.wait_group 0; bar.sync 0; ld.shared.b32 %r6, [%r5];",
+    ),
     "bar.sync by a part of a block": (
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bra $A; bar.sync 0; $A: mov.u32 %r2, 1;",
-        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bra $A; mov.u32 %r2, 0; $A: bar.sync 0;"),
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 bra $A; mov.u32 %r2, 0; $A: bar.sync 0;",
+    ),
     "shfl.sync by a part of a warp": (
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;",
-        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;"),
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;",
+    ),
     "redux.sync by a part of a warp": (
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 redux.sync.add.s32 %r2, %r1, -1;",
-        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 redux.sync.add.s32 %r2, %r1, -1;"),
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 redux.sync.add.s32 %r2, %r1, -1;",
+    ),
     "does not end": ("$A: bra $A;", None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", BROKEN)
@@ -125,15 +146,23 @@ ANNOUNCED = (
     "mov.u32 %r4, %ctaid.x; setp.eq.s32 %p1, %r1, 0; setp.eq.s32 %p2, %r4, 1; mov.u32 %r5, 1;"
     "mad.lo.s32 %r2, %r4, 64, %r1; mul.wide.u32 %rd1, %r2, 4; add.s64 %rd1, %rd0, %rd1;"
     "xor.b32 %r3, %r2, 64; mul.wide.u32 %rd2, %r3, 4; add.s64 %rd2, %rd0, %rd2;",
-    "st.global.b32 [%rd1], %r2;", "bar.sync 0;", "@%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd5], %r5;",
-    "bar.sync 0;", "@%p2 ld.global.b32 %r7, [%rd2];",
-)  # fmt: skip
+    "st.global.b32 [%rd1], %r2;",
+    "bar.sync 0;",
+    "@%p1 atom.global.gpu.acq_rel.add.u32 %r6, [%rd5], %r5;",
+    "bar.sync 0;",
+    "@%p2 ld.global.b32 %r7, [%rd2];",
+)
 
 
 def test_blocks_read_what_others_announced() -> None:
     attempt("".join(ANNOUNCED), blocks=2, size=512)
-    attempt("".join((*ANNOUNCED, "@%p2 st.global.b32 [%rd5], %r1;")).replace("%p2 st", "%p3 st").replace(
-        "mov.u32 %r5, 1;", "mov.u32 %r5, 1; and.pred %p3, %p1, %p2;"), blocks=2, size=512)  # fmt: skip
+    attempt(
+        "".join((*ANNOUNCED, "@%p2 st.global.b32 [%rd5], %r1;"))
+        .replace("%p2 st", "%p3 st")
+        .replace("mov.u32 %r5, 1;", "mov.u32 %r5, 1; and.pred %p3, %p1, %p2;"),
+        blocks=2,
+        size=512,
+    )
 
 
 @pytest.mark.parametrize("left_out", [2, 3, 4])
@@ -182,7 +211,7 @@ WGMMA = {
     # Each warp waits for its own part of the product only.
     "write after another warp's read": READY + PRODUCT + COMMIT + BAR + WAIT + "st.shared.b32 [%r2], %r1;",
     "fence.proxy.async by a part of a block": READY + "setp.lt.u32 %p1, %r1, 32; @%p1 " + FENCE,
-}  # fmt: skip
+}
 RIGHT = [
     READY + PRODUCT + COMMIT + WAIT + "add.s32 %r4, %r11, 1;",
     READY + FROM_REGISTERS + COMMIT + "add.s32 %r4, %r22, 1;" + WAIT + "mov.u32 %r22, 1;",

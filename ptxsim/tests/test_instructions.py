@@ -93,8 +93,10 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     *((f"or.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a | b) for n in (16, 32, 64)),
     *((f"xor.b{n}", f"b{n} b{n}", f"b{n}", lambda a, b: a ^ b) for n in (16, 32, 64)),
     *((f"not.b{n}", f"b{n}", f"b{n}", lambda a: ~a) for n in (16, 32, 64)),
-    *((f"{n}.pred", "pred pred", "pred", f) for n, f in
-      (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b))),
+    *(
+        (f"{n}.pred", "pred pred", "pred", f)
+        for n, f in (("and", lambda a, b: a & b), ("or", lambda a, b: a | b), ("xor", lambda a, b: a ^ b))
+    ),
     ("not.pred", "pred", "pred", lambda a: 1 - a),
     ("shl.b32", "b32 u32", "b32", lambda a, b: a << b if b < 32 else 0),
     ("shl.b64", "b64 u32", "b64", lambda a, b: a << b if b < 64 else 0),
@@ -113,8 +115,7 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     ("bfe.s32 25, 1", "s32", "s32", lambda a: signed_field(a, 25, 1)),
     ("bfe.u32 3, 0", "u32", "u32", lambda a: 0),
     ("bfi.b32 7, 11", "b32 b32", "b32", lambda a, b: b & ~(0x7FF << 7) | (a & 0x7FF) << 7),
-    ("prmt.b32", "b32 b32 b32", "b32",
-     lambda a, b, c: sum(byte_of(a, b, c >> 4 * n & 15) << 8 * n for n in range(4))),
+    ("prmt.b32", "b32 b32 b32", "b32", lambda a, b, c: sum(byte_of(a, b, c >> 4 * n & 15) << 8 * n for n in range(4))),
     ("lop3.b32 0x96", "b32 b32 b32", "b32", lambda a, b, c: a ^ b ^ c),
     ("lop3.b32 0xE8", "b32 b32 b32", "b32", lambda a, b, c: a & b | b & c | a & c),
     ("popc.b32", "b32", "b32", int.bit_count),
@@ -124,9 +125,18 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     ("mov.pred", "pred", "pred", lambda a: a),
     ("selp.b32", "b32 b32 pred", "b32", lambda a, b, c: a if c else b),
     ("selp.b64", "b64 b64 pred", "b64", lambda a, b, c: a if c else b),
-    *((f"setp.{n}.{k}", f"{k} {k}", "pred", f) for k in ("s32", "u32", "s64", "u64") for n, f in
-      (("eq", lambda a, b: a == b), ("ne", lambda a, b: a != b), ("lt", lambda a, b: a < b),
-       ("le", lambda a, b: a <= b), ("gt", lambda a, b: a > b), ("ge", lambda a, b: a >= b))),
+    *(
+        (f"setp.{n}.{k}", f"{k} {k}", "pred", f)
+        for k in ("s32", "u32", "s64", "u64")
+        for n, f in (
+            ("eq", lambda a, b: a == b),
+            ("ne", lambda a, b: a != b),
+            ("lt", lambda a, b: a < b),
+            ("le", lambda a, b: a <= b),
+            ("gt", lambda a, b: a > b),
+            ("ge", lambda a, b: a >= b),
+        )
+    ),
     ("setp.ne.b16", "b16 b16", "pred", lambda a, b: a != b),
     ("setp.lt.and.s32", "s32 s32 pred", "pred", lambda a, b, c: a < b and c),
     ("cvt.s64.s32", "s32", "s64", lambda a: a),
@@ -141,12 +151,16 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     ("mov.u16", "u16", "u16", lambda a: a),
     ("mov.b64", "b64", "b64", lambda a: a),
     ("selp.b16", "b16 b16 pred", "b16", lambda a, b, c: a if c else b),
-    *((f"setp.{n}.b{bits}", f"b{bits} b{bits}", "pred", f) for bits in (16, 32, 64) for n, f in
-      (("eq", lambda a, b: a == b), ("ne", lambda a, b: a != b)) if (n, bits) != ("ne", 16)),
+    *(
+        (f"setp.{n}.b{bits}", f"b{bits} b{bits}", "pred", f)
+        for bits in (16, 32, 64)
+        for n, f in (("eq", lambda a, b: a == b), ("ne", lambda a, b: a != b))
+        if (n, bits) != ("ne", 16)
+    ),
     ("shl.b16", "b16 u32", "b16", lambda a, b: a << b if b < 16 else 0),
     ("shr.u16", "u16 u32", "u16", lambda a, b: a >> b),
     ("shr.s64", "s64 u32", "s64", lambda a, b: a >> b),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("text", "kinds", "to", "function"), INTEGERS, ids=[case[0] for case in INTEGERS])
@@ -245,8 +259,12 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("max.NaN.f32", "f32 f32", "f32", lambda a, b: f32(np.nan) if np.isnan(a + b) and a != -b else greater(a, b)),
     ("max.f32", "f32 f32 f32", "f32", lambda a, b, c: greater(greater(a, b), c)),
     ("min.f32", "f32 f32", "f32", lesser),
-    ("min.xorsign.abs.f32", "f32 f32", "f32",
-     lambda a, b: f32(math.copysign(lesser(abs(a), abs(b)), -1 if np.signbit(a) != np.signbit(b) else 1))),
+    (
+        "min.xorsign.abs.f32",
+        "f32 f32",
+        "f32",
+        lambda a, b: f32(math.copysign(lesser(abs(a), abs(b)), -1 if np.signbit(a) != np.signbit(b) else 1)),
+    ),
     ("neg.f32", "f32", "f32", lambda a: -a),
     ("abs.f32", "f32", "f32", abs),
     ("ex2.approx.ftz.f32", "f32", "f32", lambda a: ftz(f32(np.exp2(WIDE(ftz(a)))))),
@@ -279,10 +297,19 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("cvt.rzi.u32.f32", "f32", "u32", lambda a: clipped(a, 0, 2**32 - 1)),
     ("cvt.rmi.f32.f32", "f32", "f32", np.floor),
     ("cvt.rpi.f32.f32", "f32", "f32", np.ceil),
-    *((f"setp.{n}.f32", "f32 f32", "pred", f) for n, f in
-      (("eq", lambda a, b: a == b), ("lt", lambda a, b: a < b), ("gt", lambda a, b: a > b),
-       ("ne", lambda a, b: a < b or a > b), ("neu", lambda a, b: a != b), ("ltu", lambda a, b: not a >= b),
-       ("nan", lambda a, b: np.isnan(a) or np.isnan(b)), ("num", lambda a, b: a == a and b == b))),
+    *(
+        (f"setp.{n}.f32", "f32 f32", "pred", f)
+        for n, f in (
+            ("eq", lambda a, b: a == b),
+            ("lt", lambda a, b: a < b),
+            ("gt", lambda a, b: a > b),
+            ("ne", lambda a, b: a < b or a > b),
+            ("neu", lambda a, b: a != b),
+            ("ltu", lambda a, b: not a >= b),
+            ("nan", lambda a, b: np.isnan(a) or np.isnan(b)),
+            ("num", lambda a, b: a == a and b == b),
+        )
+    ),
     ("selp.f32", "f32 f32 pred", "f32", lambda a, b, c: a if c else b),
     ("abs.ftz.f32", "f32", "f32", lambda a: abs(ftz(a))),
     ("mul.rn.f32", "f32 f32", "f32", lambda a, b: a * b),
@@ -292,8 +319,12 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("rsqrt.approx.ftz.f32", "f32", "f32", lambda a: ftz(f32(WIDE(1) / np.sqrt(WIDE(ftz(a)))))),
     ("fma.rm.ftz.f32", "f32 f32 f32", "f32", lambda a, b, c: ftz(fused("f32", down=True)(ftz(a), ftz(b), ftz(c)))),
     *((f"{n}.rn.{k}", f"{k} {k}", k, f(k)) for k in ("bf16", "f16") for n, f in (("add", added), ("mul", multiplied))),
-    *((f"{n}{mode}.{k}x2", f"{k}x2 {k}x2", f"{k}x2", packed(f(k))) for k in ("bf16", "f16") for mode in ("", ".rn")
-      for n, f in (("add", added), ("mul", multiplied))),
+    *(
+        (f"{n}{mode}.{k}x2", f"{k}x2 {k}x2", f"{k}x2", packed(f(k)))
+        for k in ("bf16", "f16")
+        for mode in ("", ".rn")
+        for n, f in (("add", added), ("mul", multiplied))
+    ),
     ("mul.f16", "f16 f16", "f16", lambda a, b: np.float16(a) * np.float16(b)),
     *((f"fma.rn.{k}", f"{k} {k} {k}", k, fused(k)) for k in ("bf16", "f16")),
     *((f"fma.rn.{k}x2", f"{k}x2 {k}x2 {k}x2", f"{k}x2", packed(fused(k))) for k in ("bf16", "f16")),
@@ -317,11 +348,19 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("cvt.rpi.f64.f64", "f64", "f64", np.ceil),
     ("cvt.rzi.s64.f32", "f32", "s64", to_64_bits),
     ("cvt.rzi.s64.f64", "f64", "s64", to_64_bits),
-    *((f"setp.{n}.{k}", f"{k} {k}", "pred", f) for k in ("f32", "bf16") for n, f in
-      (("ge", lambda a, b: a >= b), ("geu", lambda a, b: not a < b), ("leu", lambda a, b: not a > b),
-       ("eq", lambda a, b: a == b), ("nan", lambda a, b: np.isnan(a) or np.isnan(b)))
-      if (n, k) not in (("eq", "f32"), ("nan", "f32"))),
-]  # fmt: skip
+    *(
+        (f"setp.{n}.{k}", f"{k} {k}", "pred", f)
+        for k in ("f32", "bf16")
+        for n, f in (
+            ("ge", lambda a, b: a >= b),
+            ("geu", lambda a, b: not a < b),
+            ("leu", lambda a, b: not a > b),
+            ("eq", lambda a, b: a == b),
+            ("nan", lambda a, b: np.isnan(a) or np.isnan(b)),
+        )
+        if (n, k) not in (("eq", "f32"), ("nan", "f32"))
+    ),
+]
 
 
 @pytest.mark.parametrize(("text", "kinds", "to", "function"), FLOATS, ids=[f"{c[0]}-{c[1].count(' ')}" for c in FLOATS])
@@ -439,12 +478,23 @@ def test_special_registers() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["tcgen05.alloc.b32 %r1, %r2", "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %r1, %r2, %r3, %r4",
-             "cvt.rna.tf32.f32 %r1, %r2", "mul.hi.u64 %rd1, %rd2, %rd3", "add.sat.s32 %r1, %r2, %r3", "bar.sync 1",
-             "ld.local.v2.b32 {%r1, %r2}, [%rd1]", "redux.sync.add.s32 %r1, %r2, 15", "setp.eq.f16x2 %p1, %r1, %r2",
-             "madc.lo.u32 %r1, %r2, %r3, %r4", "add.rz.f32 %r1, %r2, %r3", "fence.acq_rel.gpu",
-             "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], %r2"],
-)  # fmt: skip
+    "text",
+    [
+        "tcgen05.alloc.b32 %r1, %r2",
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 %r1, %r2, %r3, %r4",
+        "cvt.rna.tf32.f32 %r1, %r2",
+        "mul.hi.u64 %rd1, %rd2, %rd3",
+        "add.sat.s32 %r1, %r2, %r3",
+        "bar.sync 1",
+        "ld.local.v2.b32 {%r1, %r2}, [%rd1]",
+        "redux.sync.add.s32 %r1, %r2, 15",
+        "setp.eq.f16x2 %p1, %r1, %r2",
+        "madc.lo.u32 %r1, %r2, %r3, %r4",
+        "add.rz.f32 %r1, %r2, %r3",
+        "fence.acq_rel.gpu",
+        "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], %r2",
+    ],
+)
 def test_what_is_not_modelled_is_refused(text: str) -> None:
     with pytest.raises(Unsupported):
         run(f"{text};")

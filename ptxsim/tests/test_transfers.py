@@ -45,8 +45,9 @@ def test_loads_and_stores(count: int, bits: int, space: str) -> None:
         ld.global{vector}.b{bits} {data}, [ %rd0 + 0 ];
         {through if space == "shared" else ""}
         @%p1 st.global{vector}.b{bits} [ %rd1 + 64 ], {data};""",
-        memory=memory, shared=32 * size,
-    )  # fmt: skip
+        memory=memory,
+        shared=32 * size,
+    )
     found = memory.data(1).view(UNSIGNED[bits]).reshape(given.shape)
     assert (found[1::2] == given[1::2]).all()
     assert not found[::2].any()
@@ -87,8 +88,9 @@ def test_a_copy_lands_when_it_is_waited_for(real: int) -> None:
         cp.async.cg.shared.global [ %r2 + 0 ], [ %rd0 + 0 ], 0x10, %r3;
         cp.async.commit_group; cp.async.wait_group 0;
         ld.shared.v4.b32 {{%r4, %r5, %r6, %r7}}, [%r2];""",
-        memory=memory_of(given), shared=512,
-    )  # fmt: skip
+        memory=memory_of(given),
+        shared=512,
+    )
     found = np.stack([machine.registers[f"%r{n}"] for n in range(4, 8)], 1)
     assert (found == (given if real else 0)).all()
 
@@ -99,8 +101,9 @@ def test_the_latest_groups_stay_in_flight() -> None:
         cp.async.ca.shared.global [%r2 + 0], [%rd0 + 0], 0x4; cp.async.commit_group;
         cp.async.ca.shared.global [%r2 + 4], [%rd0 + 0], 0x4; cp.async.commit_group;
         cp.async.wait_group 1; ld.shared.b32 %r3, [%r2];""",
-        memory=memory_of(words(4)), shared=256,
-    )  # fmt: skip
+        memory=memory_of(words(4)),
+        shared=256,
+    )
     assert len(machine.copies.flying) == 1
     assert machine.shared.copying.reshape(32, 2, 4).any((0, 2)).tolist() == [False, True]
 
@@ -140,8 +143,13 @@ def test_votes(given: Array) -> None:
 
 
 REDUCTIONS: dict[str, Callable[[int, int], int]] = {
-    "add": operator.add, "min": min, "max": max, "and": operator.and_, "or": operator.or_, "xor": operator.xor,
-}  # fmt: skip
+    "add": operator.add,
+    "min": min,
+    "max": max,
+    "and": operator.and_,
+    "or": operator.or_,
+    "xor": operator.xor,
+}
 
 
 @pytest.mark.parametrize("name", REDUCTIONS)
@@ -202,8 +210,12 @@ def test_ldmatrix_and_stmatrix(count: int, trans: str) -> None:
     fill += f"add.s64 %rd0, %rd0, %rd1; setp.lt.u32 %p0, %r50, {8 * count};"
     fill += "@%p0 ld.global.v4.b32 {%r52, %r53, %r54, %r55}, [%rd0];"
     fill += "@%p0 st.shared.v4.b32 [%r51], {%r52, %r53, %r54, %r55};"
-    loaded = run(fill + f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {data}, [%r0];", {"%r0": addresses},
-                 memory=given, shared=512)  # fmt: skip
+    loaded = run(
+        fill + f"ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {data}, [%r0];",
+        {"%r0": addresses},
+        memory=given,
+        shared=512,
+    )
     assert (np.stack([loaded.registers[name] for name in names]) == lanes).all()
     registers = {"%r0": addresses, **dict(zip(names, lanes, strict=True))}
     stored = run(f"stmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 [%r0], {data};", registers, shared=512)

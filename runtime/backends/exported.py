@@ -99,9 +99,12 @@ class GraphDecoder(TargetModel):
     """A target: embedding and head of `tables`, and a graph between them that outputs features of `aux_layer_ids`."""
 
     def __init__(
-        self, tables: TargetModel, aux_layer_ids: tuple[int, ...], session: Session,
+        self,
+        tables: TargetModel,
+        aux_layer_ids: tuple[int, ...],
+        session: Session,
         max_requests: Callable[[int], int] = lambda rows: sys.maxsize,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`max_requests(rows)` is the most requests that the session accepts in one run of `rows` rows each."""
         super().__init__()
         self.config, self.packed_head = tables.config, tables.packed_head

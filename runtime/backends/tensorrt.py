@@ -94,9 +94,12 @@ class EngineSession:
         address = tensor.data_ptr()
         if address % ALIGNMENT:  # only layers of a pool: they are contiguous, and PyTorch allocates multiples of 512
             raise BundleError(
-                "Tensor address is not aligned.", where=self._file.path, found=f"{name} at {address:#x}",
-                expected=f"a multiple of {ALIGNMENT} bytes", fix="build the bundle with a larger limits.page_size",
-            )  # fmt: skip
+                "Tensor address is not aligned.",
+                where=self._file.path,
+                found=f"{name} at {address:#x}",
+                expected=f"a multiple of {ALIGNMENT} bytes",
+                fix="build the bundle with a larger limits.page_size",
+            )
         self._demand(context.set_tensor_address(name, address), f"the address of {name}")
 
     def _context(self, profile: int) -> Any:
@@ -135,10 +138,12 @@ class EngineSession:
         name = min(misfits, key=len)[0]  # of the profile that comes closest
         sizes = (f"{profile[name][0]} to {profile[name][2]}" for profile in self._file.profiles)
         raise BundleError(
-            "The engine has no profile for inputs of these shapes.", where=self._file.path,
-            found=f"{name} {list(inputs[name].shape)}", expected="; or ".join(dict.fromkeys(sizes)),
+            "The engine has no profile for inputs of these shapes.",
+            where=self._file.path,
+            found=f"{name} {list(inputs[name].shape)}",
+            expected="; or ".join(dict.fromkeys(sizes)),
             fix="serve within the limits and the tree of the bundle's recipe, or build it with larger ones",
-        )  # fmt: skip
+        )
 
     def _demand(self, done: bool, what: str) -> None:
         if not done:

@@ -51,9 +51,10 @@ def this_device(file: Path) -> Device:
     """PyTorch's current GPU. Raises `BundleError` if there is none; `file` is the engine to run."""
     if not torch.cuda.is_available():
         raise BundleError(
-            "Engines need an NVIDIA GPU, and PyTorch finds none.", where=file,
+            "Engines need an NVIDIA GPU, and PyTorch finds none.",
+            where=file,
             fix="serve the bundle with PyTorch, or install a CUDA build of torch and the driver",
-        )  # fmt: skip
+        )
     index = torch.cuda.current_device()
     return Device(torch.device("cuda", index), torch.cuda.get_device_capability(index))
 
@@ -74,22 +75,30 @@ def check_compatible(trt: TensorRT, engine: EngineFile, capability: tuple[int, i
     """Raise `BundleError` if the engine's metadata does not match the installed plugins, TensorRT or GPU."""
     if engine.plugin_abi != VERSION:
         raise BundleError(
-            "Plugin ABI mismatch.", where=engine.path,
-            found=f"plugin ABI {engine.plugin_abi}", expected=VERSION, fix=_AGAIN,
-        )  # fmt: skip
+            "Plugin ABI mismatch.",
+            where=engine.path,
+            found=f"plugin ABI {engine.plugin_abi}",
+            expected=VERSION,
+            fix=_AGAIN,
+        )
     # Both TensorRTs document that an engine runs only with the version that built it, unless built version-compatible.
     if (engine.builder, engine.version) != (trt.name, trt.version):
         raise BundleError(
-            "The engine was built by another TensorRT than the installed one.", where=engine.path,
-            found=f"{engine.builder} {engine.version}", expected=f"{trt.name} {trt.version}",
+            "The engine was built by another TensorRT than the installed one.",
+            where=engine.path,
+            found=f"{engine.builder} {engine.version}",
+            expected=f"{trt.name} {trt.version}",
             fix=f"{_AGAIN}, or install {engine.builder} {engine.version}",
-        )  # fmt: skip
+        )
     for_others = incompatibility(engine.compute, capability)
     if for_others is not None:
         raise BundleError(
-            "The engine was built for another GPU.", where=engine.path, found=f"compute capability {for_others}",
-            expected=_spelled(capability), fix=_elsewhere(trt, capability),
-        )  # fmt: skip
+            "The engine was built for another GPU.",
+            where=engine.path,
+            found=f"compute capability {for_others}",
+            expected=_spelled(capability),
+            fix=_elsewhere(trt, capability),
+        )
 
 
 def open_engine(trt: TensorRT, engine: EngineFile, errors: ErrorLog, capability: tuple[int, int]) -> tuple[Any, Any]:
@@ -106,10 +115,12 @@ def open_engine(trt: TensorRT, engine: EngineFile, errors: ErrorLog, capability:
                 named = ", ".join(name for name, bit in kinds if int(bit) & int(reasons))
                 of_others = "UNSUPPORTED_CC" in named
                 raise BundleError(
-                    f"{trt.name} cannot run the engine on this GPU.", where=engine.path, found=named or errors.drain(),
+                    f"{trt.name} cannot run the engine on this GPU.",
+                    where=engine.path,
+                    found=named or errors.drain(),
                     expected=f"an engine for {_spelled(capability)}" if of_others else None,
                     fix=_elsewhere(trt, capability) if of_others else None,
-                )  # fmt: skip
+                )
         opened = runtime.deserialize_cuda_engine(blob)
     if opened is None:
         raise BundleError(f"{trt.name} cannot open the engine.", where=engine.path, found=errors.drain(), fix=_AGAIN)
@@ -128,14 +139,20 @@ def check_io(trt: TensorRT, engine: EngineFile, opened: Any, surface: IOSpec) ->
         found.add((side, name, TYPES.get(kind, kind)))
     if found != wanted:
         raise BundleError(
-            "Engine I/O tensors do not match this version of d2sd.", where=engine.path,
-            found=_listed(found - wanted), expected=_listed(wanted - found), fix=_AGAIN,
-        )  # fmt: skip
+            "Engine I/O tensors do not match this version of d2sd.",
+            where=engine.path,
+            found=_listed(found - wanted),
+            expected=_listed(wanted - found),
+            fix=_AGAIN,
+        )
     if opened.num_optimization_profiles != len(engine.profiles):
         raise BundleError(
-            "The number of optimisation profiles differs from the manifest.", where=engine.path,
-            found=opened.num_optimization_profiles, expected=len(engine.profiles), fix=_AGAIN,
-        )  # fmt: skip
+            "The number of optimisation profiles differs from the manifest.",
+            where=engine.path,
+            found=opened.num_optimization_profiles,
+            expected=len(engine.profiles),
+            fix=_AGAIN,
+        )
 
 
 def _listed(tensors: set[tuple[Any, ...]]) -> str:

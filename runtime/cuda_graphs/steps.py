@@ -76,9 +76,15 @@ class DecodeSteps:
         return self._graphs[key]
 
     def run(
-        self, policy: Policy, batch: Batch, host_draft: Draft | None = None, timer: Timer = nullcontext,
-        link: Link | None = None, *, graph: Graph | None,
-    ) -> StepResult:  # fmt: skip
+        self,
+        policy: Policy,
+        batch: Batch,
+        host_draft: Draft | None = None,
+        timer: Timer = nullcontext,
+        link: Link | None = None,
+        *,
+        graph: Graph | None,
+    ) -> StepResult:
         """`decode_step` of tensors on the host: replays `graph`, which is `graph_for` this step, or runs operator by
         operator. The next call may overwrite its result (`fetch`).
 
@@ -140,9 +146,15 @@ class DecodeSteps:
 
 
 def captured_step(
-    runner: ModelRunner, policy: Policy, batch: Batch, link: Link, handover: Handover,
-    calibration: Calibration | None = None, draft: Draft | None = None, timer: Timer = nullcontext,
-) -> StepResult:  # fmt: skip
+    runner: ModelRunner,
+    policy: Policy,
+    batch: Batch,
+    link: Link,
+    handover: Handover,
+    calibration: Calibration | None = None,
+    draft: Draft | None = None,
+    timer: Timer = nullcontext,
+) -> StepResult:
     """The body of a graph: `decode_step`, with what it takes from the step before and leaves to the next."""
     with timer("handover"):
         batch = handover.begin(batch, link)
@@ -169,7 +181,9 @@ def _refuse(error: Exception) -> None:
     reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
     if os.environ.get(NO_FALLBACK) == "1":
         raise D2SDError(
-            "The decode step cannot be captured as a CUDA graph.", where=f"{NO_FALLBACK}=1", found=reason,
+            "The decode step cannot be captured as a CUDA graph.",
+            where=f"{NO_FALLBACK}=1",
+            found=reason,
             fix=f"unset {NO_FALLBACK} to launch its operators one by one, slower",
-        ) from error  # fmt: skip
+        ) from error
     print(f"d2sd: decode steps run without CUDA graphs: {reason}", file=sys.stderr, flush=True)

@@ -120,8 +120,10 @@ class DrafterContext:
         self._memory = CommittedRows(
             features=torch.zeros(*places.shape, width, dtype=self._dtype, device=device),
             page_table=torch.zeros(requests, pages, dtype=torch.long, device=device),
-            positions=places, keep=torch.zeros_like(places, dtype=torch.bool), page_size=pool.page_size,
-        )  # fmt: skip
+            positions=places,
+            keep=torch.zeros_like(places, dtype=torch.bool),
+            page_size=pool.page_size,
+        )
 
     @property
     def memory(self) -> list[Tensor]:

@@ -49,9 +49,11 @@ class StructuredOutputsParams:
         given = [name for name in FORMS if getattr(self, name) is not None]
         if len(given) != 1:
             raise RequestError(
-                "Structured output takes one form.", where="structured_outputs", found=", ".join(given) or "none",
+                "Structured output takes one form.",
+                where="structured_outputs",
+                found=", ".join(given) or "none",
                 expected="one of json, regex, choice, grammar, json_object",
-            )  # fmt: skip
+            )
         if self.json_object and self.disable_any_whitespace:
             object.__setattr__(self, "json", {"type": "object"})
             object.__setattr__(self, "json_object", None)
@@ -64,9 +66,11 @@ class StructuredOutputsParams:
             texts = () if isinstance(self.choice, str) else tuple(self.choice)
             if not texts or not all(isinstance(text, str) and text for text in texts):
                 raise RequestError(
-                    "The choices are not strings.", where="structured_outputs.choice", found=self.choice,
+                    "The choices are not strings.",
+                    where="structured_outputs.choice",
+                    found=self.choice,
                     expected="a list of non-empty strings",
-                )  # fmt: skip
+                )
             object.__setattr__(self, "choice", texts)
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)

@@ -151,9 +151,11 @@ class GuidanceTokenizer:
             readable = False
         if not readable:
             raise RequestError(
-                "Structured output cannot read the target's tokenizer.", where="structured_outputs",
-                found=type(tokenizer).__name__, expected="a fast tokenizer whose tokens are bytes or SentencePiece",
-            )  # fmt: skip
+                "Structured output cannot read the target's tokenizer.",
+                where="structured_outputs",
+                found=type(tokenizer).__name__,
+                expected="a fast tokenizer whose tokens are bytes or SentencePiece",
+            )
         self._tokenizer = made
         about = {"definition": definition, "vocab_size": self._vocab_size, "end_tokens": sorted(end_tokens)}
         self._trial = Trial(about)
@@ -239,9 +241,11 @@ def _check_counts(schema: Any, where: str) -> None:
                 count = value.get(key)
                 if isinstance(count, (int, float)) and count > MAX_ITEMS:
                     raise RequestError(
-                        "An array of the schema is too long.", where=where, found=f"{key} of {shortened(count)}",
+                        "An array of the schema is too long.",
+                        where=where,
+                        found=f"{key} of {shortened(count)}",
                         expected=f"at most {MAX_ITEMS:,}",
-                    )  # fmt: skip
+                    )
         if isinstance(value, (dict, list)):
             pending += value.values() if isinstance(value, dict) else value
 

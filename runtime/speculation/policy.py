@@ -239,7 +239,10 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
     kind = _POLICIES[name]
     if not 2 <= row_budget <= MAX_NODES and kind is not Off:
         raise RecipeError(
-            "the node budget is out of range", where="tree.row_budget",
-            found=row_budget, expected=f"2 .. {MAX_NODES}", fix="change it, or set tree.policy to off",
-        )  # fmt: skip
+            "the node budget is out of range",
+            where="tree.row_budget",
+            found=row_budget,
+            expected=f"2 .. {MAX_NODES}",
+            fix="change it, or set tree.policy to off",
+        )
     return kind.sized(block_size, branches, row_budget)

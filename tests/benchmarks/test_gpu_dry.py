@@ -29,9 +29,18 @@ def run(part: str, folder: Path, most: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "most"),
-    [("copy", 1), ("checks", 3), ("replay", 3), ("layers", 8), ("choices", 20), ("steps", 6), ("times", 3),
-     ("writes", 5), ("flex", 2)],
-)  # fmt: skip
+    [
+        ("copy", 1),
+        ("checks", 3),
+        ("replay", 3),
+        ("layers", 8),
+        ("choices", 20),
+        ("steps", 6),
+        ("times", 3),
+        ("writes", 5),
+        ("flex", 2),
+    ],
+)
 def test_cases_run_without_a_gpu(part: str, most: int, tmp_path: Path) -> None:
     """The first of each part; `make gpu-suite DRY=1` runs them all."""
     rows = run(part, tmp_path, most)

@@ -19,8 +19,12 @@ FILES = [Path(__file__).parent / name for name in ("interpreted.py", "interprete
 @pytest.mark.slow
 def test_the_suite_under_the_interpreter() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES], cwd=FILES[0].parents[2],
-        env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *FILES],
+        cwd=FILES[0].parents[2],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout

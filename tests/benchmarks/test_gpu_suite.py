@@ -80,8 +80,10 @@ def test_a_part_goes_on_behind_a_case_that_died(tmp_path: Path, monkeypatch: pyt
     """Three processes: one dies in its second case, one loses the device in its third, one ends well."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     ends: list[tuple[list[tuple[str, str]], int]] = [
-        ([("copy/1", "ok"), ("copy/2", "started")], -11), ([("copy/3", "failed")], LOST), ([("copy/4", "ok")], 0),
-    ]  # fmt: skip
+        ([("copy/1", "ok"), ("copy/2", "started")], -11),
+        ([("copy/3", "failed")], LOST),
+        ([("copy/4", "ok")], 0),
+    ]
 
     def process(arguments: list[str], seconds: float) -> int:
         assert 0 < seconds <= suite.PARTS["copy"] + suite.GRACE
@@ -144,9 +146,12 @@ def test_a_probes_answer() -> None:
 
 def script(name: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", str(ROOT / "benchmarks" / name), *arguments], capture_output=True, text=True, check=False,
+        ["sh", str(ROOT / "benchmarks" / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"PYTHON": sys.executable} | environment,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this is what it says without a GPU")

@@ -23,24 +23,40 @@ ROWS: dict[str, Any] = {
     "checks/middle": {"status": "ok", "error_of_budget": 0.75, "relative_error_of_budget": 0.5},
     "checks/wrong": {"status": "failed", "reason": "Wrong: past the bounds"},
     "times/1024x1": {
-        "status": "ok", "group": "32/8x128 bf16", "rows": 64, "bytes": 10**9,
+        "status": "ok",
+        "group": "32/8x128 bf16",
+        "rows": 64,
+        "bytes": 10**9,
         "reasons": {"flashinfer": "not installed"},
         "times": times(ours=0.5, gather=0.1, sdpa_math=3.0, sdpa_efficient=1.0, **{"flash, no mask": 0.4}),
     },
     "times/8192x1": {
-        "status": "died", "reason": "-11", "group": "32/8x128 bf16", "rows": 64, "bytes": 10**9,
+        "status": "died",
+        "reason": "-11",
+        "group": "32/8x128 bf16",
+        "rows": 64,
+        "bytes": 10**9,
         "times": times(ours=0.3125, sdpa_efficient=0.25),
     },
     "times/1024x1 fp8": {
-        "status": "ok", "group": "32/8x128 bf16/fp8", "rows": 64, "bytes": 10**9, "times": times(ours=1.0)
+        "status": "ok",
+        "group": "32/8x128 bf16/fp8",
+        "rows": 64,
+        "bytes": 10**9,
+        "times": times(ours=1.0),
     },
     "times/32768x1": {"status": "no time", "reason": "the time of this part was up"},
     "writes/commit": {"status": "ok", "bytes": 10**9, "times": times(ours=2.5)},
     "flex/8192x8": {"status": "ok", "times": times(ours=1.0, gather=0.5, flex=0.75)},
     "pytest/tests/a.py": {
-        "status": "failed", "reason": "exit status 1", "passed": 3, "failed": 1, "error": 0, "skipped": 2,
+        "status": "failed",
+        "reason": "exit status 1",
+        "passed": 3,
+        "failed": 1,
+        "error": 0,
+        "skipped": 2,
     },
-}  # fmt: skip
+}
 
 EXPECTED = """\
 device H200, torch 2.11, triton none, commit none

@@ -15,9 +15,12 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "pack_tensorrt_rtx.sh"
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["sh", str(SCRIPT), *arguments], capture_output=True, text=True, check=False,
+        ["sh", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
         env=os.environ | {"PYTHON": sys.executable} | environment,
-    )  # fmt: skip
+    )
 
 
 def sized(folder: Path, sizes: dict[str, int]) -> None:

@@ -129,19 +129,29 @@ def test_no_step_is_faster_than_its_limit(tmp_path: Path, monkeypatch: pytest.Mo
     is an arrow at the edge; a contestant that speculates has none.
     """
     keys = [
-        Key("d2sd", "off", "fp32", True), Key("d2sd", "auto", "fp32", False), Key("d2sd", "off", "bf16", True),
+        Key("d2sd", "off", "fp32", True),
+        Key("d2sd", "auto", "fp32", False),
+        Key("d2sd", "off", "bf16", True),
         Key("llama.cpp", "plain", "Q4_1", True),
-    ]  # fmt: skip
+    ]
     common: dict[str, Any] = {"prefill_ms": [1.0], "equal": 1, "answers": 1}
     steps, speeds = (15.2, 30.0, 10.0, 14.0), (60.0, 90.0, 100.0, 70.0)
     made = Result(
-        provenance=provenance({"name": "tiny"}, "cpu"), prompts="", max_new_tokens=8, notes=[],
+        provenance=provenance({"name": "tiny"}, "cpu"),
+        prompts="",
+        max_new_tokens=8,
+        notes=[],
         machine=Machine(threads=1, read_gb_per_s=1, gemm_gflops=1),
-        floors={"fp32": Floor(weight_bytes=538, ms=17.4), "bf16": Floor(weight_bytes=269, ms=9.0),
-                "Q4_1": Floor(weight_bytes=97, ms=3.0)},
-        figures=[Figures(key=key, in_flight=1, tokens_per_second=[speed], step_ms=[step], **common)
-                 for key, speed, step in zip(keys, speeds, steps, strict=True)],
-    )  # fmt: skip
+        floors={
+            "fp32": Floor(weight_bytes=538, ms=17.4),
+            "bf16": Floor(weight_bytes=269, ms=9.0),
+            "Q4_1": Floor(weight_bytes=97, ms=3.0),
+        },
+        figures=[
+            Figures(key=key, in_flight=1, tokens_per_second=[speed], step_ms=[step], **common)
+            for key, speed, step in zip(keys, speeds, steps, strict=True)
+        ],
+    )
     assert made.beaten() == {"fp32": 15.2}
     assert "with fp32 weights took 15.2 ms, less than reading them" in report.markdown(made)
     drawn: list[Any] = []

@@ -156,9 +156,15 @@ def test_finished_runs_are_not_measured_again(
 ) -> None:
     monkeypatch.setattr("benchmarks.serving.check_answers", lambda *_: None)
     settings: dict[str, Any] = {
-        "face": "serve", "policies": ["auto"], "concurrency": [1, 2], "rates": [], "workloads": ["prompts"],
-        "temperature": 0.0, "max_tokens": 2, "requests": 3,
-    }  # fmt: skip
+        "face": "serve",
+        "policies": ["auto"],
+        "concurrency": [1, 2],
+        "rates": [],
+        "workloads": ["prompts"],
+        "temperature": 0.0,
+        "max_tokens": 2,
+        "requests": 3,
+    }
     first = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
     result = first.run()
     assert [cell.key.amount for cell in result.cells] == [1, 2]
@@ -174,22 +180,32 @@ def test_finished_runs_are_not_measured_again(
 
 def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {
-        "face": "serve", "policies": ["off", "auto"], "concurrency": [1, 8], "rates": [2.0],
+        "face": "serve",
+        "policies": ["off", "auto"],
+        "concurrency": [1, 8],
+        "rates": [2.0],
         "workloads": ["prompts", "prefix"],
-    }  # fmt: skip
+    }
     keys = Benchmark(bundle, tmp_path, None, (), settings, SLO, 1).keys()
     assert [str(key) for key in keys] == [
-        "prompts 1 in flight, off", "prompts 1 in flight, auto", "prompts 8 in flight, off",
-        "prompts 8 in flight, auto", "prefix 8 in flight, auto, no prefix cache", "prefix 8 in flight, auto",
-    ]  # fmt: skip
+        "prompts 1 in flight, off",
+        "prompts 1 in flight, auto",
+        "prompts 8 in flight, off",
+        "prompts 8 in flight, auto",
+        "prefix 8 in flight, auto, no prefix cache",
+        "prefix 8 in flight, auto",
+    ]
     assert keys[4].variant.options == ["--policy", "auto", "--no-prefix-cache"]
 
 
 def test_policies_are_compared_with_parameters(bundle: Path) -> None:
     found = compare_policies(bundle, ["none", "penalties"], [2], 3, 4, 1)
     assert [(one.parameters, one.temperature) for one in found] == [
-        ("none", 0.0), ("none", 0.8), ("penalties", 0.0), ("penalties", 0.8),
-    ]  # fmt: skip
+        ("none", 0.0),
+        ("none", 0.8),
+        ("penalties", 0.0),
+        ("penalties", 0.8),
+    ]
     assert all(one.speedup > 0 and one.tokens <= 12 and sum(one.policies.values()) for one in found)
 
 

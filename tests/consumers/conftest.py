@@ -52,9 +52,12 @@ def fp8_bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
     work = tmp_path_factory.mktemp("fp8")
     recipe = _project(
-        work / "project", "llama", precision="bf16", limits={"max_batch": 2, "max_context": 512},
+        work / "project",
+        "llama",
+        precision="bf16",
+        limits={"max_batch": 2, "max_context": 512},
         fp8={"drafters": request.param == "FP8 drafters", "count": 4, "tokens": 8},
-    )  # fmt: skip
+    )
     loaded = load_recipe(recipe)
     build(loaded, work / "bundle", validate=False)
     return work / "bundle"

@@ -17,9 +17,14 @@ from safetensors.torch import load_file, save_file
 
 #: Keys of FOLDER's config.json that ModelOpt is told; the others it takes from the target.
 _ARCHITECTURE = (
-    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size",
-    "rms_norm_eps", "rope_theta",
-)  # fmt: skip
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "intermediate_size",
+    "rms_norm_eps",
+    "rope_theta",
+)
 
 
 def main(folder: str, target: str, given: str, out: str, exported: str) -> None:

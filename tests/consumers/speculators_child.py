@@ -15,10 +15,7 @@ from safetensors.torch import load_file, save_file
 
 def main(folder: str, target: str, given: str, out: str, converted: str | None = None) -> None:
     from speculators.convert.dflash import DFlashConverter  # type: ignore[import-not-found,unused-ignore]
-    from speculators.models.dflash import (  # type: ignore[import-not-found,unused-ignore]
-        DFlashDraftModel,
-        DFlashSpeculatorConfig,
-    )
+    from speculators.models.dflash import DFlashDraftModel, DFlashSpeculatorConfig  # type: ignore[import-not-found,unused-ignore]
     from transformers import AutoModelForCausalLM
 
     if converted:
@@ -35,8 +32,12 @@ def main(folder: str, target: str, given: str, out: str, converted: str | None =
     with torch.no_grad():
         logits = model._backbone_forward(
             torch.cat([states[i] for i in config.aux_hidden_state_layer_ids], dim=-1),
-            tokens, only_anchor, states[-1], torch.zeros_like(tokens), max_anchors=1,
-        )[1]  # fmt: skip
+            tokens,
+            only_anchor,
+            states[-1],
+            torch.zeros_like(tokens),
+            max_anchors=1,
+        )[1]
     ids = model.d2t + torch.arange(len(model.d2t)) if model.d2t is not None else torch.arange(logits.shape[-1])
     save_file({"logits": logits[0].contiguous(), "ids": ids}, out)
 

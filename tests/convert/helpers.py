@@ -111,9 +111,13 @@ def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:
     numbers = torch.arange(8.0 * slots, dtype=torch.float64).view(shape)
     curves = {name: [1 + rows / 8 for rows in range(8)] for name in ("chain", "ddtree", "hybrid")[: 1 + len(drafters)]}
     return CalibrationFile(
-        drafters=marks, block_size=slots + 1, slope=(0.5 + numbers / 32).tolist(),
-        offset=(numbers / 8 - 1).tolist(), tau={"0": curves, "1": curves}, report={"prompts": 2},
-    )  # fmt: skip
+        drafters=marks,
+        block_size=slots + 1,
+        slope=(0.5 + numbers / 32).tolist(),
+        offset=(numbers / 8 - 1).tolist(),
+        tau={"0": curves, "1": curves},
+        report={"prompts": 2},
+    )
 
 
 def add_calibration(recipe: Path) -> Path:

@@ -42,34 +42,56 @@ class Checkpoints:
         """The same family, block, ratios of heads and widths and rules for layer ids and mask; all else small."""
         target = replace(self.target, body=_shrunken(self.target.body, 8), vocab_size=320)
         first = replace(
-            self.first, body=_shrunken(self.first.body, 2), vocab_size=320, mask_token_id=310, num_target_layers=8,
+            self.first,
+            body=_shrunken(self.first.body, 2),
+            vocab_size=320,
+            mask_token_id=310,
+            num_target_layers=8,
             target_layer_ids=tuple(usual_ids(5, 8)),
-        )  # fmt: skip
+        )
         return Checkpoints(self.folders, target, first, 310 if self.tokens == self.first.mask_token_id else 320)
 
 
 def _shrunken(body: BodyConfig, layers: int) -> BodyConfig:
     return replace(
-        body, hidden_size=body.hidden_size // 64, intermediate_size=body.intermediate_size // 64, num_layers=layers,
-        num_heads=body.num_heads // 8, num_kv_heads=body.num_kv_heads // 8, head_dim=body.head_dim // 8,
-    )  # fmt: skip
+        body,
+        hidden_size=body.hidden_size // 64,
+        intermediate_size=body.intermediate_size // 64,
+        num_layers=layers,
+        num_heads=body.num_heads // 8,
+        num_kv_heads=body.num_kv_heads // 8,
+        head_dim=body.head_dim // 8,
+    )
 
 
 def _body(family: Family, hidden: int, intermediate: int, layers: int, rope: RopeConfig, positions: int) -> BodyConfig:
     return BodyConfig(
-        hidden_size=hidden, intermediate_size=intermediate, num_layers=layers, num_heads=32, num_kv_heads=8,
-        head_dim=128, rms_norm_eps=1e-6 if family == "qwen3" else 1e-5, rope=rope, max_positions=positions,
-        qk_norm=family == "qwen3", qkv_bias=False, o_bias=False,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6 if family == "qwen3" else 1e-5,
+        rope=rope,
+        max_positions=positions,
+        qk_norm=family == "qwen3",
+        qkv_bias=False,
+        o_bias=False,
+    )
 
 
 def _first(target: DecoderConfig, intermediate: int, block_size: int, mask: int) -> DrafterConfig:
     layers = target.body.num_layers
     return DrafterConfig(
         body=replace(target.body, intermediate_size=intermediate, num_layers=5, qk_norm=True),
-        vocab_size=target.vocab_size, block_size=block_size, mask_token_id=mask,
-        target_layer_ids=tuple(usual_ids(5, layers)), num_target_layers=layers, role="first",
-    )  # fmt: skip
+        vocab_size=target.vocab_size,
+        block_size=block_size,
+        mask_token_id=mask,
+        target_layer_ids=tuple(usual_ids(5, layers)),
+        num_target_layers=layers,
+        role="first",
+    )
 
 
 _ROPE = RopeConfig(1e6)
@@ -86,10 +108,12 @@ CHECKPOINTS = {
         ("Qwen3-8B", "Qwen3-8B-DFlash-b16"), _QWEN3_8B, _first(_QWEN3_8B, 12288, 16, 151669), 151669
     ),
     "llama-3.1-8b": Checkpoints(
-        ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"), _LLAMA,
-        _first(_LLAMA, 12288, 10, 128002), 128256,
+        ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+        _LLAMA,
+        _first(_LLAMA, 12288, 10, 128002),
+        128256,
     ),
-}  # fmt: skip
+}
 
 
 def write_headers(folder: Path, name: str) -> None:

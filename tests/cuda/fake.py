@@ -48,9 +48,10 @@ from d2sd.runtime.speculation.policy import Policy, make_policy
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
 
 GREEDY, HOT, NARROW = (
-    SamplingParams(), SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=2),
-)  # fmt: skip
+)
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -109,23 +110,43 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
 
 
 def runner(
-    layers: int, drafter_layers: int, *, fp8: bool, exact: bool = False, dtype: torch.dtype = torch.bfloat16,
+    layers: int,
+    drafter_layers: int,
+    *,
+    fp8: bool,
+    exact: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
     roles: Collection[DrafterRole] = tuple(DrafterRole),
-) -> ModelRunner:  # fmt: skip
+) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
     body = BodyConfig(
-        hidden_size=64, intermediate_size=128, num_layers=layers, num_heads=4, num_kv_heads=2, head_dim=64,
-        rms_norm_eps=1e-6, rope=RopeConfig(1e6), max_positions=4096, qk_norm=True, qkv_bias=False, o_bias=False,
-    )  # fmt: skip
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        max_positions=4096,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+    )
 
     def drafter(role: Role) -> Drafter:
         return Drafter(
             DrafterConfig(
-                body=replace(body, num_layers=drafter_layers), vocab_size=VOCABULARY, block_size=BLOCK,
-                mask_token_id=VOCABULARY - 1, target_layer_ids=(0, layers - 1), num_target_layers=layers, role=role,
+                body=replace(body, num_layers=drafter_layers),
+                vocab_size=VOCABULARY,
+                block_size=BLOCK,
+                mask_token_id=VOCABULARY - 1,
+                target_layer_ids=(0, layers - 1),
+                num_target_layers=layers,
+                role=role,
                 prefix_weight_base=None if role == "first" else 0.9,
             )
-        )  # fmt: skip
+        )
 
     torch.set_default_dtype(dtype)
     try:
@@ -162,9 +183,16 @@ def policy_of(name: PolicyName) -> Policy:
 
 
 def steps(
-    name: PolicyName, kinds: tuple[SamplingParams, ...], *, size: int = 3, layers: int = 2, drafter_layers: int = 2,
-    fp8: bool = False, exact: bool = False, calibrated: bool = False,
-) -> Watch:  # fmt: skip
+    name: PolicyName,
+    kinds: tuple[SamplingParams, ...],
+    *,
+    size: int = 3,
+    layers: int = 2,
+    drafter_layers: int = 2,
+    fp8: bool = False,
+    exact: bool = False,
+    calibrated: bool = False,
+) -> Watch:
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
     As a graph holds them: with what takes the state of the step before and leaves it to the next, under "handover".

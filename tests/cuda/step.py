@@ -36,14 +36,18 @@ def guarded() -> None:
 #: Every policy once, and sampled where two passes draft; the rest of the product is `full`.
 CASES = [
     pytest.param(
-        name, fp8, kinds, id=f"{name}{'-fp8' * fp8}-{label}",
-        marks=[] if fp8 == (name in ("hybrid", "off")) and (label == "greedy" or name in ("d2sd", "hybrid"))
+        name,
+        fp8,
+        kinds,
+        id=f"{name}{'-fp8' * fp8}-{label}",
+        marks=[]
+        if fp8 == (name in ("hybrid", "off")) and (label == "greedy" or name in ("d2sd", "hybrid"))
         else pytest.mark.full,
     )
     for name in NAMES
     for fp8 in (False, True)
     for label, kinds in (("greedy", (GREEDY,)), ("sampled", SAMPLED))
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("policy", "fp8", "kinds"), CASES)

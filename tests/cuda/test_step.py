@@ -22,9 +22,13 @@ FOLDER = Path(__file__).parent
 def test_the_step_on_fake_cuda_tensors(selection: str, once: Once) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection, str(FOLDER / "step.py")]
     done = subprocess.run(
-        [sys.executable, *command], capture_output=True, text=True, check=False, cwd=FOLDER.parents[1],
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=FOLDER.parents[1],
         env=os.environ | {"D2SD_CUDA_GUARD": str(once("cuda-guard", guard.build))},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout[-5000:] + done.stderr
     if " passed" not in done.stdout:
         pytest.skip(done.stdout[-500:])

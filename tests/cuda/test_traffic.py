@@ -75,9 +75,11 @@ def stored(kernel: Any) -> set[str]:
 
     own = {
         target.id: leftmost(node.value)
-        for node in ast.walk(tree) if isinstance(node, ast.Assign)
-        for target in node.targets if isinstance(target, ast.Name)
-    }  # fmt: skip
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     bases = {leftmost(node.args[0]) for node in called if ast.unparse(node.func) == "tl.store"}
     for node in called:  # what a function that it calls stores

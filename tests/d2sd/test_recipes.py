@@ -187,8 +187,9 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     drafter_fp8 = 4096 * 5 * 4096 + 5 * (attention + mlp)
     bf16, fp8, kv = (plans["qwen3-8b", told] for told in PRECISIONS)
     assert [part.parameters for part in fp8.parts] == [
-        36 * (attention + mlp) + target_rest, *[drafter_fp8 + drafter_rest] * 2
-    ]  # fmt: skip
+        36 * (attention + mlp) + target_rest,
+        *[drafter_fp8 + drafter_rest] * 2,
+    ]
     assert [part.weight_bytes for part in bf16.parts] == [2 * part.parameters for part in fp8.parts]
     sizes = [36 * (attention + mlp) + 2 * target_rest, *[drafter_fp8 + 2 * drafter_rest] * 2]
     assert [part.weight_bytes for part in fp8.parts] == sizes == [part.weight_bytes for part in kv.parts]

@@ -80,8 +80,11 @@ def test_triton_starts_the_repository_that_was_written() -> None:
 
 
 def test_servers_listen_where_pods_are_reached() -> None:
-    ports = {path: {port["name"]: port["containerPort"] for port in container(template)["ports"]}
-             for path in ("serve.yaml", "triton.yaml") for template in templates(path).values()}  # fmt: skip
+    ports = {
+        path: {port["name"]: port["containerPort"] for port in container(template)["ports"]}
+        for path in ("serve.yaml", "triton.yaml")
+        for template in templates(path).values()
+    }
     assert ours("serve.yaml")["host"] == "0.0.0.0"
     assert {*ports["serve.yaml"].values()} == {ours("serve.yaml")["port"]}
     assert ports["triton.yaml"] == {"http": 8000, "grpc": 8001, "metrics": 8002}  # tritonserver's own

@@ -14,16 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from d2sd.modeling.config import BodyConfig, DecoderConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Rows
-from tests.tiny import (
-    ancestor_mask,
-    feed,
-    full_logits,
-    path_to,
-    pool_for,
-    random_tokens,
-    random_tree,
-    tiny_decoder,
-)
+from tests.tiny import ancestor_mask, feed, full_logits, path_to, pool_for, random_tokens, random_tree, tiny_decoder
 
 #: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
 TOLERANCE = 1e-4

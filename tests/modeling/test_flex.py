@@ -98,8 +98,7 @@ def prefilled(target: Decoder, tokens: Tensor, lengths: list[int]) -> tuple[KVPo
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize(
-    ("family", "layers", "anchored"),
-    [("qwen3", 2, False), ("qwen3", 3, True), ("llama", 1, False), ("llama", 2, True)],
+    ("family", "layers", "anchored"), [("qwen3", 2, False), ("qwen3", 3, True), ("llama", 1, False), ("llama", 2, True)]
 )
 def test_mask_rows_equal_the_reference(
     family: str, layers: int, anchored: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch

@@ -64,10 +64,12 @@ def oracle(layer: Fp8Linear, x: Tensor) -> Tensor:
     s_x, s_w = layer.input_scale.item(), layer.weight_scale.item()
     bias = [0.0] * 5 if layer.bias is None else layer.bias.tolist()
     out = [
-        [sum(rounded(x / s_x) * w for x, w in zip(row, line, strict=True)) * s_x * s_w + b
-         for line, b in zip(weight, bias, strict=True)]
+        [
+            sum(rounded(x / s_x) * w for x, w in zip(row, line, strict=True)) * s_x * s_w + b
+            for line, b in zip(weight, bias, strict=True)
+        ]
         for row in rows
-    ]  # fmt: skip
+    ]
     return torch.tensor(out).view(*x.shape[:-1], 5)
 
 

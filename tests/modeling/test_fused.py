@@ -60,9 +60,14 @@ def outputs(target: Decoder, drafter: Drafter) -> dict[str, Tensor]:
     drafts.write(k, v, table, first.positions, every)
     later = target(tokens[:, 7:], second, pool, AUX)
     return {
-        "hidden": later.hidden, "features": later.features, "k": later.k, "v": later.v, "context k": k, "context v": v,
+        "hidden": later.hidden,
+        "features": later.features,
+        "k": later.k,
+        "v": later.v,
+        "context k": k,
+        "context v": v,
         "draft": drafter.draft(target.embed_tokens(tokens[:, 7:]), second, drafts),
-    }  # fmt: skip
+    }
 
 
 @torch.inference_mode()

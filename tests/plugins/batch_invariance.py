@@ -70,9 +70,12 @@ class Text:
         done = torch.tensor([length + len(path) - 1])
         own = (slice(request, request + 1), slice(path[-1], path[-1] + 1))
         return Call(
-            call.q[own], call.k[own], call.v[own], PagedContext(stored[0], stored[1], table, done),
+            call.q[own],
+            call.k[own],
+            call.v[own],
+            PagedContext(stored[0], stored[1], table, done),
             torch.ones(1, 1, 1, dtype=torch.bool),
-        )  # fmt: skip
+        )
 
     def check(self, rows: list[int], spare: int) -> None:
         """These rows of every request, against each of them as the only row of a step."""

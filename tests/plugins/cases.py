@@ -20,9 +20,14 @@ from torch import Tensor
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 TYPES = {
-    "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "fp8": torch.float8_e4m3fn,
-    "i64": torch.long, "i32": torch.int32, "u1": torch.bool,
-}  # fmt: skip
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "fp8": torch.float8_e4m3fn,
+    "i64": torch.long,
+    "i32": torch.int32,
+    "u1": torch.bool,
+}
 #: From arguments by name, and tokens of context: bytes of those of which a kernel touches a part, and the operations of
 #: its products.
 Touched = Callable[[dict[str, Any], int], tuple[dict[str, int], int]]

@@ -38,9 +38,14 @@ class Run:
         batch, length = self.tokens.shape
         weight = self.model.embed_tokens.weight
         self.pool, self.table = pool_for(
-            self.model.config.body, batch, length + self.spare, page_size=16, seed=self.seed, dtype=weight.dtype,
+            self.model.config.body,
+            batch,
+            length + self.spare,
+            page_size=16,
+            seed=self.seed,
+            dtype=weight.dtype,
             fp8=kv_scales(self.model),
-        )  # fmt: skip
+        )
 
     def chunk(self, size: int) -> None:
         """Prefill so many tokens in one pass."""

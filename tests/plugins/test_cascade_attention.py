@@ -290,11 +290,7 @@ def test_every_path_of_a_tree_is_a_causal_chain() -> None:
     for node in range(8):
         path = path_to(node, parents)
         alone = replace(
-            call,
-            q=call.q[:, path],
-            k=call.k[:, path],
-            v=call.v[:, path],
-            attn_mask=causal(len(path), 0)[None],
+            call, q=call.q[:, path], k=call.k[:, path], v=call.v[:, path], attn_mask=causal(len(path), 0)[None]
         )
         torch.testing.assert_close(out[:, path], alone.run(), rtol=0, atol=1e-6)
 

@@ -27,12 +27,15 @@ def some(*shape: int, seed: int = 0) -> Tensor:
 def heads_of(layers: int, queries: int, *, norms: bool, fp8: bool, dtype: torch.dtype = torch.float32) -> Heads:
     columns = (queries + 2 * HKV) * SIZE
     return Heads(
-        queries, HKV, SIZE, EPS,
+        queries,
+        HKV,
+        SIZE,
+        EPS,
         q_norm=some(SIZE, seed=1).to(dtype) if norms and queries else None,
         k_norm=some(layers, SIZE, seed=2).to(dtype) if norms else None,
         bias=some(layers, columns, seed=3).to(dtype) if fp8 else None,
         scales=some(layers, 3, seed=4).abs() if fp8 else None,
-    )  # fmt: skip
+    )
 
 
 def products(layers: int, queries: int) -> Tensor:

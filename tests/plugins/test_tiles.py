@@ -43,14 +43,7 @@ def test_chunks_over_fp8_pages_take_eight_warps_where_four_spill() -> None:
 
 
 def test_few_rows_take_a_small_tile() -> None:
-    assert [select_tile(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [
-        16,
-        16,
-        32,
-        32,
-        64,
-        64,
-    ]
+    assert [select_tile(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 64]
 
 
 @pytest.mark.parametrize(

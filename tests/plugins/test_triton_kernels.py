@@ -26,9 +26,12 @@ def files(*, large: bool) -> list[str]:
 def run(paths: list[str], which: str, interpreted: bool = True) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, *paths],
-        cwd=FOLDER.parents[2], env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))}, capture_output=True,
-        text=True, check=False,
-    )  # fmt: skip
+        cwd=FOLDER.parents[2],
+        env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " skipped" not in done.stdout
 

@@ -43,10 +43,7 @@ def least_capability(case: Attention) -> int:
 
 
 #: What `make test` runs: Hopper's products and an older architecture's, small.
-SMALL = (
-    (90, Attention("bf16", 64, 16, contexts=(70, 5))),
-    (80, Attention("fp16", 32, 8, 2, contexts=(40, 0))),
-)
+SMALL = ((90, Attention("bf16", 64, 16, contexts=(70, 5))), (80, Attention("fp16", 32, 8, 2, contexts=(40, 0))))
 #: What CI runs in addition: each architecture, each kind of page, splits and the merge.
 MIDDLE = (
     (90, Attention("bf16", 128, 16)),

@@ -23,10 +23,13 @@ SMALL = [(90, "bf16")]
 MIDDLE = [(80, "bf16"), (89, "fp16"), (120, "bf16"), (120, "fp32")]
 ALL = [(capability, kind) for capability in CAPABILITIES for kind in TYPES]
 CASES = [
-    pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if case in SMALL else [pytest.mark.slow]
-                 if case in MIDDLE else [pytest.mark.slow, pytest.mark.full])
+    pytest.param(
+        *case,
+        id=f"{case[0]}-{case[1]}",
+        marks=[] if case in SMALL else [pytest.mark.slow] if case in MIDDLE else [pytest.mark.slow, pytest.mark.full],
+    )
     for case in ALL
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
@@ -76,11 +79,16 @@ SAMPLED = {(64, False), (128, False), (128, True)}
 #: Head size, FP8 pages, type: the tiles of `attention_tile`.
 TILES = [
     pytest.param(
-        size, fp8, kind, id=f"{size}-{kind}{'-fp8' * fp8}",
+        size,
+        fp8,
+        kind,
+        id=f"{size}-{kind}{'-fp8' * fp8}",
         marks=[pytest.mark.slow, *([] if kind == "bf16" and (size, fp8) in SAMPLED else [pytest.mark.full])],
     )
-    for size in (64, 96, 128, 256) for fp8 in (False, True) for kind in TYPES
-]  # fmt: skip
+    for size in (64, 96, 128, 256)
+    for fp8 in (False, True)
+    for kind in TYPES
+]
 
 
 @pytest.mark.parametrize(("size", "fp8", "kind"), TILES)

@@ -37,19 +37,17 @@ _LAST = "waits for the copies behind the last turn, to a buffer that nothing tou
 #: (case, capability) -> which of its kind, counted from 0, and why nothing depends on it.
 SURVIVORS: dict[tuple[str, int], dict[tuple[str, int], str]] = {
     ("D64", 80): {("bar.sync", 2): _EXIT},
-    ("D64", 90): {
-        ("fence.proxy.async", 0): _QUERIES, ("fence.proxy.async", 3): _WEIGHTS, ("bar.sync", 2): _EXIT
-    },
+    ("D64", 90): {("fence.proxy.async", 0): _QUERIES, ("fence.proxy.async", 3): _WEIGHTS, ("bar.sync", 2): _EXIT},
     ("D128", 80): {},
-    ("D128", 90): {
-        ("fence.proxy.async", 0): _QUERIES, ("fence.proxy.async", 3): _WEIGHTS, ("bar.sync", 2): _EXIT
-    },
+    ("D128", 90): {("fence.proxy.async", 0): _QUERIES, ("fence.proxy.async", 3): _WEIGHTS, ("bar.sync", 2): _EXIT},
     ("fp8", 89): {("cp.async.wait_group", 1): _LAST},
     ("fp8", 90): {
-        ("fence.proxy.async", 1): _WEIGHTS, ("fence.proxy.async", 3): _WEIGHTS, ("bar.sync", 2): _EXIT,
+        ("fence.proxy.async", 1): _WEIGHTS,
+        ("fence.proxy.async", 3): _WEIGHTS,
+        ("bar.sync", 2): _EXIT,
         ("cp.async.wait_group", 1): _LAST,
     },
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)

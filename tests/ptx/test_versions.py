@@ -22,8 +22,12 @@ def said(folder: Path | None, size: int) -> str:
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     done = subprocess.run(
         [sys.executable, "-m", "tests.ptx.version_child", str(size)],
-        capture_output=True, text=True, check=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": path},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     return done.stdout.strip()
 
 

@@ -28,12 +28,17 @@ from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 
 PAGE = 4
 TRT = TensorRT("tensorrt-rtx", fake_tensorrt, "1.7.1.116")
-RECIPE = Recipe.model_validate({
-    "d2sd": 1, "name": "tiny", "target": {"path": "target"},
-    "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
-    "tree": {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}, "sampling": {"max_new_tokens": 32},
-    "limits": {"max_batch": 4, "max_context": 64, "page_size": PAGE, "prefill_chunk": 8},
-})  # fmt: skip
+RECIPE = Recipe.model_validate(
+    {
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
+        "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
+        "tree": {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET},
+        "sampling": {"max_new_tokens": 32},
+        "limits": {"max_batch": 4, "max_context": 64, "page_size": PAGE, "prefill_chunk": 8},
+    }
+)
 
 
 def target_engine(folder: Path, target: Decoder, aux_layer_ids: tuple[int, ...], compute: str = "sm89") -> EngineFile:
@@ -100,10 +105,13 @@ def _engine(folder: Path, name: str, graph: _Graph, compute: str) -> EngineFile:
 def _row_inputs(body: BodyConfig) -> dict[str, Dims]:
     pages: Dims = ("P", PAGE, body.num_kv_heads, body.head_dim)
     return {
-        "embedded": ("B", "T", body.hidden_size), "positions": ("B", "T"), "attn_mask": ("B", "T", "W"),
-        "page_table": ("B", "M"), "context_len": ("B",),
+        "embedded": ("B", "T", body.hidden_size),
+        "positions": ("B", "T"),
+        "attn_mask": ("B", "T", "W"),
+        "page_table": ("B", "M"),
+        "context_len": ("B",),
         **{f"{kind}_pages_{layer}": pages for kind in "kv" for layer in range(body.num_layers)},
-    }  # fmt: skip
+    }
 
 
 def _rows(given: dict[str, Tensor]) -> Rows:

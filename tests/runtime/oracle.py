@@ -79,11 +79,7 @@ def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]
 
 
 def plain_text(
-    decoder: Decoder,
-    prompt: Sequence[int],
-    params: SamplingParams,
-    length: int,
-    stop_tokens: Collection[int] = (),
+    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, length: int, stop_tokens: Collection[int] = ()
 ) -> list[int]:
     """`length` tokens of plain decoding, the whole text computed anew for each; stop tokens do not end it."""
     text = list(prompt)

@@ -59,8 +59,11 @@ POLICIES: tuple[PolicyName, ...] = (
 _SAMPLED = SamplingParams(1.0), SamplingParams(0.8, top_p=0.9)
 #: Parameters that need the host between two steps.
 _FENCED = (
-    {"repetition_penalty": 1.3}, {"logprobs": 2}, {"logit_bias": {5: 1.5}}, {"bad_words_token_ids": ((7, 8), (9,))},
-)  # fmt: skip
+    {"repetition_penalty": 1.3},
+    {"logprobs": 2},
+    {"logit_bias": {5: 1.5}},
+    {"bad_words_token_ids": ((7, 8), (9,))},
+)
 
 
 def decode(tokens: list[int]) -> str:
@@ -191,9 +194,12 @@ class Soak:
             at = dice.randrange(len(answer) - 1)
             stop = (decode(answer[at : at + 2]),)
         wanted = replace(
-            request, max_new_tokens=dice.randrange(1, LONGEST + 1), stop_tokens=stop_tokens, stop=stop,
+            request,
+            max_new_tokens=dice.randrange(1, LONGEST + 1),
+            stop_tokens=stop_tokens,
+            stop=stop,
             priority=dice.choice((0, 0, 0, 1)),
-        )  # fmt: skip
+        )
         sequence = self.engine.submit(wanted)
         self.expected[sequence], self.streamed[sequence] = cut(answer, wanted), []
 

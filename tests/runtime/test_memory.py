@@ -91,10 +91,14 @@ def recipe(kv_memory: Any) -> Recipe:
     limits = {"max_batch": 4, "max_context": 64, "page_size": 4, "prefill_chunk": 16, "kv_memory": kv_memory}
     return Recipe.model_validate(
         {
-            "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "drafters": drafters, "limits": limits,
+            "d2sd": 1,
+            "name": "tiny",
+            "target": {"path": "target"},
+            "drafters": drafters,
+            "limits": limits,
             "sampling": {"max_new_tokens": 8},
         }
-    )  # fmt: skip
+    )
 
 
 def engine_of(kv_memory: Any) -> Engine:

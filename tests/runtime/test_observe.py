@@ -160,10 +160,8 @@ def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
     tree = policy.build(batch, sources_of(first, branches, second if with_second else None))
     target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
     return observe(
-        StepTrace(
-            sequences(1), policy, first, branches if with_second else None, tree, accept(tree, target, 3),
-        )
-    )[0]  # fmt: skip
+        StepTrace(sequences(1), policy, first, branches if with_second else None, tree, accept(tree, target, 3))
+    )[0]
 
 
 def test_a_branch_that_rescues_by_hand() -> None:
@@ -172,9 +170,11 @@ def test_a_branch_that_rescues_by_hand() -> None:
     assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued) == (3, 1, 7, 0, True)
     told = {(n.drafter, n.distance, n.sibling, round(n.prob, 3), n.accepted) for n in one.judged}
     assert told == {
-        (0, 0, False, 0.5, True), (0, 0, True, 0.25, False),
-        (1, 0, False, 0.5, True), (1, 0, True, 0.25, False),
-    }  # fmt: skip
+        (0, 0, False, 0.5, True),
+        (0, 0, True, 0.25, False),
+        (1, 0, False, 0.5, True),
+        (1, 0, True, 0.25, False),
+    }
     assert next(n.node for n in one.judged if (n.drafter, n.sibling) == (0, False)) == 1
 
 

@@ -17,16 +17,7 @@ from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.helpers import (
-    BLOCK,
-    cheater,
-    expected,
-    honest,
-    make_engine,
-    models,
-    plain,
-    run_staggered,
-)
+from tests.runtime.helpers import BLOCK, cheater, expected, honest, make_engine, models, plain, run_staggered
 from tests.tiny import full_logits
 
 PROMPT, LENGTH = (3, 9, 3, 41, 17), 14
@@ -62,11 +53,21 @@ KINDS: dict[str, Any] = {
     "min-p": {"min_p": 0.3},
     "top-p": {"top_p": 0.6},
     "top-k": {"top_k": 3},
-    "all": lambda text: _biased(text) | _banned(text) | {
-        "repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3, "min_tokens": 5, "min_p": 0.02,
-        "top_p": 0.9, "top_k": 30, "logprobs": 2,
-    },
-}  # fmt: skip
+    "all": lambda text: (
+        _biased(text)
+        | _banned(text)
+        | {
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.4,
+            "frequency_penalty": 0.3,
+            "min_tokens": 5,
+            "min_p": 0.02,
+            "top_p": 0.9,
+            "top_k": 30,
+            "logprobs": 2,
+        }
+    ),
+}
 FILTERS = {"min-p", "top-p", "top-k"}
 
 
@@ -214,15 +215,28 @@ def test_outputs_carry_the_logprobs_of_their_tokens() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("min_p", 1.1), ("min_p", math.nan), ("repetition_penalty", 0.0),
-        ("repetition_penalty", 1e-40), ("logit_bias", dict.fromkeys(range(32_769), 1.0)),
-        ("bad_words", ["a"]), ("bad_words_token_ids", ((1,),) * 2_049), ("bad_words_token_ids", ((1,) * 1_025,)),
-        ("bad_words_token_ids", ((1,) * 1_000,) * 33), ("presence_penalty", 2.1),
-        ("frequency_penalty", math.nan), ("logit_bias", {1: 101.0}), ("logit_bias", {64: 1.0}),
-        ("bad_words_token_ids", ((),)), ("bad_words_token_ids", ((1, 64),)), ("min_tokens", -1), ("min_tokens", 10),
-        ("logprobs", -1), ("logprobs", 21), ("prompt_logprobs", 21),
+        ("min_p", 1.1),
+        ("min_p", math.nan),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
+        ("logit_bias", dict.fromkeys(range(32_769), 1.0)),
+        ("bad_words", ["a"]),
+        ("bad_words_token_ids", ((1,),) * 2_049),
+        ("bad_words_token_ids", ((1,) * 1_025,)),
+        ("bad_words_token_ids", ((1,) * 1_000,) * 33),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", math.nan),
+        ("logit_bias", {1: 101.0}),
+        ("logit_bias", {64: 1.0}),
+        ("bad_words_token_ids", ((),)),
+        ("bad_words_token_ids", ((1, 64),)),
+        ("min_tokens", -1),
+        ("min_tokens", 10),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("prompt_logprobs", 21),
     ],
-)  # fmt: skip
+)
 def test_a_refusal_names_the_parameter(field: str, value: object) -> None:
     with pytest.raises(RequestError) as caught:
         make_engine(honest(), "off").submit(Request((1,), 9, SamplingParams(**{field: value})))  # type: ignore[arg-type]

@@ -23,11 +23,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner, Verified
-from d2sd.runtime.policy_selector import (
-    MARGIN,
-    PolicySelector,
-    forecast_tau,
-)
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_tau
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
@@ -84,10 +80,18 @@ def test_trees_pay_behind_a_long_context() -> None:
 @pytest.mark.parametrize(
     ("policy", "temperature", "tau"),
     [
-        (CHAIN, 0.0, 2.0), (CHAIN, 1.0, 1.4), (CHAIN, 0.25, 1.85), (CHAIN, 1.7, 1.4), (Chain(2), 0.5, 1.3),
-        (LARGE, 0.0, 3.0), (SMALL, 1.0, 1.6), (DDTree(64), 0.0, 3.0), (OFF, 0.0, 1.0), (Hybrid(8, 2), 0.0, 1.0),
+        (CHAIN, 0.0, 2.0),
+        (CHAIN, 1.0, 1.4),
+        (CHAIN, 0.25, 1.85),
+        (CHAIN, 1.7, 1.4),
+        (Chain(2), 0.5, 1.3),
+        (LARGE, 0.0, 3.0),
+        (SMALL, 1.0, 1.6),
+        (DDTree(64), 0.0, 3.0),
+        (OFF, 0.0, 1.0),
+        (Hybrid(8, 2), 0.0, 1.0),
     ],
-)  # fmt: skip
+)
 def test_the_forecast(policy: Policy, temperature: float, tau: float) -> None:
     """A straight line between T = 0 and 1 and flat beyond; past a curve's end its end; 1 where nothing is known."""
     assert forecast_tau(FORECAST, policy, temperature) == pytest.approx(tau)
@@ -329,9 +333,12 @@ class Scripted:
 
 
 def measured(
-    runner: Scripted, policies: Sequence[Policy], forecast: Any, max_batch: int = 1,
+    runner: Scripted,
+    policies: Sequence[Policy],
+    forecast: Any,
+    max_batch: int = 1,
     advance: Callable[[int], None] = lambda count: None,
-) -> dict[tuple[Policy, int], float]:  # fmt: skip
+) -> dict[tuple[Policy, int], float]:
     limits = Limits(max_batch, 64, 4, 16)
     return time_steps(cast(ModelRunner, runner), policies, forecast, limits, advance, clock=lambda: runner.now)
 

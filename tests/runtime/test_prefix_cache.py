@@ -181,9 +181,12 @@ class SharedPrefixes(RuleBasedStateMachine):
         self.everybody: list[Sequence] = []
 
     @rule(
-        length=st.integers(1, 16), new=st.integers(1, 9), seed=st.integers(0, 2), last=st.integers(0, 1),
+        length=st.integers(1, 16),
+        new=st.integers(1, 9),
+        seed=st.integers(0, 2),
+        last=st.integers(0, 1),
         options=st.fixed_dictionaries({"priority": st.integers(0, 1), "cache_salt": st.sampled_from(["", "", "x"])}),
-    )  # fmt: skip
+    )
     def submit(self, length: int, new: int, seed: int, last: int, options: dict[str, object]) -> None:
         dice = random.Random(seed)
         prompt = [dice.randint(0, 1) for _ in range(length - 1)] + [last]

@@ -149,9 +149,13 @@ class Slices:
 
 periodic = st.one_of(
     st.text("ab", min_size=1, max_size=7),
-    st.builds(lambda part, times, end: part * times + end, st.text("ab", min_size=1, max_size=3), st.integers(1, 5),
-              st.text("abc", max_size=2)),
-)  # fmt: skip
+    st.builds(
+        lambda part, times, end: part * times + end,
+        st.text("ab", min_size=1, max_size=3),
+        st.integers(1, 5),
+        st.text("abc", max_size=2),
+    ),
+)
 
 
 @settings(STEADY, max_examples=400)

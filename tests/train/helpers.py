@@ -62,9 +62,17 @@ def new_drafter(prefix_base: float | None = None) -> Drafter:
 def settings(**changes: object) -> SecondSettings:
     """A training of a second or two, in fp32; `changes` replace keys."""
     quick = {
-        "steps": 6, "batch": 2, "optimizer": "adamw", "blocks": 6, "learning_rate": 5e-3, "frequent": 8, "negatives": 8,
-        "save_every": 2, "precision": "fp32", "objective": {"ce": 0.3, "kl": 0.7},
-    }  # fmt: skip
+        "steps": 6,
+        "batch": 2,
+        "optimizer": "adamw",
+        "blocks": 6,
+        "learning_rate": 5e-3,
+        "frequent": 8,
+        "negatives": 8,
+        "save_every": 2,
+        "precision": "fp32",
+        "objective": {"ce": 0.3, "kl": 0.7},
+    }
     return SecondSettings.model_validate(quick | changes)
 
 

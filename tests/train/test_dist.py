@@ -45,8 +45,12 @@ def test_two_processes_train_what_one_does(tmp_path: Path) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
     run = subprocess.run(
         [*command, "-m", "tests.train.together", str(tmp_path)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert run.returncode == 0, run.stderr
     told = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     assert [one["leads"] for one in told] == [True, False]

@@ -147,11 +147,22 @@ def refused(made: Trainer, folder: Path) -> D2SDError:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("steps", 8), ("batch", 1), ("micro_batch", 2), ("blocks", 5), ("learning_rate", 1.0), ("warmup", 0.5),
-        ("weight_decay", 0.5), ("clip", 0.5), ("prefix_base", 0.5), ("on_rejection", 0.1), ("frequent", 9),
-        ("negatives", 9), ("seed", 1), ("precision", "bf16"),
+        ("steps", 8),
+        ("batch", 1),
+        ("micro_batch", 2),
+        ("blocks", 5),
+        ("learning_rate", 1.0),
+        ("warmup", 0.5),
+        ("weight_decay", 0.5),
+        ("clip", 0.5),
+        ("prefix_base", 0.5),
+        ("on_rejection", 0.1),
+        ("frequent", 9),
+        ("negatives", 9),
+        ("seed", 1),
+        ("precision", "bf16"),
     ],
-)  # fmt: skip
+)
 def test_changed_settings_are_named(done: Path, key: str, value: object) -> None:
     error = refused(fresh("second", **{key: value}), done)
     assert error.what == "the settings changed since this training began"

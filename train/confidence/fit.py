@@ -108,14 +108,17 @@ def fingerprints(bundle: Bundle) -> dict[DrafterName, str]:
     if bundle.recipe.precision == "fp16":
         raise D2SDError(
             "A calibration is tied to the drafters' weights, and fp16 rounds small ones.",
-            where=f"{bundle.path}: precision", found="fp16",
-            expected="fp32 or bf16", fix="build with --set precision=bf16 to calibrate",
-        )  # fmt: skip
+            where=f"{bundle.path}: precision",
+            found="fp16",
+            expected="fp32 or bf16",
+            fix="build with --set precision=bf16 to calibrate",
+        )
     if bundle.recipe.fp8 is not None and bundle.recipe.fp8.drafters:
         raise D2SDError(
             "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
-            where=f"{bundle.path}: fp8.drafters", fix="calibrate a bundle without fp8; the calibration serves both",
-        )  # fmt: skip
+            where=f"{bundle.path}: fp8.drafters",
+            fix="calibrate a bundle without fp8; the calibration serves both",
+        )
     return {role.key: KINDS[role].fingerprint(drafter) for role, drafter in bundle.drafters.items()}
 
 
@@ -147,10 +150,13 @@ def fit_calibration(
     fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
     report |= _errors(outcomes, fitted, roles)
     return CalibrationFile(
-        drafters=dict(weights), block_size=slots + 1, tau=tau, report=report,
+        drafters=dict(weights),
+        block_size=slots + 1,
+        tau=tau,
+        report=report,
         slope=fitted.slope.double().round(decimals=4).tolist(),
         offset=fitted.offset.double().round(decimals=4).tolist(),
-    )  # fmt: skip
+    )
 
 
 def watch(

@@ -116,9 +116,12 @@ def cache_features(
     weight = target.embed_tokens.weight
     width = target.config.body.hidden_size * (len(aux_layer_ids) + 1)
     identity = {
-        "sequences": len(responses), "tokens": sum(lengths), "aux_layer_ids": list(aux_layer_ids),
-        "data": _digest(responses), "precision": str(weight.dtype),
-    }  # fmt: skip
+        "sequences": len(responses),
+        "tokens": sum(lengths),
+        "aux_layer_ids": list(aux_layer_ids),
+        "data": _digest(responses),
+        "precision": str(weight.dtype),
+    }
     progress_file = path.with_suffix(".json")
     done = _done(progress_file, identity) if path.is_file() else 0
     if not done:

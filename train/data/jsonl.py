@@ -58,9 +58,11 @@ def read_rows(path: Path, kind: str, row_type: type[Row]) -> Iterator[tuple[str,
             row = parse_row(row_type, line, where, f"not one of the {kind}")
             if row.id in seen:
                 raise D2SDError(
-                    f"the same id twice among the {kind}", where=where, found=f"{row.id}, also at {seen[row.id]}",
+                    f"the same id twice among the {kind}",
+                    where=where,
+                    found=f"{row.id}, also at {seen[row.id]}",
                     fix="delete one of both lines; run one training at a time in a work folder",
-                )  # fmt: skip
+                )
             seen[row.id] = where
             yield where, row
 

@@ -84,9 +84,12 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
             taken.append(Job(job.id, turn.text))
         else:
             raise D2SDError(
-                "a self-written turn begins with another opening", where=where, found=turn.text[:40], expected=job.text,
+                "a self-written turn begins with another opening",
+                where=where,
+                found=turn.text[:40],
+                expected=job.text,
                 fix="restore data.self_written.openings, or train into another --work folder",
-            )  # fmt: skip
+            )
     return taken, dropped
 
 

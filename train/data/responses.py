@@ -70,20 +70,26 @@ def read_responses(path: Path, *, vocab_size: int, max_tokens: int | None = None
         if wrong := [token for token in tokens if not 0 <= token < vocab_size]:
             raise D2SDError(
                 "the responses were tokenized with another tokenizer",
-                where=where, found=f"token id {wrong[0]}", expected=f"ids below {vocab_size}",
-            )  # fmt: skip
+                where=where,
+                found=f"token id {wrong[0]}",
+                expected=f"ids below {vocab_size}",
+            )
         if max_tokens is not None and len(tokens) > max_tokens:
             raise D2SDError(
                 "a training sequence is longer than the recipe allows",
-                where=where, found=f"{line.id}: {len(tokens)} tokens", expected=f"at most {max_tokens}",
+                where=where,
+                found=f"{line.id}: {len(tokens)} tokens",
+                expected=f"at most {max_tokens}",
                 fix="raise data.max_prompt_tokens or data.max_new_tokens again, or delete the line",
-            )  # fmt: skip
+            )
         responses.append(Response(line.id, line.prompt_ids, line.answer_ids))
     if not responses:
         raise D2SDError(
-            "no usable response", where=path, expected="responses of at least two tokens",
+            "no usable response",
+            where=path,
+            expected="responses of at least two tokens",
             fix="generate them with d2sd train",
-        )  # fmt: skip
+        )
     return responses
 
 
@@ -102,9 +108,11 @@ def match_responses(prompts: Mapping[str, Sequence[int]], responses: Iterable[Re
     for response in chosen:
         if response.prompt_ids != list(prompts[response.id]):
             raise D2SDError(
-                "a prompt changed since it was answered", where="data.prompts", found=response.id,
+                "a prompt changed since it was answered",
+                where="data.prompts",
+                found=response.id,
                 fix="restore its file or the target's chat template, or train into another --work folder",
-            )  # fmt: skip
+            )
     return chosen
 
 

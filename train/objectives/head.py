@@ -74,9 +74,13 @@ class Added(NamedTuple):
 
 
 def head_stats(
-    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None,
+    hidden: Tensor,
+    target_hidden: Tensor,
+    labels: Tensor,
+    head: Head,
+    forbidden: Tensor | None = None,
     added: Added | None = None,
-) -> HeadStats:  # fmt: skip
+) -> HeadStats:
     """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` applies to both."""
     logits = head.logits(hidden, forbidden)
     log_q = (logits if added is None else logits + added.logits(head.weight.dtype)).log_softmax(-1)
@@ -93,9 +97,13 @@ def head_stats(
 
 
 def head_stats_fused(
-    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None = None,
+    hidden: Tensor,
+    target_hidden: Tensor,
+    labels: Tensor,
+    head: Head,
+    forbidden: Tensor | None = None,
     added: Added | None = None,
-) -> HeadStats:  # fmt: skip
+) -> HeadStats:
     """The same values and gradients as `head_stats`, with memory for one chunk of rows."""
     parts = (None, None, None) if added is None else added
     return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden, *parts))  # type: ignore[no-untyped-call]
@@ -107,9 +115,13 @@ class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: torch.autograd.function.FunctionCtx,
-        hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None,
+        hidden: Tensor,
+        target_hidden: Tensor,
+        labels: Tensor,
+        head: Head,
+        forbidden: Tensor | None,
         *added: Tensor | None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
+    ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, target_hidden, labels, forbidden, *added)  # type: ignore[arg-type]
         ctx.head = head  # type: ignore[attr-defined]
         parts = []

@@ -97,9 +97,13 @@ class BlockLoss(nn.Module):
         labels = candidates.index[packed.tokens.flatten(0, 1)]
         banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten(0, 1)
         stats = head_stats_fused(
-            hidden[used], packed.target_hidden.flatten(0, 1)[used], labels[used], candidates.head,
-            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[used], added,
-        )  # fmt: skip
+            hidden[used],
+            packed.target_hidden.flatten(0, 1)[used],
+            labels[used],
+            candidates.head,
+            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[used],
+            added,
+        )
         spread = (torch.zeros(used.shape, dtype=column.dtype, device=used.device) for column in stats)
         blocks = HeadStats(*(out.masked_scatter(used, column) for out, column in zip(spread, stats, strict=True)))
         return objective(blocks, labels, visible.flatten(), used, self.wanted)

@@ -68,11 +68,7 @@ class Evaluator:
         """Generate from the prompts with the policy `method`, in one batch, and count accepted tokens."""
         batch = min(self._bundle.recipe.limits.max_batch, len(self._evaluated))
         engine = make_engine(
-            self.serving(drafters),
-            policy=method,
-            row_budget=_NODE_BUDGET,
-            device=self.device,
-            max_batch=batch,
+            self.serving(drafters), policy=method, row_budget=_NODE_BUDGET, device=self.device, max_batch=batch
         )
         engine.record_trace = True
         accepted = {engine.submit(request).id: (name, list[int]()) for name, request in self._evaluated}

@@ -28,9 +28,14 @@ _CALIBRATION_PROMPTS = 32
 
 
 def finish(
-    recipe: TrainRecipe, evaluator: Evaluator, roles: Collection[DrafterRole], work: Path, out: Path, target: str,
+    recipe: TrainRecipe,
+    evaluator: Evaluator,
+    roles: Collection[DrafterRole],
+    work: Path,
+    out: Path,
+    target: str,
     say: Say,
-) -> None:  # fmt: skip
+) -> None:
     """Write evaluation.json and calibration.json into `out`, next to the drafters; `target` is the digest of the
     target's weights.
 
@@ -56,12 +61,17 @@ def finish(
         return fit_calibration(bundle, weights, requests, evaluator.device).model_dump(mode="json", exclude_none=True)
 
     methods = _cached(work / "evaluation.json", inputs | {"prompts": evaluator.prompts}, evaluated)
-    write_json(out / "evaluation.json", {
-        "methods": methods, "temperature": 0, "prompts": evaluator.prompts,
-        "max_new_tokens": recipe.evaluation.max_new_tokens,
-        "settings": {role.key: settings.model_dump() for role, settings in recipe.trained.items()},
-        "target": {"sha256 before and after training": target},
-    })  # fmt: skip
+    write_json(
+        out / "evaluation.json",
+        {
+            "methods": methods,
+            "temperature": 0,
+            "prompts": evaluator.prompts,
+            "max_new_tokens": recipe.evaluation.max_new_tokens,
+            "settings": {role.key: settings.model_dump() for role, settings in recipe.trained.items()},
+            "target": {"sha256 before and after training": target},
+        },
+    )
     for name, found in methods.items():
         say(f"{name}: {found['tau']:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
     prompts = {"prompts": list(evaluator.requests), "last": _CALIBRATION_PROMPTS}

@@ -35,10 +35,12 @@ def pinned_target(recipe: TrainRecipe, folder: Path, progress: Progress) -> Bund
         before = load_manifest(folder).recipe
         if (before.target, before.precision) != (recipe.target, recipe.precision):
             raise D2SDError(
-                "the target changed since this training began", where=folder,
-                found=f"{recipe.target}, {recipe.precision}", expected=f"{before.target}, {before.precision}",
+                "the target changed since this training began",
+                where=folder,
+                found=f"{recipe.target}, {recipe.precision}",
+                expected=f"{before.target}, {before.precision}",
                 fix="restore the recipe, or train into another --work folder",
-            )  # fmt: skip
+            )
         if before.canonical() == plain.canonical():
             return load_bundle(folder, progress=progress)
     build(plain, folder, validate=False, progress=progress)
@@ -51,15 +53,17 @@ def plain_recipe(recipe: TrainRecipe) -> Recipe:
     new_tokens = max(data.max_new_tokens, recipe.evaluation.max_new_tokens)
     new_tokens = max([new_tokens, *(kind.max_tokens for kind in data.self_written)])
     return Recipe(
-        d2sd=1, name=f"{recipe.name}-target", target=recipe.target, drafters=Drafters(), precision=recipe.precision,
+        d2sd=1,
+        name=f"{recipe.name}-target",
+        target=recipe.target,
+        drafters=Drafters(),
+        precision=recipe.precision,
         tree=Tree(policy="off"),
         sampling=Sampling(max_new_tokens=new_tokens),
         limits=Limits(
-            max_batch=batch,
-            max_context=-(-(data.max_prompt_tokens + new_tokens) // 16) * 16,
-            prefill_chunk=4 * batch,
+            max_batch=batch, max_context=-(-(data.max_prompt_tokens + new_tokens) // 16) * 16, prefill_chunk=4 * batch
         ),
-    ).at(recipe.folder, recipe.home)  # fmt: skip
+    ).at(recipe.folder, recipe.home)
 
 
 def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
@@ -83,14 +87,17 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
         if found != expected:
             raise CheckpointError(
                 "The pretrained first drafter does not match the recipe's geometry.",
-                where=f"{folder / 'config.json'}: {key}", found=found, expected=expected,
+                where=f"{folder / 'config.json'}: {key}",
+                found=found,
+                expected=expected,
                 fix="copy the drafter's value to `drafter` in the recipe",
-            )  # fmt: skip
+            )
     if DFLASH.check_tensors(folder, ready) is not None:
         raise CheckpointError(
-            "The pretrained first drafter is quantized, so the second cannot be initialised from it.", where=folder,
+            "The pretrained first drafter is quantized, so the second cannot be initialised from it.",
+            where=folder,
             fix="name the drafter before quantization",
-        )  # fmt: skip
+        )
 
 
 def load_ready(recipe: TrainRecipe) -> Drafter:

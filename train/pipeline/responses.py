@@ -114,9 +114,10 @@ class ResponseGenerator:
                 self.say(f"prompts left out: {count:,} ({reason})")
             write_json(self.work / SCREENED, {"planned": planned, "asked": len(requests), "left out": dict(reasons)})
         found = read_responses(
-            self.work, vocab_size=self.bundle.target.config.vocab_size,
+            self.work,
+            vocab_size=self.bundle.target.config.vocab_size,
             max_tokens=data.max_prompt_tokens + data.max_new_tokens,
-        )  # fmt: skip
+        )
         return match_responses({name: request.prompt for name, request in requests.items()}, found)
 
     def _check_settings(self) -> None:
@@ -137,9 +138,11 @@ class ResponseGenerator:
         if changed := [key for key in now if key in then and then[key] != now[key]]:
             raise D2SDError(
                 "the sampling settings of the target changed since this training began",
-                where=path, found={key: now[key] for key in changed}, expected={key: then[key] for key in changed},
+                where=path,
+                found={key: now[key] for key in changed},
+                expected={key: then[key] for key in changed},
                 fix=_FIX,
-            )  # fmt: skip
+            )
         self.dist.barrier()
         if self.dist.is_main:
             write_json(path, then | now)

@@ -183,9 +183,13 @@ class Training:
         self.run.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
 
     def _train(
-        self, name: DrafterName, settings: TrainSettings, drafter: DraftModel, first: Drafter | None,
+        self,
+        name: DrafterName,
+        settings: TrainSettings,
+        drafter: DraftModel,
+        first: Drafter | None,
         run_evaluation: Callable[[], list[Evaluation]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.run.dist)
         with (
             self.run.progress(f"training {name}", settings.steps) as advance,

@@ -26,10 +26,14 @@ def plot_tau(result: Result, path: Path) -> None:
             xs = [g + (i - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
             means = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
             panel.bar(
-                xs, [value for value, _ in means], width * 0.92,
-                color=style.colour(line.method, i), label=style.name(line),
-                yerr=_errors(means), error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
-            )  # fmt: skip
+                xs,
+                [value for value, _ in means],
+                width * 0.92,
+                color=style.colour(line.method, i),
+                label=style.name(line),
+                yerr=_errors(means),
+                error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
+            )
         panel.set_xticks(range(len(names) + 1), [*names, "mean of sets"])
         panel.axvline(len(names) - 0.5, color="#AAAAAA", linewidth=0.8)
         panel.set_ylabel("tokens a step (τ)")

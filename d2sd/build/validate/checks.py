@@ -60,10 +60,12 @@ def _check_min_tau(recipe: Recipe, tau: float, prompts: int) -> None:
     least = recipe.checks.min_tau
     if least is not None and tau < least:
         raise BuildError(
-            "The first drafter's accepted length is below the recipe's minimum.", where="recipe: checks.min_tau",
-            found=f"{tau} tokens a step on {prompts} prompts", expected=f"at least {least}",
+            "The first drafter's accepted length is below the recipe's minimum.",
+            where="recipe: checks.min_tau",
+            found=f"{tau} tokens a step on {prompts} prompts",
+            expected=f"at least {least}",
             fix="use the drafter that was trained for this target, or lower checks.min_tau",
-        )  # fmt: skip
+        )
 
 
 def _explain(
@@ -78,7 +80,8 @@ def _explain(
         if gap > TIE_TOLERANCE:
             raise BuildError(
                 f"The policy {policy} does not produce the tokens of plain decoding.",
-                where=f"token {index} of an answer", found=answer[index : index + 1],
+                where=f"token {index} of an answer",
+                found=answer[index : index + 1],
                 expected=f"{expected[index : index + 1]} (logit gap {gap:.2g})",
                 fix="this is a bug in d2sd: report it",
-            )  # fmt: skip
+            )

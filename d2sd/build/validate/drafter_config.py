@@ -167,8 +167,11 @@ def _wrong_config(
     return BuildError(
         f"The {role.key} drafter does not fit: acceptance rises from {guesses[declared].mean:.2f} to "
         f"{guesses[better].mean:.2f} tokens a step with {better.name}.",
-        where=f"{config}: dflash_config.{key}", found=found, expected=expected, fix=fix,
-    )  # fmt: skip
+        where=f"{config}: dflash_config.{key}",
+        found=found,
+        expected=expected,
+        fix=fix,
+    )
 
 
 # Shape letters: P positions (the tokens of the answers, and the steps that start before each), S = γ - 1 slots.

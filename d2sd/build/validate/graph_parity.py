@@ -44,8 +44,9 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         graph = graph_drafter(plain_drafter, session, recipe.limits.page_size)
         drafters[role] = ShadowDrafter(plain_drafter, graph, role.folder)
     models: dict[str, ShadowDecoder | ShadowDrafter] = {
-        "target": target, **{role.folder: drafter for role, drafter in drafters.items()}
-    }  # fmt: skip
+        "target": target,
+        **{role.folder: drafter for role, drafter in drafters.items()},
+    }
     tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.block_size)
     equal = {}
     for name in trees_of(drafters) or ["off"]:
@@ -58,10 +59,12 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}
         if recipe.fp8 is None and max(relative.values()) > _BOUND[recipe.precision]:
             raise BuildError(
-                f"The outputs of the graph of {which} differ from the model's.", where=folder / f"{which}.onnx",
-                found=figures[which], expected=f"errors of at most {_BOUND[recipe.precision]} of an output's largest",
+                f"The outputs of the graph of {which} differ from the model's.",
+                where=folder / f"{which}.onnx",
+                found=figures[which],
+                expected=f"errors of at most {_BOUND[recipe.precision]} of an output's largest",
                 fix="this is a bug in d2sd: report it",
-            )  # fmt: skip
+            )
     return {"graphs": figures}
 
 
@@ -82,9 +85,10 @@ class ErrorStats:
             return
         if expected.isfinite().all() and not found.isfinite().all():
             raise BuildError(
-                f"The outputs of the graph of {self.of} are not finite, and the model's are.", where=name,
+                f"The outputs of the graph of {self.of} are not finite, and the model's are.",
+                where=name,
                 fix="this is a bug in d2sd: report it",
-            )  # fmt: skip
+            )
         error = (found.float() - expected.float()).abs().max().item()
         self.largest[name] = max(self.largest.get(name, 0.0), error)
         self.scale[name] = max(self.scale.get(name, 0.0), expected.float().abs().max().item())

@@ -66,16 +66,26 @@ class DualDrafter(nn.Module):
         return torch.cat([k for k, _ in pairs], dim=1), torch.cat([v for _, v in pairs], dim=1)
 
     def dflash_forward(
-        self, noise_embedding: Tensor, query_positions: Tensor, num_ctx_per_req: Tensor, ctx_k_cache: Tensor,
-        ctx_v_cache: Tensor, ctx_cache_batch_idx: Tensor, ctx_kv_cache: None = None, ctx_page_table: None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        noise_embedding: Tensor,
+        query_positions: Tensor,
+        num_ctx_per_req: Tensor,
+        ctx_k_cache: Tensor,
+        ctx_v_cache: Tensor,
+        ctx_cache_batch_idx: Tensor,
+        ctx_kv_cache: None = None,
+        ctx_page_table: None = None,
+    ) -> Tensor:
         """The first pass, [B, W, E] -> [B·W, E]. The cache is dense: register.py rejects other backends."""
         layers = slice(0, self.first._num_attn_layers)
         out: Tensor = self.first.dflash_forward(
-            noise_embedding=noise_embedding, query_positions=query_positions, num_ctx_per_req=num_ctx_per_req,
-            ctx_k_cache=ctx_k_cache[:, layers], ctx_v_cache=ctx_v_cache[:, layers],
+            noise_embedding=noise_embedding,
+            query_positions=query_positions,
+            num_ctx_per_req=num_ctx_per_req,
+            ctx_k_cache=ctx_k_cache[:, layers],
+            ctx_v_cache=ctx_v_cache[:, layers],
             ctx_cache_batch_idx=ctx_cache_batch_idx,
-        )  # fmt: skip
+        )
         return out
 
     def second_pass(self, tokens: Tensor, inputs: Mapping[str, Any]) -> Tensor:
@@ -83,10 +93,13 @@ class DualDrafter(nn.Module):
         layers = slice(self.first._num_attn_layers, None)
         embedded = self.draft_model_full.model.embed_tokens(tokens.flatten()).unflatten(0, tokens.shape)
         out: Tensor = self.second.dflash_forward(
-            noise_embedding=embedded, query_positions=inputs["query_positions"],
-            num_ctx_per_req=inputs["num_ctx_per_req"], ctx_k_cache=inputs["ctx_k_cache"][:, layers],
-            ctx_v_cache=inputs["ctx_v_cache"][:, layers], ctx_cache_batch_idx=inputs["ctx_cache_batch_idx"],
-        )  # fmt: skip
+            noise_embedding=embedded,
+            query_positions=inputs["query_positions"],
+            num_ctx_per_req=inputs["num_ctx_per_req"],
+            ctx_k_cache=inputs["ctx_k_cache"][:, layers],
+            ctx_v_cache=inputs["ctx_v_cache"][:, layers],
+            ctx_cache_batch_idx=inputs["ctx_cache_batch_idx"],
+        )
         return out
 
     def load_weights(self, weights: dict[str, Tensor], weight_mapper: Any = None, **kwargs: Any) -> None:

@@ -44,14 +44,27 @@ class Need:
 
 
 _INPUTS = (
-    "noise_embedding", "query_positions", "num_ctx_per_req", "ctx_k_cache", "ctx_v_cache", "ctx_cache_batch_idx",
+    "noise_embedding",
+    "query_positions",
+    "num_ctx_per_req",
+    "ctx_k_cache",
+    "ctx_v_cache",
+    "ctx_cache_batch_idx",
     "first_prev_tokens",
-)  # fmt: skip
+)
 _FORWARD = (*_INPUTS[:-1], "ctx_kv_cache", "ctx_page_table")
 _PREPARE = (
-    "self", "input_ids", "position_ids", "hidden_states", "accepted_tokens", "num_accepted_tokens", "attn_metadata",
-    "spec_metadata", "draft_model", "total_target_tokens",
-)  # fmt: skip
+    "self",
+    "input_ids",
+    "position_ids",
+    "hidden_states",
+    "accepted_tokens",
+    "num_accepted_tokens",
+    "attn_metadata",
+    "spec_metadata",
+    "draft_model",
+    "total_target_tokens",
+)
 
 NEEDS = (
     Need(_INTERFACE, "SpeculativeDecodingMode.DFLASH"),

@@ -51,9 +51,11 @@ def log_linear(reasons: list[str]) -> None:
     found = "; ".join(reasons)
     if os.environ.get("D2SD_TRTLLM") == "require":
         raise D2SDError(
-            "TensorRT-LLM cannot draft with both drafters here.", where="D2SD_TRTLLM=require", found=found,
+            "TensorRT-LLM cannot draft with both drafters here.",
+            where="D2SD_TRTLLM=require",
+            found=found,
             fix="d2sd trtllm check prints the full table; without the variable the first drafter drafts alone",
-        )  # fmt: skip
+        )
     _log(f"LINEAR DFlash with the first drafter alone: {found} (d2sd trtllm check prints more)")
 
 

@@ -72,15 +72,29 @@ def dual_worker(base: type[Any], log_linear: Callable[[list[str]], None]) -> typ
         second_failed = False
 
         def prepare_1st_drafter_inputs(
-            self, input_ids: Any, position_ids: Any, hidden_states: Any, accepted_tokens: Any,
-            num_accepted_tokens: Any, attn_metadata: Any, spec_metadata: Any, draft_model: Any,
+            self,
+            input_ids: Any,
+            position_ids: Any,
+            hidden_states: Any,
+            accepted_tokens: Any,
+            num_accepted_tokens: Any,
+            attn_metadata: Any,
+            spec_metadata: Any,
+            draft_model: Any,
             total_target_tokens: int = 0,
-        ) -> dict[str, Any]:  # fmt: skip
+        ) -> dict[str, Any]:
             """Add `attn_metadata`, which the refining hook needs for the head and does not get otherwise."""
             inputs = super().prepare_1st_drafter_inputs(
-                input_ids, position_ids, hidden_states, accepted_tokens, num_accepted_tokens, attn_metadata,
-                spec_metadata, draft_model, total_target_tokens,
-            )  # fmt: skip
+                input_ids,
+                position_ids,
+                hidden_states,
+                accepted_tokens,
+                num_accepted_tokens,
+                attn_metadata,
+                spec_metadata,
+                draft_model,
+                total_target_tokens,
+            )
             return {**inputs, "attn_metadata": attn_metadata}
 
         def _refine_block_logits(

@@ -62,10 +62,13 @@ class DynamoEngine:
             model=self._settings.model,
             served_model_name=self._settings.model,
             llm=self._sdk.LlmRegistration(
-                context_length=context, kv_cache_block_size=limits.page_size, total_kv_blocks=pages,
-                max_num_seqs=limits.max_batch, max_num_batched_tokens=limits.prefill_chunk,
+                context_length=context,
+                kv_cache_block_size=limits.page_size,
+                total_kv_blocks=pages,
+                max_num_seqs=limits.max_batch,
+                max_num_batched_tokens=limits.prefill_chunk,
             ),
-        )  # fmt: skip
+        )
 
     async def cleanup(self) -> None:
         """Finish requests within the drain's deadline, hand the rest to other workers, stop. May be called twice."""

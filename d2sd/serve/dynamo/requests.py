@@ -79,18 +79,25 @@ class RequestReader:
         ends = set[int]().union(*(value or () for name, value in stops.items() if name.startswith("stop_token_ids")))
         own, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
         params = SamplingParams(
-            **values, min_tokens=stops.get("min_tokens") or 0, ignore_eos=ignored,
+            **values,
+            min_tokens=stops.get("min_tokens") or 0,
+            ignore_eos=ignored,
             stop_token_ids=sorted(ends - own if ignored else ends),
             logprobs=_part(message, "output_options").get("logprobs"),
-        )  # fmt: skip
+        )
         form = _form(_part(options, "guided_decoding"))
         grammar = None if form is None else self._grammars.compile(form, "guided_decoding")
         routing = _part(message, "routing")
         length = stops.get("max_tokens", max(1, self._capacity - len(prompt)))
         request = Request(
-            prompt, length, params, stop_tokens=own, grammar=grammar,
-            priority=-(routing.get("priority") or 0), cache_salt=routing.get("cache_salt") or "",
-        )  # fmt: skip
+            prompt,
+            length,
+            params,
+            stop_tokens=own,
+            grammar=grammar,
+            priority=-(routing.get("priority") or 0),
+            cache_salt=routing.get("cache_salt") or "",
+        )
         return each_completion(self._bundle, request)[0]
 
 
@@ -109,17 +116,18 @@ def _refuse(message: Mapping[str, Any]) -> None:
         for name, harmless in names.items():
             if name in given and given[name] not in harmless:
                 raise RequestError(
-                    "This worker does not support the parameter.", where=name, found=given[name],
+                    "This worker does not support the parameter.",
+                    where=name,
+                    found=given[name],
                     expected=f"{harmless[0]}, or nothing" if harmless else "nothing",
-                )  # fmt: skip
+                )
 
 
 def _form(guided: Mapping[str, Any]) -> StructuredOutputsParams | None:
     """The form of the answer that `guided_decoding` demands."""
     if unknown := sorted(set(guided) - {*_FORMS, "backend"}):
         raise RequestError(
-            "This worker does not support the form.", where=f"guided_decoding.{unknown[0]}",
-            expected=", ".join(_FORMS),
-        )  # fmt: skip
+            "This worker does not support the form.", where=f"guided_decoding.{unknown[0]}", expected=", ".join(_FORMS)
+        )
     forms = {name: guided[name] for name in _FORMS if name in guided}
     return StructuredOutputsParams(**forms) if forms else None

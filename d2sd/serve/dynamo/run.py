@@ -30,10 +30,16 @@ def load_sdk() -> Any:
     from dynamo.llm import exceptions
 
     return SimpleNamespace(
-        EngineConfig=EngineConfig, LLMEngine=LLMEngine, LlmRegistration=LlmRegistration, WorkerConfig=WorkerConfig,
-        build_health_check_payload=build_health_check_payload, ComponentSnapshot=ComponentSnapshot,
-        PushSource=PushSource, gather_with_labels=gather_with_labels, exceptions=exceptions,
-    )  # fmt: skip
+        EngineConfig=EngineConfig,
+        LLMEngine=LLMEngine,
+        LlmRegistration=LlmRegistration,
+        WorkerConfig=WorkerConfig,
+        build_health_check_payload=build_health_check_payload,
+        ComponentSnapshot=ComponentSnapshot,
+        PushSource=PushSource,
+        gather_with_labels=gather_with_labels,
+        exceptions=exceptions,
+    )
 
 
 def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
@@ -56,10 +62,13 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
         kind = type("D2SDEngine", (DynamoEngine, sdk.LLMEngine), {"from_args": None})
         return kind(settings, load, sdk), sdk.WorkerConfig(
             # With the suffix that the operator gives each rollout: a stream does not move to workers of another bundle.
-            namespace=get_worker_namespace(settings.namespace), component="d2sd", endpoint="generate",
-            model_name=str(path / "target"), served_model_name=settings.model,
+            namespace=get_worker_namespace(settings.namespace),
+            component="d2sd",
+            endpoint="generate",
+            model_name=str(path / "target"),
+            served_model_name=settings.model,
             endpoint_types="chat,completions" if bundle.tokenizer.chat_template else "completions",
             discovery_backend=settings.discovery,
-        )  # fmt: skip
+        )
 
     run(sdk.LLMEngine, engine_factory=made)

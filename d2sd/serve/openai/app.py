@@ -288,8 +288,10 @@ def _add_state(app: FastAPI, server: Server) -> None:
     @app.get("/live")
     async def health() -> Response:
         reason = server.engine.health
-        return JSONResponse({"status": "ok"} if reason is None else {"status": "failed", "reason": reason},
-                            200 if reason is None else 503)  # fmt: skip
+        return JSONResponse(
+            {"status": "ok"} if reason is None else {"status": "failed", "reason": reason},
+            200 if reason is None else 503,
+        )
 
     @app.get("/ready")
     async def ready() -> Response:

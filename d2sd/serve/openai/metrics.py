@@ -26,9 +26,10 @@ class Metrics:
         self._gauge("num_requests_running", "Requests in the running batch.", lambda: self._state.running)
         self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: self._state.waiting)
         self._gauge(
-            "kv_cache_usage_perc", "Share of the K/V pages in use; 1 is all.",
+            "kv_cache_usage_perc",
+            "Share of the K/V pages in use; 1 is all.",
             lambda: self._state.pages_used / self._state.pages_total,
-        )  # fmt: skip
+        )
         self._gauge("kv_pages", "K/V pages in each pool.", lambda: self._state.pages_total)
         self._gauge("kv_pages_used", "K/V pages that running requests use.", lambda: self._state.pages_used)
         self._gauge("kv_pages_cached", "K/V pages that only the prefix cache holds.", lambda: self._state.pages_cached)
@@ -39,9 +40,11 @@ class Metrics:
             self._counter("num_preemptions", "Requests preempted for lack of K/V pages."): "preemptions",
         }
         self._in_force = Gauge(
-            "d2sd_policy_in_force", "1 for the policy of the last step.", ["model_name", "policy"],
+            "d2sd_policy_in_force",
+            "1 for the policy of the last step.",
+            ["model_name", "policy"],
             registry=self.registry,
-        )  # fmt: skip
+        )
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _SECONDS)
         self.inter_token = self._histogram(
             "inter_token_latency_seconds", "Time of each token after the first.", _SECONDS
@@ -58,9 +61,11 @@ class Metrics:
         self._rows = self._counter("verified_rows", "Tree rows verified, the anchor's included.")
         self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
         self._ended = Counter(
-            "d2sd_request_success", "Requests that ended, by reason.", ["model_name", "finished_reason"],
+            "d2sd_request_success",
+            "Requests that ended, by reason.",
+            ["model_name", "finished_reason"],
             registry=self.registry,
-        )  # fmt: skip
+        )
 
     def text(self) -> bytes:
         """The exposition text of Prometheus."""

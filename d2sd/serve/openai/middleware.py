@@ -91,9 +91,11 @@ class Entrance:
             scope["state"]["client"] = headers.get(b"authorization", b"").decode("latin-1")  # several may share a proxy
         if self._keys and scope["path"] not in _OPEN_PATHS and not self._authorised(headers):
             refusal = respond(
-                401, "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.", "invalid_api_key",
+                401,
+                "The API key is missing or wrong; send it as `Authorization: Bearer KEY`.",
+                "invalid_api_key",
                 {"www-authenticate": "Bearer"},
-            )  # fmt: skip
+            )
             await refusal(scope, receive, send)
             return
         limit = self.settings.max_body

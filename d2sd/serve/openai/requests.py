@@ -61,8 +61,9 @@ class RequestMaker:
             if body.logprobs is not None and body.prompt_logprobs is not None:
                 raise RequestError(
                     "echo reports the log-probabilities of the prompt with those of the answer.",
-                    where="prompt_logprobs", fix="leave it out",
-                )  # fmt: skip
+                    where="prompt_logprobs",
+                    fix="leave it out",
+                )
             given["prompt_logprobs"] = body.logprobs
             if body.max_tokens == 0:  # the engine generates a token, which `Generation` leaves out
                 body = body.model_copy(update={"max_tokens": 1})
@@ -98,21 +99,17 @@ class RequestMaker:
         where = f"{bundle.recipe.name}: chat_template"
         return encode_turns(bundle.tokenizer, conversation(body.messages or []), variables, where, tools)
 
-    def _requests(
-        self,
-        body: GenerationBody,
-        prompts: list[list[int]],
-        given: dict[str, Any],
-    ) -> list[Request]:
+    def _requests(self, body: GenerationBody, prompts: list[list[int]], given: dict[str, Any]) -> list[Request]:
         """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
         count, bundle = body.n or 1, self._bundle
         if not 0 < len(prompts) * count <= self._max_choices:
             several = len(prompts) != 1
             raise RequestError(
                 "The number of prompts is out of range." if several else "n out of range",
-                where="prompt" if several else "n", found=f"{len(prompts)}, with n = {count}" if several else count,
+                where="prompt" if several else "n",
+                found=f"{len(prompts)}, with n = {count}" if several else count,
                 expected=f"1 .. {self._max_choices} answers in all",
-            )  # fmt: skip
+            )
         if body.best_of not in (None, count):
             raise RequestError(
                 "Every answer is returned.", where="best_of", found=body.best_of, expected=f"n = {count}"
@@ -123,8 +120,9 @@ class RequestMaker:
         if body.stream and values.get("prompt_logprobs") is not None:
             raise RequestError(
                 "A stream does not report the log-probabilities of the prompt.",
-                where="echo" if body.prompt_logprobs is None else "prompt_logprobs", fix="do not stream",
-            )  # fmt: skip
+                where="echo" if body.prompt_logprobs is None else "prompt_logprobs",
+                fix="do not stream",
+            )
         if body.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         where, form = self.form(body)
@@ -135,9 +133,14 @@ class RequestMaker:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
             length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
             request = Request(
-                tuple(prompt), length, params, stop_tokens=frozenset(bundle.stop_token_ids), grammar=grammar,
-                priority=body.priority, cache_salt=body.cache_salt,
-            )  # fmt: skip
+                tuple(prompt),
+                length,
+                params,
+                stop_tokens=frozenset(bundle.stop_token_ids),
+                grammar=grammar,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
             made += each_completion(bundle, request)
         return made
 
@@ -154,9 +157,11 @@ def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tup
     asked = [(where, form) for where, form in forms.items() if form is not None]
     if len(asked) > 1:
         raise RequestError(
-            "An answer has one form.", where=asked[1][0], found=" and ".join(where for where, _ in asked),
+            "An answer has one form.",
+            where=asked[1][0],
+            found=" and ".join(where for where, _ in asked),
             fix="give one of them",
-        )  # fmt: skip
+        )
     return asked[0] if asked else ("", None)
 
 

@@ -102,9 +102,16 @@ def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
     """A server that is not running yet; `run()` serves until a signal, or until `should_exit` is set."""
     served: Server = app.state.server
     config = uvicorn.Config(
-        app, host=host, port=port, access_log=False, log_config=None, lifespan="on", ws="none",
-        timeout_graceful_shutdown=int(served.settings.drain_timeout) + _FLUSH, server_header=False,
-    )  # fmt: skip
+        app,
+        host=host,
+        port=port,
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        ws="none",
+        timeout_graceful_shutdown=int(served.settings.drain_timeout) + _FLUSH,
+        server_header=False,
+    )
     return DrainingServer(config, served)
 
 

@@ -55,10 +55,13 @@ class TritonPythonModel:
             parameters = Parameters.of(config["parameters"])
             self._bundle = bundle = load_bundle(Path(parameters.bundle))
             engine = make_engine(
-                bundle, policy=parameters.policy, device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
-                backend=parameters.backend, max_batch=parameters.max_batch,
+                bundle,
+                policy=parameters.policy,
+                device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
+                backend=parameters.backend,
+                max_batch=parameters.max_batch,
                 prefix_cache=parameters.prefix_cache,
-            )  # fmt: skip
+            )
         except D2SDError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._batched, self._drain_timeout = config["max_batch_size"] > 0, parameters.drain_timeout

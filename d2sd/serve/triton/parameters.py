@@ -56,5 +56,7 @@ class Parameters(BaseModel):
 
     def strings(self) -> dict[str, str]:
         """The values that are set, as config.pbtxt holds them."""
-        return {name: f"{value:g}" if isinstance(value, float) else str(value)
-                for name, value in self.model_dump(exclude_none=True).items()}  # fmt: skip
+        return {
+            name: f"{value:g}" if isinstance(value, float) else str(value)
+            for name, value in self.model_dump(exclude_none=True).items()
+        }

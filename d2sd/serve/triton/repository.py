@@ -76,14 +76,16 @@ def config_text(name: str, parameters: Parameters, *, gpus: Sequence[int] = (), 
             f"max_batch_size: {int(batched)}",
             "model_transaction_policy { decoupled: true }",
             f"instance_group [ {instance} ]",
-            *(f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
-              for key, value in parameters.strings().items()),
+            *(
+                f"parameters {{ key: {_quoted(key)} value {{ string_value: {_quoted(value)} }} }}"
+                for key, value in parameters.strings().items()
+            ),
             f'model_warmup [ {{ name: "first tokens" batch_size: 1 {warm_up} }} ]',
             _list("input", inputs),
             _list("output", (_tensor(name, kind) for name, kind in OUTPUTS.items())),
             "",
         )
-    )  # fmt: skip
+    )
 
 
 def _tensor(name: str, data_type: str, more: str = "") -> str:

@@ -63,8 +63,10 @@ class Answer:
         if options.get("perf_metrics"):
             values |= self._acceptance() | self._blocks(sequence)
             values |= {
-                "arrival_time_ns": self._arrival, "first_token_time_ns": self._first, "last_token_time_ns": self._last
-            }  # fmt: skip
+                "arrival_time_ns": self._arrival,
+                "first_token_time_ns": self._first,
+                "last_token_time_ns": self._last,
+            }
         return values
 
     def _stop_reason(self, sequence: Sequence) -> str:

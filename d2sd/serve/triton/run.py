@@ -50,9 +50,10 @@ def _wheel() -> Path:
         if (Path(folder) / "tritonserver" / "bin" / "tritonserver").is_file():
             return Path(folder) / "tritonserver"
     raise D2SDError(
-        "Triton Inference Server is not installed.", expected="tritonserver in PATH, or the wheel nvidia-pytriton",
+        "Triton Inference Server is not installed.",
+        expected="tritonserver in PATH, or the wheel nvidia-pytriton",
         fix="pip install nvidia-pytriton==0.7.0, or use NVIDIA's image tritonserver",
-    )  # fmt: skip
+    )
 
 
 def _link_stub(root: Path) -> None:

@@ -50,8 +50,11 @@ class _Memory:
 
     def __init__(self, shape: tuple[int, ...], kind: str, address: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
-            "shape": shape, "typestr": kind, "data": (address, False), "version": 3
-        }  # fmt: skip
+            "shape": shape,
+            "typestr": kind,
+            "data": (address, False),
+            "version": 3,
+        }
 
 
 def _tensor(shape: tuple[int, ...], kind: str, address: int) -> Tensor:

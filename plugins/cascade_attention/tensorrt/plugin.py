@@ -16,10 +16,8 @@ from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
 #: Inputs by name, in the order of the nodes.
 INPUTS = {
     TREE: ("q", "k", "v", "k_pages", "v_pages", "page_table", "context_len", "attn_mask"),
-    BLOCK: (
-        "q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "attn_mask",
-    ),
-}  # fmt: skip
+    BLOCK: ("q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "attn_mask"),
+}
 _INTEGERS = {"page_table", "context_len", "attn_mask", "new_len"}
 
 
@@ -118,9 +116,14 @@ def _plugin(trt: Any, name: str) -> type[Any]:
             del given, out
 
         def enqueue(
-            self, given: list[Any], made: list[Any], inputs_at: list[int], outputs_at: list[int], workspace: int,
+            self,
+            given: list[Any],
+            made: list[Any],
+            inputs_at: list[int],
+            outputs_at: list[int],
+            workspace: int,
             stream: int,
-        ) -> None:  # fmt: skip
+        ) -> None:
             from d2sd.plugins.cascade_attention.tensorrt.enqueue import run
 
             del made, workspace

@@ -41,9 +41,13 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
     order = torch.empty(batch, rows, columns + 1, dtype=torch.int32, device=attn_mask.device)
     with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
         key_order_kernel[batch * rows,](
-            attn_mask, order, rows, *attn_mask.stride(), **key_order_constants(columns),
+            attn_mask,
+            order,
+            rows,
+            *attn_mask.stride(),
+            **key_order_constants(columns),
             num_warps=key_order_warps(columns),
-        )  # fmt: skip
+        )
     return order
 
 
@@ -117,7 +121,7 @@ def _launch(
         if lse is not None:
             merge_splits_kernel[batch * rows * heads,](
                 partial, lse, out, splits, HEAD=size, PADDED=padded(size), num_warps=1, **OPTIONS
-            )  # fmt: skip
+            )
     return out
 
 

@@ -24,9 +24,15 @@ from d2sd.plugins.shared.sizes import power
 
 
 def cascade_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, scale: Tensor | None = None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    mask: Tensor | ChunkMask,
+    *,
+    scale: Tensor | None = None,
     arrived: Callable[[], Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`.
 
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
@@ -49,9 +55,17 @@ def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
 
 @cache
 def _splits(
-    batch: int, rows: int, heads: int, size: int, kv_heads: int, itemsize: int, slots: int, device: torch.device,
-    *, fp8: bool,
-) -> int:  # fmt: skip
+    batch: int,
+    rows: int,
+    heads: int,
+    size: int,
+    kv_heads: int,
+    itemsize: int,
+    slots: int,
+    device: torch.device,
+    *,
+    fp8: bool,
+) -> int:
     tile = select_tile(rows * heads // kv_heads, size, itemsize, fp8=fp8)
     programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
     return choose_splits(programs, slots, torch.cuda.get_device_properties(device).multi_processor_count)
@@ -69,9 +83,16 @@ def _plan(
 
 
 def launch(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, splits: int,
-    scale: Tensor | None = None, arrived: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    mask: Tensor | ChunkMask,
+    *,
+    splits: int,
+    scale: Tensor | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
     """The kernel with the context cut into `splits` parts; `mask` may be the words of an `AttnMask`.
 
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
@@ -124,7 +145,15 @@ def pack_mask_triton(attn_mask: Tensor) -> Tensor:
 def constants(tile: TileConfig, size: int, kv_heads: int, group: int, page_size: int, *, fp8: bool) -> dict[str, Any]:
     """Compile-time constants of this kernel and of that of `exact`: D, Hkv, Hq / Hkv, Z and tile sizes."""
     return {
-        "SCALE": size**-0.5 * math.log2(math.e), "HKV": kv_heads, "GROUP": group, "HEAD": size, "PADDED": padded(size),
-        "PAGE": page_size, "BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "STAGES": tile.stages, "FP8": fp8,
+        "SCALE": size**-0.5 * math.log2(math.e),
+        "HKV": kv_heads,
+        "GROUP": group,
+        "HEAD": size,
+        "PADDED": padded(size),
+        "PAGE": page_size,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.columns,
+        "STAGES": tile.stages,
+        "FP8": fp8,
         "WIDEN": triton.knobs.runtime.interpret,
-    }  # fmt: skip
+    }

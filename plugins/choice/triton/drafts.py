@@ -39,9 +39,17 @@ exp = _interpreted if triton.knobs.runtime.interpret else _precise
 
 @triton.jit
 def kept_of_pool(
-    scaled, inside, request, min_p, top_k, top_p, SIZE: tl.constexpr,
-    MIN_P: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-):  # fmt: skip
+    scaled,
+    inside,
+    request,
+    min_p,
+    top_k,
+    top_p,
+    SIZE: tl.constexpr,
+    MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+):
     """Which of the SIZE scaled logits of one row the filters of `request` keep."""
     key = ascending_of(scaled)
     larger = key[None, :] > key[:, None]
@@ -145,10 +153,7 @@ def mass_limit(total, share):
 
 
 @triton.jit
-def segments_kernel(
-    logits, maxima, partial, vocab,
-    BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr,
-):  # fmt: skip
+def segments_kernel(logits, maxima, partial, vocab, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr):
     """Grid (R, BLOCKS). logits [R, V]; maxima [R, BLOCKS·BLOCK/SEG] int32; partial [R, 2, BLOCKS] fp32: a block's
     maximum and its sum of exponentials.
     """
@@ -212,9 +217,7 @@ def pool_kernel(
             scaled = tl.div_rn(scores, heat + tl.zeros([POOLP], tl.float32))
             kept = inside
             if MIN_P or TOP_K or TOP_P:
-                kept = kept_of_pool(
-                    scaled, inside, request, min_p, top_k, top_p, POOLP, MIN_P, TOP_K, TOP_P,
-                )  # fmt: skip
+                kept = kept_of_pool(scaled, inside, request, min_p, top_k, top_p, POOLP, MIN_P, TOP_K, TOP_P)
             scaled = tl.where(kept, scaled, float("-inf"))
             position = tl.load(context_len + request) + 1 + row % SLOTS
             scores = scaled + gumbel_of_tokens(tl.load(seed + request), position, token.to(tl.int32))

@@ -32,9 +32,15 @@ def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
     blocks, seg = -(-vocab // BLOCK), segment_size(vocab, pool)
     segments = blocks * (BLOCK // seg)
     return {
-        "POOL": pool, "POOLP": power(pool), "WIDTH": width, "SEG": seg, "SEGMENTS": segments,
-        "SEGMENTSP": max(power(segments), power(pool)), "BLOCKS": blocks, "BLOCKSP": power(blocks),
-    }  # fmt: skip
+        "POOL": pool,
+        "POOLP": power(pool),
+        "WIDTH": width,
+        "SEG": seg,
+        "SEGMENTS": segments,
+        "SEGMENTSP": max(power(segments), power(pool)),
+        "BLOCKS": blocks,
+        "BLOCKSP": power(blocks),
+    }
 
 
 def pool_warps(pool: int) -> int:
@@ -53,14 +59,22 @@ def candidates_triton(
     tokens = torch.empty(batch, count, slots, width, dtype=torch.long, device=device)
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
-    given = [None] * 5 if sampling is None else [
-        sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p,
-    ]  # fmt: skip
+    given = (
+        [None] * 5
+        if sampling is None
+        else [sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p]
+    )
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         segments_kernel[(rows, constants["BLOCKS"])](
-            logits, maxima, partial, vocab, BLOCKS=constants["BLOCKS"], BLOCK=BLOCK, SEG=constants["SEG"],
+            logits,
+            maxima,
+            partial,
+            vocab,
+            BLOCKS=constants["BLOCKS"],
+            BLOCK=BLOCK,
+            SEG=constants["SEG"],
             num_warps=WARPS,
-        )  # fmt: skip
+        )
         pool_kernel[(rows,)](
             logits, maxima, partial, ids, None if sampling is None else context_len, *given, tokens, logprob, vocab,
             ROWS=count * slots, SLOTS=slots, **constants, SAMPLED=sampling is not None,
@@ -85,12 +99,28 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
             if any(flags.values()):
                 given[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
                 threshold_kernel[(batch * nodes,)](
-                    logits, sampling.temperature, sampling.min_p, sampling.top_k, sampling.top_p, given[-1], vocab,
-                    ROWS=nodes, BLOCK=BLOCK, **flags, num_warps=ROW_WARPS,
-                )  # fmt: skip
+                    logits,
+                    sampling.temperature,
+                    sampling.min_p,
+                    sampling.top_k,
+                    sampling.top_p,
+                    given[-1],
+                    vocab,
+                    ROWS=nodes,
+                    BLOCK=BLOCK,
+                    **flags,
+                    num_warps=ROW_WARPS,
+                )
         scores_kernel[(batch * nodes, blocks)](
-            logits, *given, partial, vocab, ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SAMPLED=sampling is not None,
+            logits,
+            *given,
+            partial,
+            vocab,
+            ROWS=nodes,
+            BLOCKS=blocks,
+            BLOCK=BLOCK,
+            SAMPLED=sampling is not None,
             num_warps=WARPS,
-        )  # fmt: skip
+        )
         combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
     return chosen

@@ -26,8 +26,8 @@ def begin_triton(
     given = (x.contiguous() for x in (anchor, context_len, active, late, source))
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         begin_kernel[(1,)](
-            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, BP=power(rows), num_warps=1,
-        )  # fmt: skip
+            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, BP=power(rows), num_warps=1
+        )
     return new_anchor, new_context_len, new_active
 
 

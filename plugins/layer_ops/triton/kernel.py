@@ -20,9 +20,18 @@ from d2sd.plugins.shared.fp8_triton import in_fp8_range
 
 @triton.jit
 def add_rms_norm_kernel(
-    x, branch, weight, total, out, scale,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, X_STRIDE: tl.constexpr, TOTAL_STRIDE: tl.constexpr,
-):  # fmt: skip
+    x,
+    branch,
+    weight,
+    total,
+    out,
+    scale,
+    EPS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    X_STRIDE: tl.constexpr,
+    TOTAL_STRIDE: tl.constexpr,
+):
     """Grid (R,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row."""
     TYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
@@ -132,9 +141,8 @@ def qk_norm_rope_kernel(
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up, scales, out, scale,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    gate_up, scales, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, INTERPRET: tl.constexpr
+):
     """Grid (R, ⌈I / BLOCK⌉). WIDTH = I."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -157,9 +165,15 @@ def silu_mul_kernel(
 
 @triton.jit
 def rope_tables_kernel(
-    positions, frequencies, cos, sin,
-    FACTOR: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, INTERPRET: tl.constexpr,
-):  # fmt: skip
+    positions,
+    frequencies,
+    cos,
+    sin,
+    FACTOR: tl.constexpr,
+    HEAD: tl.constexpr,
+    PADDED: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """Grid (R,). HEAD = D/2."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PADDED)

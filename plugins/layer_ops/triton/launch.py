@@ -44,9 +44,15 @@ _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32:
 
 
 def add_rms_norm(
-    x: Tensor, branch: Tensor | None, weight: Tensor, eps: float, *, total: Tensor | None = None,
-    scale: Tensor | None = None, out: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x: Tensor,
+    branch: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    *,
+    total: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
     rows, width = x.shape
     assert x.stride(1) == 1
@@ -59,19 +65,23 @@ def add_rms_norm(
     assert (out.shape, out.dtype) == (x.shape, dtype)
     strides = x.stride(0), 0 if total is None else total.stride(0)
     add_rms_norm_kernel[rows,](
-        x, branch, weight, total, out, scale, **norm_constants(width, eps, *strides), num_warps=norm_warps(width),
+        x,
+        branch,
+        weight,
+        total,
+        out,
+        scale,
+        **norm_constants(width, eps, *strides),
+        num_warps=norm_warps(width),
         **OPTIONS,
-    )  # fmt: skip
+    )
     return out
 
 
 @cache
 def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> dict[str, Any]:
     """Compile-time constants of `add_rms_norm_kernel`: E and the strides of rows."""
-    return {
-        "EPS": eps, "WIDTH": width, "PADDED": power(width), "X_STRIDE": x_stride,
-        "TOTAL_STRIDE": total_stride,
-    }  # fmt: skip
+    return {"EPS": eps, "WIDTH": width, "PADDED": power(width), "X_STRIDE": x_stride, "TOTAL_STRIDE": total_stride}
 
 
 def norm_warps(width: int) -> int:
@@ -100,21 +110,25 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
 def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[str, Any]:
     """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D."""
     return {
-        "EPS": eps, "HQ": queries, "HKV": kv_heads, "HEAD": size // 2, "PADDED": power(size // 2),
+        "EPS": eps,
+        "HQ": queries,
+        "HKV": kv_heads,
+        "HEAD": size // 2,
+        "PADDED": power(size // 2),
         "BLOCK": HEADS_A_PROGRAM,
-    }  # fmt: skip
+    }
 
 
 def silu_mul(
     gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`d2sd.plugins.layer_ops.silu_mul` on CUDA."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     out = torch.empty(rows, width, dtype=dtype if scale is None else torch.float8_e4m3fn, device=gate_up.device)
     silu_mul_kernel[rows, triton.cdiv(width, BLOCK)](
         gate_up, scales, out, scale, **silu_constants(width, dtype), num_warps=WARPS, **OPTIONS
-    )  # fmt: skip
+    )
     return out
 
 
@@ -129,9 +143,14 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
     tables = torch.empty(2, positions.numel(), len(frequencies), dtype=dtype, device=positions.device)
     cos, sin = tables.unbind()
     rope_tables_kernel[positions.numel(),](
-        positions.contiguous(), frequencies, cos, sin, **table_constants(len(frequencies), factor), num_warps=1,
+        positions.contiguous(),
+        frequencies,
+        cos,
+        sin,
+        **table_constants(len(frequencies), factor),
+        num_warps=1,
         **OPTIONS,
-    )  # fmt: skip
+    )
     return cos, sin
 
 
@@ -164,9 +183,7 @@ class LinearTile:
 
 #: By bytes of a weight. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper, 32 outputs give 128 programs to
 #: 4,096 outputs; 128 bytes of a row an iteration, four in flight: 48 KB. fp32 has no tensor cores under IEEE rounding.
-LINEAR_TILES = {
-    1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4),
-}  # fmt: skip
+LINEAR_TILES = {1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4)}
 
 
 def linear(
@@ -181,9 +198,16 @@ def linear(
     grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # the head runs outside of the layers
         linear_kernel[grid](
-            rows, weight, bias, *(scales or (None, None)), out, len(rows), **linear_constants(tile, *weight.shape),
-            num_warps=tile.warps, **OPTIONS,
-        )  # fmt: skip
+            rows,
+            weight,
+            bias,
+            *(scales or (None, None)),
+            out,
+            len(rows),
+            **linear_constants(tile, *weight.shape),
+            num_warps=tile.warps,
+            **OPTIONS,
+        )
     return out.view(*x.shape[:-1], -1)
 
 
@@ -191,6 +215,11 @@ def linear(
 def linear_constants(tile: LinearTile, outputs: int, inputs: int) -> dict[str, Any]:
     """Compile-time constants of `linear_kernel`."""
     return {
-        "IN": inputs, "OUT": outputs, "BLOCK_M": tile.rows, "BLOCK_N": tile.outputs, "BLOCK_K": tile.inputs,
-        "STAGES": tile.stages, "WIDEN": INTERPRET,
-    }  # fmt: skip
+        "IN": inputs,
+        "OUT": outputs,
+        "BLOCK_M": tile.rows,
+        "BLOCK_N": tile.outputs,
+        "BLOCK_K": tile.inputs,
+        "STAGES": tile.stages,
+        "WIDEN": INTERPRET,
+    }

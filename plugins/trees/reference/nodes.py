@@ -66,9 +66,15 @@ def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) ->
     total = own.flatten(1).sum(1)
     valid = torch.arange(budget, device=device) < total[:, None]
     return _tree(
-        nodes(candidates), nodes(parent.long()), nodes(steps), valid, nodes(numbers), nodes(score), size - 1,
+        nodes(candidates),
+        nodes(parent.long()),
+        nodes(steps),
+        valid,
+        nodes(numbers),
+        nodes(score),
+        size - 1,
         merged=count * size - total,
-    )  # fmt: skip
+    )
 
 
 def from_scored_nodes(
@@ -120,9 +126,15 @@ def replace_rows(tree: Tree, rows: Tensor, larger: Tree, kept: Tensor) -> Tree:
 
 
 def _tree(
-    tokens: Tensor, parent: Tensor, depth: Tensor, valid: Tensor, branch_id: Tensor, score: Tensor, deepest: int,
+    tokens: Tensor,
+    parent: Tensor,
+    depth: Tensor,
+    valid: Tensor,
+    branch_id: Tensor,
+    score: Tensor,
+    deepest: int,
     merged: Tensor | None = None,
-) -> Tree:  # fmt: skip
+) -> Tree:
     """Build the tree mask: each node attends to itself and its ancestors, added one level per iteration."""
     size = tokens.shape[1]
     self_only = torch.eye(size, dtype=torch.bool, device=tokens.device).expand(len(tokens), size, size)

@@ -58,9 +58,17 @@ log = _rounded_log if triton.knobs.runtime.interpret else _precise_log
 
 @triton.jit
 def boundaries_kernel(
-    top1, confidence, prefix_len, rejected, top1_stride, confidence_stride,
-    S: tl.constexpr, SP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
+    top1,
+    confidence,
+    prefix_len,
+    rejected,
+    top1_stride,
+    confidence_stride,
+    S: tl.constexpr,
+    SP: tl.constexpr,
+    K: tl.constexpr,
+    KP: tl.constexpr,
+):
     """Grid (B). top1, confidence: [B, S]; prefix_len, rejected: [B, K]. SP > S: there is a boundary behind the last."""
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SP)
@@ -80,9 +88,17 @@ def boundaries_kernel(
 
 @triton.jit
 def blocks_kernel(
-    anchor, kept, prefix_len, blocks, kept_stride, branch_stride, mask_token,
-    S: tl.constexpr, GP: tl.constexpr, K: tl.constexpr,
-):  # fmt: skip
+    anchor,
+    kept,
+    prefix_len,
+    blocks,
+    kept_stride,
+    branch_stride,
+    mask_token,
+    S: tl.constexpr,
+    GP: tl.constexpr,
+    K: tl.constexpr,
+):
     """Grid (B, K). kept: tokens [B, K, S]; blocks: [B, K, 1 + S]."""
     request, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g = tl.arange(0, GP)
@@ -96,9 +112,8 @@ def blocks_kernel(
 
 @triton.jit
 def mask_rejected_kernel(
-    rejected, prefix_len, ids, logits, vocab,
-    S: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr,
-):  # fmt: skip
+    rejected, prefix_len, ids, logits, vocab, S: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr
+):
     """Grid (B·K). logits [B·K, S, V]; ids [V], ascending, or None. STEP · STEPS ≥ V: a token's index is found in two
     looks, at every STEP-th id and at those from the last that is not larger.
     """

@@ -11,12 +11,7 @@ from torch import Tensor
 
 from d2sd.plugins.shared.sizes import power
 from d2sd.plugins.trees.triton.accept import accept_kernel
-from d2sd.plugins.trees.triton.branches import (
-    blocks_kernel,
-    boundaries_kernel,
-    branches_kernel,
-    mask_rejected_kernel,
-)
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
 from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
 from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
@@ -28,8 +23,15 @@ from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
 def outputs(tree: Tree) -> tuple[Tensor, ...]:
     """A tree's tensors in the order of the kernels' arguments."""
     return (
-        tree.tokens, tree.parent, tree.depth, tree.branch_id, tree.valid, tree.score, tree.attn_mask, tree.num_merged,
-    )  # fmt: skip
+        tree.tokens,
+        tree.parent,
+        tree.depth,
+        tree.branch_id,
+        tree.valid,
+        tree.score,
+        tree.attn_mask,
+        tree.num_merged,
+    )
 
 
 def tree_constants(nodes: int) -> dict[str, int]:
@@ -56,9 +58,14 @@ def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
     out = Tree.empty(batch, nodes, candidate.device)
     with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         chain_kernel[(batch,)](
-            candidate, score, *outputs(out), candidate.stride(0), score.stride(0),
-            **tree_constants(nodes), num_warps=tree_warps(nodes),
-        )  # fmt: skip
+            candidate,
+            score,
+            *outputs(out),
+            candidate.stride(0),
+            score.stride(0),
+            **tree_constants(nodes),
+            num_warps=tree_warps(nodes),
+        )
     return out
 
 
@@ -76,10 +83,13 @@ def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Tree:
     out = Tree.empty(batch, budget, candidate.device)
     with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]
         candidates_kernel[(batch,)](
-            candidate.contiguous(), score.contiguous(), *outputs(out),
-            **candidates_constants(count, size), **tree_constants(budget),
+            candidate.contiguous(),
+            score.contiguous(),
+            *outputs(out),
+            **candidates_constants(count, size),
+            **tree_constants(budget),
             num_warps=candidates_warps(count, size, budget),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -104,10 +114,17 @@ def branches_triton(anchor: Tensor, sources: Sequence[Source], budget: int) -> T
     strides.append(tuple(0 if x is None else x.stride(1) for x in kept))
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         branches_kernel[(len(anchor),)](
-            anchor, tuple(top1), tuple(confidence), tuple(kept), lengths, *outputs(out), *strides,
-            **branches_constants(slots, counts), **tree_constants(budget),
+            anchor,
+            tuple(top1),
+            tuple(confidence),
+            tuple(kept),
+            lengths,
+            *outputs(out),
+            *strides,
+            **branches_constants(slots, counts),
+            **tree_constants(budget),
             num_warps=candidates_warps(sum(counts), 1 + slots, budget),
-        )  # fmt: skip
+        )
     return out
 
 
@@ -129,9 +146,15 @@ def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Ten
     prefix_len, rejected = torch.empty(2, batch, count, dtype=torch.long, device=top1.device).unbind(0)
     with torch.cuda.device_of(top1):  # type: ignore[no-untyped-call]
         boundaries_kernel[(batch,)](
-            top1, confidence, prefix_len, rejected, top1.stride(0), confidence.stride(0),
-            **boundaries_constants(slots, count), num_warps=1,
-        )  # fmt: skip
+            top1,
+            confidence,
+            prefix_len,
+            rejected,
+            top1.stride(0),
+            confidence.stride(0),
+            **boundaries_constants(slots, count),
+            num_warps=1,
+        )
     return prefix_len, rejected
 
 
@@ -142,9 +165,16 @@ def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: 
     blocks = torch.empty(batch, count, 1 + slots, dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         blocks_kernel[batch, count](
-            anchor, kept, prefix_len.contiguous(), blocks, kept.stride(0), kept.stride(1), mask_token,
-            **blocks_constants(slots, count), num_warps=1,
-        )  # fmt: skip
+            anchor,
+            kept,
+            prefix_len.contiguous(),
+            blocks,
+            kept.stride(0),
+            kept.stride(1),
+            mask_token,
+            **blocks_constants(slots, count),
+            num_warps=1,
+        )
     return blocks
 
 
@@ -157,9 +187,14 @@ def mask_rejected_triton(logits: Tensor, rejected: Tensor, prefix_len: Tensor, i
     batch, count, slots, vocab = logits.shape
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         mask_rejected_kernel[(batch * count,)](
-            rejected.contiguous(), prefix_len.contiguous(), ids, logits, vocab,
-            **mask_rejected_constants(slots, vocab), num_warps=1,
-        )  # fmt: skip
+            rejected.contiguous(),
+            prefix_len.contiguous(),
+            ids,
+            logits,
+            vocab,
+            **mask_rejected_constants(slots, vocab),
+            num_warps=1,
+        )
 
 
 def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
@@ -178,9 +213,11 @@ def growth_constants(
     return {
         "SOURCES": tuple(zip(first, counts, widths, lanes, strict=True)),
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
-        "MP": tuple(wide), "OFFSET": tuple(accumulate(wide, initial=0))[:-1], "TOTAL": sum(wide),
+        "MP": tuple(wide),
+        "OFFSET": tuple(accumulate(wide, initial=0))[:-1],
+        "TOTAL": sum(wide),
         "ROWS": tuple(min(padded, max(1, most // each)) for each in wide),
-    }  # fmt: skip
+    }
 
 
 def _requests(x: Tensor) -> Tensor:
@@ -201,10 +238,19 @@ def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         grow_kernel[(batch,)](
-            anchor, tuple(tokens), tuple(logprob), kept, prefix_len, *outputs(out), scratch, *strides, slots,
+            anchor,
+            tuple(tokens),
+            tuple(logprob),
+            kept,
+            prefix_len,
+            *outputs(out),
+            scratch,
+            *strides,
+            slots,
             **growth_constants(rows, [x.shape[-1] for x in tokens], counts, of_lanes, at_root),
-            **tree_constants(rows), num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
-        )  # fmt: skip
+            **tree_constants(rows),
+            num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
+        )
     return out
 
 
@@ -218,8 +264,8 @@ def accept_triton(
     columns = (x.contiguous() for x in (tokens, parent, valid, branch_id, chosen))
     with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
         accept_kernel[(batch,)](
-            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=accept_warps(nodes),
-        )  # fmt: skip
+            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=accept_warps(nodes)
+        )
     return Accepted(path, packed[:, 0], accepted, packed[:, 1])
 
 

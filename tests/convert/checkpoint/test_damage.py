@@ -129,7 +129,7 @@ TEXTS: dict[str, tuple[Damage, str]] = {
     "intermediate size of 2^70": (config("second", "intermediate_size", 2**70), "intermediate_size"),
     "config is a pipe": (replaced("target/config.json", os.mkfifo), "target/config.json"),
     "config never ends": (replaced("target/config.json", lambda p: p.symlink_to("/dev/zero")), "target/config.json"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("first", [b"PK", b"\x80"])

@@ -63,11 +63,17 @@ def test_round_trip(tmp_path: Path, family: Family, rope: RopeConfig) -> None:
 def test_every_field_is_written(folder: Path) -> None:
     values = json.loads((folder / "config.json").read_text())
     assert values["flexdraft_config"] == {
-        "anchor_bias_rank": 8, "anchored": False, "enable_anchor_bias_logits": True, "target_layer_ids": [2, 3],
-    }  # fmt: skip
+        "anchor_bias_rank": 8,
+        "anchored": False,
+        "enable_anchor_bias_logits": True,
+        "target_layer_ids": [2, 3],
+    }
     assert {key: values[key] for key in ("num_hidden_layers", "num_target_layers", "block_size", "rope_theta")} == {
-        "num_hidden_layers": 2, "num_target_layers": 4, "block_size": 4, "rope_theta": 10000.0,
-    }  # fmt: skip
+        "num_hidden_layers": 2,
+        "num_target_layers": 4,
+        "block_size": 4,
+        "rope_theta": 10000.0,
+    }
     names = load_file(folder / "model.safetensors").keys()
     assert {"mask_embedding", "anchor_bias_mlp.0.weight", "anchor_bias_mlp.2.bias"} < names
     assert not any("mlp.gate" in name or "layernorm" in name for name in names)

@@ -14,13 +14,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
-from d2sd.convert.checkpoint.quantization import (
-    FILE,
-    KEY,
-    Quantization,
-    described,
-    read_quantization,
-)
+from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError

@@ -11,12 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import (
-    load_target,
-    parse_target_config,
-    stop_tokens,
-    write_target,
-)
+from d2sd.convert.checkpoint.target import load_target, parse_target_config, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import INDEX
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
@@ -54,12 +49,7 @@ def test_what_transformers_writes_is_read(tmp_path: Path, family: Family) -> Non
     assert same(tmp_path, stored)
 
 
-LLAMA3 = {
-    "factor": 8.0,
-    "high_freq_factor": 4.0,
-    "low_freq_factor": 1.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 ROPES: dict[str, tuple[dict[str, Any], RopeConfig]] = {
     "old": ({"rope_theta": 1e6, "rope_scaling": None}, RopeConfig(1e6)),
     "early Llama": ({}, RopeConfig(1e4)),

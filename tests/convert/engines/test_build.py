@@ -41,9 +41,12 @@ def profile(graph: str, layers: int, size: int = 16) -> Profile:
 
     b, t, pages = (1, 2, 4), (1, 8, 64), (2, 8, 64)
     shapes = {
-        "embedded": of(b, t, (32, 32, 32)), "positions": of(b, t), "attn_mask": of(b, t, (1, 1, 2)),
-        "page_table": of(b, (1, 4, 16)), "context_len": of(b),
-    }  # fmt: skip
+        "embedded": of(b, t, (32, 32, 32)),
+        "positions": of(b, t),
+        "attn_mask": of(b, t, (1, 1, 2)),
+        "page_table": of(b, (1, 4, 16)),
+        "context_len": of(b),
+    }
     if graph == "drafter":
         shapes |= {"features": of(b, t, (64, 64, 64)), "feature_positions": of(b, t), "feature_len": of(b)}
     fixed = [(n, n, n) for n in (PAGE, 2, size)]
@@ -52,10 +55,13 @@ def profile(graph: str, layers: int, size: int = 16) -> Profile:
 
 def job(folder: Path, graph: str, layers: int, **changes: Any) -> Job:
     values: dict[str, Any] = {
-        "graph": str(folder / f"{graph}.onnx"), "engine": str(folder / f"{graph}.engine"),
-        "report": str(folder / f"{graph}.json"), "builder": "tensorrt-rtx", "compute": "portable",
+        "graph": str(folder / f"{graph}.onnx"),
+        "engine": str(folder / f"{graph}.engine"),
+        "report": str(folder / f"{graph}.json"),
+        "builder": "tensorrt-rtx",
+        "compute": "portable",
         "profiles": [profile(graph, layers)],
-    }  # fmt: skip
+    }
     return Job(**values | changes)
 
 

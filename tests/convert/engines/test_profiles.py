@@ -26,12 +26,15 @@ from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_flex
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 RECIPE = Recipe.model_validate(
     {
-        "d2sd": 1, "name": "tiny", "target": {"path": "target"},
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
         "drafters": {"first": {"path": "first"}, "second": {"path": "second"}},
-        "tree": {"block_size": 4, "branches": 3, "row_budget": 20}, "sampling": {"max_new_tokens": 12},
+        "tree": {"block_size": 4, "branches": 3, "row_budget": 20},
+        "sampling": {"max_new_tokens": 12},
         "limits": {"max_batch": 3, "max_context": 48, "page_size": 4, "prefill_chunk": 24},
     }
-)  # fmt: skip
+)
 LIMITS = Limits.of(RECIPE.limits)
 
 

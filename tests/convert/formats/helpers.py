@@ -44,13 +44,23 @@ def body(drafter: Drafter) -> dict[str, Any]:
     """What all layouts have in common."""
     config = drafter.config.body
     return {
-        "attention_bias": False, "attention_dropout": 0.0, "head_dim": config.head_dim, "hidden_act": "silu",
-        "hidden_size": config.hidden_size, "initializer_range": 0.02, "intermediate_size": config.intermediate_size,
-        "layer_types": ["full_attention"] * config.num_layers, "max_position_embeddings": config.max_positions,
-        "model_type": "qwen3", "num_attention_heads": config.num_heads, "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": config.num_kv_heads, "rms_norm_eps": config.rms_norm_eps,
-        "tie_word_embeddings": False, "vocab_size": drafter.config.vocab_size,
-    }  # fmt: skip
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": config.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": config.intermediate_size,
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_position_embeddings": config.max_positions,
+        "model_type": "qwen3",
+        "num_attention_heads": config.num_heads,
+        "num_hidden_layers": config.num_layers,
+        "num_key_value_heads": config.num_kv_heads,
+        "rms_norm_eps": config.rms_norm_eps,
+        "tie_word_embeddings": False,
+        "vocab_size": drafter.config.vocab_size,
+    }
 
 
 def public_fields(drafter: Drafter) -> dict[str, Any]:

@@ -72,28 +72,32 @@ def test_rope_that_is_written_twice_may_say_the_same() -> None:
 #: A drafter's config of the DFlash layout, without what it cannot do without -> the message.
 ZLAB: dict[str, tuple[dict[str, Any], str]] = {
     "a mask by its name alone": (
-        {"dflash_config.mask_token_id": ..., "dflash_config.mask_token": "<|MASK|>"}, r"missing(.|\n)*mask_token_id",
+        {"dflash_config.mask_token_id": ..., "dflash_config.mask_token": "<|MASK|>"},
+        r"missing(.|\n)*mask_token_id",
     ),
     "no block size": ({"block_size": ...}, r"missing(.|\n)*block_size"),
     "no theta in the new place": (
-        {"rope_theta": ..., "rope_parameters": {"rope_type": "default"}}, r"missing(.|\n)*rope_theta",
+        {"rope_theta": ..., "rope_parameters": {"rope_type": "default"}},
+        r"missing(.|\n)*rope_theta",
     ),
     "no heads": ({"num_attention_heads": ...}, r"missing(.|\n)*num_attention_heads"),  # ModelOpt would take 32
     "no width": ({"intermediate_size": ...}, r"missing(.|\n)*intermediate_size"),  # and 22016
-}  # fmt: skip
+}
 SPECULATORS: dict[str, tuple[dict[str, Any], str]] = {
     "no block size": (  # its own reader takes 8
-        {"block_size": ..., "speculators_config": None}, r"missing(.|\n)*block_size",
+        {"block_size": ..., "speculators_config": None},
+        r"missing(.|\n)*block_size",
     ),
     "no layer ids": ({"aux_hidden_state_layer_ids": ...}, r"missing(.|\n)*aux_hidden_state_layer_ids"),
     "no theta in the new place": (
-        {"transformer_layer_config.rope_parameters": {"rope_type": "default"}}, r"missing(.|\n)*rope_theta",
+        {"transformer_layer_config.rope_parameters": {"rope_type": "default"}},
+        r"missing(.|\n)*rope_theta",
     ),
     "windowed layers": (
         {"transformer_layer_config.layer_types": ["full_attention", "sliding_attention"]},
         r"transformer_layer_config: layer_types",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "message"), ZLAB.values(), ids=ZLAB)
@@ -188,8 +192,9 @@ def test_every_field_is_written() -> None:
     assert (values["draft_vocab_size"], values["block_size"], values["mask_token_id"]) == (64, 4, 63)
     assert values["d2sd"] == {"num_target_layers": 6, "prefix_weight_base": None, "training_mode": "dflash"}
     assert values["speculators_config"]["verifier"] == {
-        "architectures": ["LlamaForCausalLM"], "name_or_path": "somebody/target",
-    }  # fmt: skip
+        "architectures": ["LlamaForCausalLM"],
+        "name_or_path": "somebody/target",
+    }
     assert values["speculators_config"]["proposal_methods"][0]["speculative_tokens"] == 3
     assert set(QWEN3_DEFAULTS) - {"rope_theta"} <= values["transformer_layer_config"].keys()
     assert values["transformer_layer_config"]["rope_parameters"] == {"rope_theta": 500000.0, "rope_type": "default"}

@@ -186,10 +186,14 @@ def test_a_config_may_say_the_same_otherwise(tmp_path: Path) -> None:
     drafter = tiny_pair()[1]
     source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
     for key, value in {
-        "rope_theta": ..., "rope_scaling": ..., "block_size": ..., "num_target_layers": ...,
+        "rope_theta": ...,
+        "rope_scaling": ...,
+        "block_size": ...,
+        "num_target_layers": ...,
         "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-        "dflash_config.block_size": 4, "dflash_config.num_target_layers": 6,
-    }.items():  # fmt: skip
+        "dflash_config.block_size": 4,
+        "dflash_config.num_target_layers": 6,
+    }.items():
         edit_json(source / "config.json", key, value)
     assert DFLASH.read_config(source) == drafter.config
     _, notes = convert(source, "z-lab", tmp_path / "b")

@@ -94,9 +94,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "an unknown training": ({"dflash_config.training_mode": "cfu"}, r"training_mode(.|\n)*vp_drafter"),
     "a base without its role": ({"dflash_config.prefix_weight_base": 0.9}, r"prefix_weight_base(.|\n)*--role"),
     "a base beside another role": (
-        {"dflash_config.prefix_weight_base": 0.9, "dflash_config.training_mode": "dflash"}, r"prefix_weight_base",
+        {"dflash_config.prefix_weight_base": 0.9, "dflash_config.training_mode": "dflash"},
+        r"prefix_weight_base",
     ),
-}  # fmt: skip
+}
 
 
 def edit(folder: Path, changes: dict[str, Any]) -> None:
@@ -190,12 +191,13 @@ SPECULATORS: dict[str, tuple[dict[str, Any], str]] = {
     "no vocabulary": ({"draft_vocab_size": ...}, "missing(.|\n)*draft_vocab_size"),
     "another vocabulary": ({"draft_vocab_size": 6}, r"wrong shape(.|\n)*lm_head.weight(.|\n)*\[6, 32\]"),
     "more drafts than slots": (
-        {"speculators_config.proposal_methods": [{"speculative_tokens": 4}]}, "proposal_methods(.|\n)*1 to 3",
+        {"speculators_config.proposal_methods": [{"speculative_tokens": 4}]},
+        "proposal_methods(.|\n)*1 to 3",
     ),
     "another algorithm": ({"speculators_config.algorithm": "eagle3"}, "algorithm\n"),
     "another target": ({"d2sd": {"num_target_layers": 7}}, "another target(.|\n)*d2sd: num_target_layers"),
     "unknown key": ({"transformer_layer_config.secret": 1}, "unknown(.|\n)*transformer_layer_config: secret"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "message"), SPECULATORS.values(), ids=SPECULATORS)
@@ -255,11 +257,14 @@ def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: 
         DFLASH.read_config(zlab, "variable_prefix")
 
 
-@pytest.mark.parametrize(("key", "value", "role"), [
-    ("training_mode", "vp_drafter", "variable_prefix"),
-    ("loss_type", "vp_drafter", "variable_prefix"),
-    ("loss_type", "dpace", "first"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("key", "value", "role"),
+    [
+        ("training_mode", "vp_drafter", "variable_prefix"),
+        ("loss_type", "vp_drafter", "variable_prefix"),
+        ("loss_type", "dpace", "first"),
+    ],
+)
 def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None:
     edit(zlab, {f"dflash_config.{key}": value, "architectures": ["Qwen3ForCausalLM"]})
     drafter = read_drafter(zlab)

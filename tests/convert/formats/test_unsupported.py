@@ -18,23 +18,58 @@ from tests.convert.helpers import edit_tensors
 DRAFTER = tiny_pair()[1]
 #: What other projects write -> one value that changes what the drafter is.
 MARKS: dict[str, Any] = {
-    "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256, "selector_top_k": 16,  # DFlash 2
-    "projector_type": "domino", "gru_hidden_dim": 1024, "emb_dim": 256, "pure_draft_prefix_len": 1,  # Domino
-    "markov_rank": 256, "markov_head_type": "vanilla", "use_confidence_head": True,  # DSpark
-    "num_anchors": 512, "enable_confidence_head": True, "confidence_head_with_markov": True,  # DeepSpec
-    "shift_label": True, "sample_from_anchor": True,
-    "flexdraft_config": {"target_layer_ids": [4]}, "enable_anchor_bias_logits": True, "anchor_bias_rank": 256,
-    "eagle_config": {}, "spec_decode_type": "dflash", "engine_role": "draft", "mapping": {"tp_size": 1},
-    "causal": True, "is_causal": True, "use_swa": True, "swa_window_size": 64, "sliding_window": 64,
-    "use_sliding_window": True, "attention_sink_bias": True, "attention_value_scale": 0.5, "attention_mode": "mla",
-    "output_multiplier": 2.0, "final_logit_softcapping": 30.0, "use_aux_hidden_state": False,
-}  # fmt: skip
+    "conv_kernel_size": 2,
+    "conv_group_size": 16,
+    "selector_rank": 256,
+    "selector_top_k": 16,  # DFlash 2
+    "projector_type": "domino",
+    "gru_hidden_dim": 1024,
+    "emb_dim": 256,
+    "pure_draft_prefix_len": 1,  # Domino
+    "markov_rank": 256,
+    "markov_head_type": "vanilla",
+    "use_confidence_head": True,  # DSpark
+    "num_anchors": 512,
+    "enable_confidence_head": True,
+    "confidence_head_with_markov": True,  # DeepSpec
+    "shift_label": True,
+    "sample_from_anchor": True,
+    "flexdraft_config": {"target_layer_ids": [4]},
+    "enable_anchor_bias_logits": True,
+    "anchor_bias_rank": 256,
+    "eagle_config": {},
+    "spec_decode_type": "dflash",
+    "engine_role": "draft",
+    "mapping": {"tp_size": 1},
+    "causal": True,
+    "is_causal": True,
+    "use_swa": True,
+    "swa_window_size": 64,
+    "sliding_window": 64,
+    "use_sliding_window": True,
+    "attention_sink_bias": True,
+    "attention_value_scale": 0.5,
+    "attention_mode": "mla",
+    "output_multiplier": 2.0,
+    "final_logit_softcapping": 30.0,
+    "use_aux_hidden_state": False,
+}
 #: A value beside which the same key says nothing.
 HARMLESS: dict[str, Any] = {
-    "projector_type": "none", "shift_label": False, "sample_from_anchor": False, "markov_rank": 0, "causal": False,
-    "is_causal": False, "use_swa": False, "swa_window_size": None, "sliding_window": None, "attention_sink_bias": False,
-    "output_multiplier": 1.0, "use_aux_hidden_state": True, "mask_token": "<|MASK|>",
-}  # fmt: skip
+    "projector_type": "none",
+    "shift_label": False,
+    "sample_from_anchor": False,
+    "markov_rank": 0,
+    "causal": False,
+    "is_causal": False,
+    "use_swa": False,
+    "swa_window_size": None,
+    "sliding_window": None,
+    "attention_sink_bias": False,
+    "output_multiplier": 1.0,
+    "use_aux_hidden_state": True,
+    "mask_token": "<|MASK|>",
+}
 #: Name of a part -> the config of a drafter, and where in it the key is put.
 PLACES = {
     "z-lab": (public_fields, None),
@@ -78,23 +113,39 @@ def modelopt(inside: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 #: Exports that keep the name DFlashDraftModel, and others' whole configs -> what they are called.
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "ModelOpt's Domino": (
-        modelopt({
-            "projector_type": "domino", "shift_label": True, "pure_draft_prefix_len": 1, "gru_hidden_dim": 64,
-            "emb_dim": 16,
-        }, {"emb_dim": 16}), "Domino drafter",
+        modelopt(
+            {
+                "projector_type": "domino",
+                "shift_label": True,
+                "pure_draft_prefix_len": 1,
+                "gru_hidden_dim": 64,
+                "emb_dim": 16,
+            },
+            {"emb_dim": 16},
+        ),
+        "Domino drafter",
     ),
     "ModelOpt's DSpark": (
-        modelopt({
-            "projector_type": "dspark", "shift_label": True, "markov_rank": 64, "markov_head_type": "vanilla",
-            "use_confidence_head": False,
-        }, {}), "DSpark drafter",
+        modelopt(
+            {
+                "projector_type": "dspark",
+                "shift_label": True,
+                "markov_rank": 64,
+                "markov_head_type": "vanilla",
+                "use_confidence_head": False,
+            },
+            {},
+        ),
+        "DSpark drafter",
     ),
     "ModelOpt's window": (
-        modelopt({"use_swa": True, "swa_window_size": 64}, {"sliding_window": 64}), "drafter with a sliding window",
+        modelopt({"use_swa": True, "swa_window_size": 64}, {"sliding_window": 64}),
+        "drafter with a sliding window",
     ),
     "ModelOpt's causal block": (modelopt({"causal": True}, {}), "drafter with a causal block"),
     "ModelOpt's sinks": (
-        modelopt({"attention_sink_bias": True}, {"attention_sink_bias": True}), "drafter with another attention",
+        modelopt({"attention_sink_bias": True}, {"attention_sink_bias": True}),
+        "drafter with another attention",
     ),
     "DeepSpec": (deepspec(), "DeepSpec drafter"),
     "FlexDraft as published": (
@@ -110,7 +161,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         public_fields(DRAFTER) | {"quantization_config": {"quant_method": "compressed-tensors"}},
         "quantized checkpoint",
     ),
-}  # fmt: skip
+}
 
 
 def test_the_article_follows_the_name() -> None:

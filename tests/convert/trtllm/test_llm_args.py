@@ -47,9 +47,13 @@ def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     assert check_llm_args(bundle) == [DFLASH, D2SD]
     values = yaml.safe_load((bundle / FOLDER / DFLASH).read_text())
     assert values["speculative_config"] == {
-        "decoding_type": "DFlash", "speculative_model": "drafter_first", "max_draft_len": 3, "mask_token_id": 63,
-        "target_layer_ids": [0, 1], "attention_backend": "VANILLA",
-    }  # fmt: skip
+        "decoding_type": "DFlash",
+        "speculative_model": "drafter_first",
+        "max_draft_len": 3,
+        "mask_token_id": 63,
+        "target_layer_ids": [0, 1],
+        "attention_backend": "VANILLA",
+    }
     assert (bundle / values["speculative_config"]["speculative_model"] / "config.json").is_file()
     assert (values["max_batch_size"], values["max_seq_len"]) == (2, 64)
     assert values["kv_cache_config"] == {"enable_block_reuse": False}

@@ -24,10 +24,24 @@ def cell(method: str = "chain", *accepted: list[int], **changed: Any) -> Cell:
     """One request for every list of accepted lengths, with ids "0", "1", …; everything else is quiet."""
     requests = [Response(id=str(i), accepted=steps, tokens=sum(steps)) for i, steps in enumerate(accepted or ([1],))]
     values: dict[str, Any] = {
-        "method": method, "rows": 1 if method == "off" else 8, "set": "gsm8k", "temperature": 0.0, "concurrency": 1,
-        "requests": requests, "policies": {}, "verified_rows": 0, "nodes": 0, "merged": 0, "rescued": 0,
-        "boundary_rank": {}, "calibration": {}, "stage_seconds": {}, "steps": 1, "wall_seconds": 1.0, "differences": [],
-    }  # fmt: skip
+        "method": method,
+        "rows": 1 if method == "off" else 8,
+        "set": "gsm8k",
+        "temperature": 0.0,
+        "concurrency": 1,
+        "requests": requests,
+        "policies": {},
+        "verified_rows": 0,
+        "nodes": 0,
+        "merged": 0,
+        "rescued": 0,
+        "boundary_rank": {},
+        "calibration": {},
+        "stage_seconds": {},
+        "steps": 1,
+        "wall_seconds": 1.0,
+        "differences": [],
+    }
     return Cell.model_validate({**values, **changed})
 
 
@@ -75,10 +89,19 @@ def _random_cell(
     counts = [rng.randrange(20, 900) for _ in range(10)]
     told = [(n, n * (i + 0.5) / 10, round(n * (i + rng.random()) / 10)) for i, n in enumerate(counts)]
     return cell(
-        method, *lists, rows=rows, set=name, temperature=temperature, concurrency=concurrency,
-        verified_rows=30 * prompts * rows, nodes=30 * prompts * rows, merged=60 * prompts if second else 0,
-        boundary_rank={"0": 90, "1": 40, "none": 20} if second else {}, rescued=10 * prompts if second else 0,
+        method,
+        *lists,
+        rows=rows,
+        set=name,
+        temperature=temperature,
+        concurrency=concurrency,
+        verified_rows=30 * prompts * rows,
+        nodes=30 * prompts * rows,
+        merged=60 * prompts if second else 0,
+        boundary_rank={"0": 90, "1": 40, "none": 20} if second else {},
+        rescued=10 * prompts if second else 0,
         calibration=({"first": told} if first else {}) | ({"second": told} if second else {}),
-        stage_seconds={k: v * steps for k, v in seconds.items()} | {"prefill": 1.0}, steps=steps,
+        stage_seconds={k: v * steps for k, v in seconds.items()} | {"prefill": 1.0},
+        steps=steps,
         wall_seconds=steps * sum(seconds.values()) + 1.0,
-    )  # fmt: skip
+    )

@@ -16,9 +16,7 @@ from d2sd.cli.main import main
 from tests.convert.helpers import add_calibration, write_project
 from tests.d2sd.serve.conftest import build_tiny
 
-LOAD = {
-    "--gpu": "H100", "--rate": 2000, "--prompt-tokens": 20, "--output-tokens": 8, "--ttft": 0.02, "--itl": 0.01,
-}  # fmt: skip
+LOAD = {"--gpu": "H100", "--rate": 2000, "--prompt-tokens": 20, "--output-tokens": 8, "--ttft": 0.02, "--itl": 0.01}
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +77,10 @@ def test_a_bundle_has_the_plan_of_its_recipe(tmp_path: Path) -> None:
     built, planned = read_plan(bundle), read_plan(tmp_path / "project" / "recipe.yaml")
     for one, other in zip(built.parts, planned.parts, strict=True):
         assert (one.config, one.weight_bytes, one.kv_token_bytes) == (
-            other.config, other.weight_bytes, other.kv_token_bytes,
-        )  # fmt: skip
+            other.config,
+            other.weight_bytes,
+            other.kv_token_bytes,
+        )
     assert built.recipe.limits == planned.recipe.limits
 
 

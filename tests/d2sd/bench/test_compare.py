@@ -23,9 +23,11 @@ def test_ratios_of_the_common_cells_with_marks() -> None:
     off = cell("off", *PROMPTS, wall_seconds=2.0)
     a = result(cell("d2sd", *better(2)), cell("chain", *PROMPTS), cell("chain", *PROMPTS, set="mbpp"), off)
     b = result(
-        off.model_copy(update={"wall_seconds": 4.0}), cell("chain", *better(3), wall_seconds=2.0),
-        cell("d2sd", *PROMPTS), cell("chain", *PROMPTS, set="mbpp"),
-    )  # fmt: skip
+        off.model_copy(update={"wall_seconds": 4.0}),
+        cell("chain", *better(3), wall_seconds=2.0),
+        cell("d2sd", *PROMPTS),
+        cell("chain", *PROMPTS, set="mbpp"),
+    )
     text = compare(a, b)
     assert lines(text) == [
         ["off", "1", "gsm8k", "0", "1", "6 of 6", "3.00", "3.00", "1.000", "1.000 – 1.000", "0.50"],

@@ -14,8 +14,12 @@ from d2sd.runtime.speculation.policy import make_policy
 
 def matrix(methods: list[str], **changes: Any) -> Matrix:
     axes: dict[str, Any] = {
-        "rows": [16, 64], "sets": ["a"], "temperatures": [0.0], "concurrencies": [1], "block_size": 8,
-    }  # fmt: skip
+        "rows": [16, 64],
+        "sets": ["a"],
+        "temperatures": [0.0],
+        "concurrencies": [1],
+        "block_size": 8,
+    }
     return Matrix(methods, **(axes | changes))
 
 
@@ -25,8 +29,13 @@ def trees(methods: list[str], **changes: Any) -> list[tuple[str, int]]:
 
 def test_methods_that_grow_have_every_budget_and_others_their_own() -> None:
     assert trees(["chain", "ddtree", "lookup", "auto"]) == [
-        ("off", 1), ("chain", 8), ("ddtree", 16), ("ddtree", 64), ("lookup", 8), ("auto", 64),
-    ]  # fmt: skip
+        ("off", 1),
+        ("chain", 8),
+        ("ddtree", 16),
+        ("ddtree", 64),
+        ("lookup", 8),
+        ("auto", 64),
+    ]
 
 
 def test_what_grows_is_what_a_larger_budget_gives_more_rows() -> None:
@@ -42,8 +51,13 @@ def test_what_grows_is_what_a_larger_budget_gives_more_rows() -> None:
 
 def test_a_method_may_name_its_budget() -> None:
     assert trees(["hybrid:8", "chain:4", "auto:32", "hybrid"]) == [
-        ("off", 1), ("hybrid", 8), ("chain", 4), ("auto", 32), ("hybrid", 16), ("hybrid", 64),
-    ]  # fmt: skip
+        ("off", 1),
+        ("hybrid", 8),
+        ("chain", 4),
+        ("auto", 32),
+        ("hybrid", 16),
+        ("hybrid", 64),
+    ]
 
 
 @pytest.mark.parametrize("methods", [["off"], ["off", "chain"], ["chain", "off"], []])
@@ -60,10 +74,14 @@ def test_plain_decoding_has_one_row_whatever_was_asked(written: str) -> None:
 @pytest.mark.parametrize(
     "twice",
     [
-        {"methods": ["ddtree", "ddtree"]}, {"methods": ["ddtree:16", "ddtree"]}, {"rows": [16, 64, 16]},
-        {"sets": ["a", "a"]}, {"temperatures": [0.0, 0.0]}, {"concurrencies": [1, 1]},
+        {"methods": ["ddtree", "ddtree"]},
+        {"methods": ["ddtree:16", "ddtree"]},
+        {"rows": [16, 64, 16]},
+        {"sets": ["a", "a"]},
+        {"temperatures": [0.0, 0.0]},
+        {"concurrencies": [1, 1]},
     ],
-)  # fmt: skip
+)
 def test_no_cell_is_there_twice(twice: dict[str, Any]) -> None:
     axes = {"methods": ["chain", "ddtree"]} | twice
     keys = list(matrix(**axes).keys())

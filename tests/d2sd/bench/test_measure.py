@@ -39,9 +39,12 @@ def engine_of(policy: PolicyName, concurrency: int = 2) -> Engine:
 
 
 def measured(
-    policy: PolicyName, concurrency: int = 2, *, plain: list[list[int]] | None = PLAIN,
+    policy: PolicyName,
+    concurrency: int = 2,
+    *,
+    plain: list[list[int]] | None = PLAIN,
     gap: Callable[[Request], float] = no_gap,
-) -> Cell:  # fmt: skip
+) -> Cell:
     return measure_cell(engine_of(policy, concurrency), key_of(policy, concurrency), NAMED, plain, gap)[0]
 
 
@@ -140,9 +143,7 @@ def test_differences_are_reported_with_their_gap(gap: float, excused: bool) -> N
         (1, 3, gap, excused),
         (3, 6, gap, excused),
     ]
-    assert [r.prompt for r in asked] == [
-        (*REQUESTS[1].prompt, *PLAIN[1][:3]), (*REQUESTS[3].prompt, *PLAIN[3][:6]),
-    ]  # fmt: skip
+    assert [r.prompt for r in asked] == [(*REQUESTS[1].prompt, *PLAIN[1][:3]), (*REQUESTS[3].prompt, *PLAIN[3][:6])]
     assert [r.sampling for r in asked] == [REQUESTS[1].sampling, REQUESTS[3].sampling]
 
 

@@ -14,12 +14,17 @@ from d2sd.policies import DrafterRole
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import make_policy
 
-RECIPE = Recipe.model_validate({
-    "d2sd": 1, "name": "qwen3-8b", "target": {"path": "t"}, "precision": "bf16",
-    "drafters": {"first": {"path": "f"}, "second": {"path": "s"}},
-    "tree": {"block_size": 16, "branches": 4, "row_budget": 64},
-    "limits": {"max_batch": 16, "max_context": 8192, "prefill_chunk": 512},
-})  # fmt: skip
+RECIPE = Recipe.model_validate(
+    {
+        "d2sd": 1,
+        "name": "qwen3-8b",
+        "target": {"path": "t"},
+        "precision": "bf16",
+        "drafters": {"first": {"path": "f"}, "second": {"path": "s"}},
+        "tree": {"block_size": 16, "branches": 4, "row_budget": 64},
+        "limits": {"max_batch": 16, "max_context": 8192, "prefill_chunk": 512},
+    }
+)
 
 
 def body(layers: int) -> BodyConfig:

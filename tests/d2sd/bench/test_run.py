@@ -114,8 +114,10 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
     trees |= {(name, 8) for name in ("auto", "reanchor", "d2sd", "ddtree", "hybrid")}
     assert {cell.key for cell in result.cells} == {
         Key(method, rows, "two", temperature, concurrency)
-        for method, rows in trees for temperature in (0.0, 1.0) for concurrency in (1, 2)
-    }  # fmt: skip
+        for method, rows in trees
+        for temperature in (0.0, 1.0)
+        for concurrency in (1, 2)
+    }
     for cell in result.cells:
         assert [one.id for one in cell.requests] == [f"{cell.set}-0", f"{cell.set}-1"]
         assert cell.differences == []
@@ -136,8 +138,12 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
     assert not list(out.rglob("*.partial"))
     assert result.provenance.bundle["name"] == "tiny"
     assert result.settings.model_dump() == {
-        "per_set": 2, "max_new_tokens": 6, "block_size": 4, "branches": 3, "seed": 0,
-    }  # fmt: skip
+        "per_set": 2,
+        "max_new_tokens": 6,
+        "block_size": 4,
+        "branches": 3,
+        "seed": 0,
+    }
 
 
 def _pictures(out: Path) -> list[str]:

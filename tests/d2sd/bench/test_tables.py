@@ -22,10 +22,15 @@ from tests.d2sd.bench.helpers import bins, cell, result
 
 PLAIN = {"verified_rows": 4, "nodes": 4, "steps": 4, "stage_seconds": {"verify": 0.4, "prefill": 9.0}}
 TREE = {
-    "verified_rows": 32, "nodes": 20, "merged": 6, "rescued": 1, "steps": 4,
+    "verified_rows": 32,
+    "nodes": 20,
+    "merged": 6,
+    "rescued": 1,
+    "steps": 4,
     "stage_seconds": {"verify": 1.0, "draft_first": 0.2},
-    "boundary_rank": {"0": 1, "1": 2, "none": 1}, "calibration": {"first": bins(b9=(10, 9.0, 8))},
-}  # fmt: skip
+    "boundary_rank": {"0": 1, "1": 2, "none": 1},
+    "calibration": {"first": bins(b9=(10, 9.0, 8))},
+}
 
 
 @pytest.fixture
@@ -66,10 +71,18 @@ def test_what_a_step_did(made: Result) -> None:
     columns = table.splitlines()[0].strip("| ").split(" | ")
     off, chain, tree = (dict(zip(columns, line, strict=True)) for line in body(table))
     assert tree == {
-        "method": "d2sd", "rows": "8", "τ by token": "**2.00**", "rows/step": "8.0", "rows/token": "4.0",
-        "nodes": "5.0", "merged": "1.5", "rescued": "25 %", "accepted by position": "0.75 0.12 0.12",
-        "cycle cost": "3.00", "speedup": "**4.00**",
-    }  # fmt: skip
+        "method": "d2sd",
+        "rows": "8",
+        "τ by token": "**2.00**",
+        "rows/step": "8.0",
+        "rows/token": "4.0",
+        "nodes": "5.0",
+        "merged": "1.5",
+        "rescued": "25 %",
+        "accepted by position": "0.75 0.12 0.12",
+        "cycle cost": "3.00",
+        "speedup": "**4.00**",
+    }
     assert (off["cycle cost"], off["speedup"], off["accepted by position"]) == ("1.00", "1.00", "–")
     assert (chain["cycle cost"], chain["speedup"]) == ("0.00", "3.00")
 

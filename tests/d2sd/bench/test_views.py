@@ -12,9 +12,15 @@ from tests.d2sd.bench.helpers import bins, cell, result
 
 def test_lines_stand_in_the_order_of_methods_and_then_of_rows() -> None:
     made = result(
-        cell("own", [1]), cell("hybrid", [1], rows=16), cell("d2sd", [1], rows=64), cell("d2sd", [1]),
-        cell("off", [1]), cell("chain", [1]), cell("lookup", [1], temperature=1.0), cell("auto", [1], concurrency=4),
-    )  # fmt: skip
+        cell("own", [1]),
+        cell("hybrid", [1], rows=16),
+        cell("d2sd", [1], rows=64),
+        cell("d2sd", [1]),
+        cell("off", [1]),
+        cell("chain", [1]),
+        cell("lookup", [1], temperature=1.0),
+        cell("auto", [1], concurrency=4),
+    )
     expected = [("off", 1), ("chain", 8), ("d2sd", 8), ("d2sd", 64), ("hybrid", 16), ("own", 8)]
     assert views.lines(made, 0.0, 1) == expected
     assert views.widest(made, 0.0, 1) == [line for line in expected if line != ("d2sd", 8)]
@@ -33,16 +39,37 @@ def test_sets_stand_in_the_order_of_measurement() -> None:
 def test_pooling_adds_everything_up() -> None:
     late = Difference(request=0, token=3, gap=0.5, excused=False)
     a = cell(
-        "d2sd", [1], [2], set="a", verified_rows=1, nodes=2, merged=3, rescued=4, steps=5, wall_seconds=6,
-        boundary_rank={"0": 1}, calibration={"first": bins(b1=(1, 0.1, 0))}, policies={"off": 1},
+        "d2sd",
+        [1],
+        [2],
+        set="a",
+        verified_rows=1,
+        nodes=2,
+        merged=3,
+        rescued=4,
+        steps=5,
+        wall_seconds=6,
+        boundary_rank={"0": 1},
+        calibration={"first": bins(b1=(1, 0.1, 0))},
+        policies={"off": 1},
         stage_seconds={"verify": 1.0},
-    )  # fmt: skip
+    )
     b = cell(
-        "d2sd", [3], set="b", verified_rows=10, nodes=20, merged=30, rescued=40, steps=50, wall_seconds=60,
-        boundary_rank={"0": 1, "none": 5}, policies={"off": 2, "d2sd": 1}, differences=[late],
+        "d2sd",
+        [3],
+        set="b",
+        verified_rows=10,
+        nodes=20,
+        merged=30,
+        rescued=40,
+        steps=50,
+        wall_seconds=60,
+        boundary_rank={"0": 1, "none": 5},
+        policies={"off": 2, "d2sd": 1},
+        differences=[late],
         calibration={"first": bins(b1=(2, 0.3, 1)), "second": bins(b9=(1, 1.0, 1))},
         stage_seconds={"verify": 2.0, "accept": 1.0},
-    )  # fmt: skip
+    )
     both = views.pool([a, b])
     assert both.key == ("d2sd", 8, "all", 0.0, 1)
     assert [r.id for r in both.requests] == ["a/0", "a/1", "b/0"]

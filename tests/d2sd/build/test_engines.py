@@ -117,10 +117,11 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "one twice": ({"engines": {"compute": ["sm89", "sm89"]}}, "sm89 twice"),
     "native of TensorRT-RTX": ({"engines": {"compute": ["native"]}}, "for tensorrt-rtx, which builds all but native"),
     "sm89 of classic TensorRT": (
-        {"engines": {"compute": ["sm89"], "builder": "tensorrt"}}, "for tensorrt, which builds native alone",
+        {"engines": {"compute": ["sm89"], "builder": "tensorrt"}},
+        "for tensorrt, which builds native alone",
     ),
     "FP8 without FP8": ({"engines": {"compute": ["sm89", "sm86"]}, "fp8": {}}, r"engines\.compute sm86 has no FP8"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("changes", "told"), WRONG.values(), ids=WRONG.keys())

@@ -23,9 +23,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import add_flex, edit_json, tree_bytes, write_project
 
-REQUESTS = [
-    Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2)),
-]  # fmt: skip
+REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
 
 
 @pytest.fixture
@@ -52,10 +50,8 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     manifest = load_manifest(bundle.path)
     parameters = sum(p.numel() for p in FLEXDRAFT.load(folder, torch.float32).parameters())
     assert {name: drafter.model_dump() for name, drafter in manifest.drafters.items()} == {
-        "flex": {
-            "num_layers": 1, "block_size": 4, "parameters": parameters, "split_layer": 2, "calibration_size": 8
-        },
-    }  # fmt: skip
+        "flex": {"num_layers": 1, "block_size": 4, "parameters": parameters, "split_layer": 2, "calibration_size": 8}
+    }
     greedy: Any = manifest.checks["greedy"]
     assert greedy["flex"]["equal_to_plain_decoding"] > 0
     kinds: tuple[Policy, ...] = ("off", "lookup", "flex", "auto", "chain", "hybrid")

@@ -122,8 +122,11 @@ def test_a_drafters_scales_are_the_largest_values_it_read(modelopt: ModelOpt) ->
     with torch.inference_mode():
         tensors, quantization, scales_of_inputs = quantize_drafter(modelopt, DFLASH, drafter, run)
     assert quantization.exclude == DFLASH.unquantized
-    fp8 = [f"layers.{i}.{n}" for i in range(2) for n in
-           ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")]  # fmt: skip
+    fp8 = [
+        f"layers.{i}.{n}"
+        for i in range(2)
+        for n in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+    ]
     scales = {f"{name}.{kind}_scale" for name in fp8 for kind in ("weight", "input")}
     assert tensors.keys() == weights.keys() | scales
     for name in fp8:

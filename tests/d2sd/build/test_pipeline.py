@@ -144,7 +144,7 @@ BAD = {
     "block size": Bad(on_both("second", "block_size", 8), ("second", "block_size", "8", "4", "tree.block_size")),
     "second is a first": Bad(on_dflash("second", "training_mode", "dflash"), ("training_mode",)),
     "first is a second": Bad(on_dflash("first", "training_mode", "vp_drafter"), ("first",)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("bad", BAD.values(), ids=BAD.keys())
@@ -182,8 +182,10 @@ def test_a_half_precision_bundle_has_arguments_for_tensorrt_llm(tmp_path: Path, 
     """Its drafter attention takes no fp32."""
     found = run(write_project(tmp_path / "half", precision="bf16"), out / "half")
     assert {name for name in found if name.startswith("trtllm/")} == {
-        "trtllm/llm_args.dflash.yaml", "trtllm/llm_args.d2sd.yaml", "trtllm/d2sd_trtllm/__init__.py",
-    }  # fmt: skip
+        "trtllm/llm_args.dflash.yaml",
+        "trtllm/llm_args.d2sd.yaml",
+        "trtllm/d2sd_trtllm/__init__.py",
+    }
     assert yaml.safe_load(found["trtllm/llm_args.dflash.yaml"])["speculative_config"]["max_draft_len"] == 3
     assert json.loads(found["manifest.json"])["files"].keys() >= {"trtllm/llm_args.dflash.yaml"}
     assert not [name for name in run(recipe, out / "full") if name.startswith("trtllm/")]

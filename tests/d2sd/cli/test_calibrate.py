@@ -30,9 +30,7 @@ def invoke(*arguments: object) -> Result:
 
 def calibrate(bundle: Path, out: Path, *arguments: object) -> Result:
     prompts = bundle.parent / "prompts.jsonl"
-    return invoke(
-        "calibrate", bundle, "--prompts", prompts, "--max-new-tokens", LENGTH, "--out", out, *arguments
-    )  # fmt: skip
+    return invoke("calibrate", bundle, "--prompts", prompts, "--max-new-tokens", LENGTH, "--out", out, *arguments)
 
 
 def built(recipe: Path, out: Path, *overrides: str) -> Path:
@@ -93,12 +91,15 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
             assert curves[policy][-1] == pytest.approx(tokens_a_step(loaded, policy, temperature), abs=1e-4)
             assert curves[policy][-1] > 1
     assert found.report.keys() == {
-        "prompts", "max_new_tokens",
+        "prompts",
+        "max_new_tokens",
         *(
             f"calibration error of {name} at T = {t}, {when}"
-            for name in ("first", "second") for t in (0, 1) for when in ("before", "after")
+            for name in ("first", "second")
+            for t in (0, 1)
+            for when in ("before", "after")
         ),
-    }  # fmt: skip
+    }
     assert (found.report["prompts"], found.report["max_new_tokens"]) == (4, LENGTH)
     for name, value in found.report.items():
         if name.endswith("after"):  # random drafters say much and know nothing

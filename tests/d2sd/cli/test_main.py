@@ -109,8 +109,13 @@ def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
     assert built.exit_code == 0, built.output
     assert built.stdout.strip() == str(tmp_path / "out")
     assert [line.split()[0] for line in built.stderr.splitlines() if " done after " in line] == [
-        "fetch", "target", "drafter_first", "drafter_second", "check", "manifest",
-    ]  # fmt: skip
+        "fetch",
+        "target",
+        "drafter_first",
+        "drafter_second",
+        "check",
+        "manifest",
+    ]
     shown = invoke(inspect, tmp_path / "out")
     assert shown.exit_code == 0
     for part in ("family llama", "precision      fp32", "branches 2, row budget 16", "role variable_prefix", "torch "):

@@ -72,9 +72,11 @@ def test_generate_takes_parameters_for_each_prompt(llm: LLM) -> None:
 
 def test_chat_applies_the_template_to_every_message(llm: LLM) -> None:
     conversation = [
-        {"role": "system", "content": "w1"}, USER, {"role": "assistant", "content": "w6"},
+        {"role": "system", "content": "w1"},
+        USER,
+        {"role": "assistant", "content": "w6"},
         {"role": "user", "content": "w8"},
-    ]  # fmt: skip
+    ]
     one = llm.chat(conversation, SamplingParams(max_tokens=4))
     assert [answer.prompt_token_ids for answer in one] == [[10, 1, 11, 5, 7, 12, 6, 11, 8, 12]]
     both = llm.chat([conversation, [USER]], SamplingParams(max_tokens=4))

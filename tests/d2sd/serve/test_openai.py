@@ -122,9 +122,13 @@ def test_sixteen_clients_get_the_answers_of_the_python_api(server: Running, llm:
 
     async def one(number: int) -> str:
         stream = await server.async_openai.completions.create(
-            model="tiny", prompt=prompts[number], temperature=params[number].temperature, seed=number,
-            max_tokens=6 + number, stream=True,
-        )  # fmt: skip
+            model="tiny",
+            prompt=prompts[number],
+            temperature=params[number].temperature,
+            seed=number,
+            max_tokens=6 + number,
+            stream=True,
+        )
         return "".join([chunk.choices[0].text async for chunk in stream])
 
     async def everyone() -> list[str]:
@@ -197,13 +201,20 @@ def test_logprobs_of_completions_have_offsets_into_the_text(server: Running) -> 
 @pytest.mark.parametrize(
     "extra",
     [
-        {"min_p": 0.2}, {"repetition_penalty": 1.4}, {"presence_penalty": 1.0}, {"frequency_penalty": 1.5},
-        {"logit_bias": {"56": -100, "18": 5.5}}, {"bad_words": ["w56"]}, {"min_tokens": 8},
-        {"stop_token_ids": [56, 18]}, {"ignore_eos": True}, {"top_k": 3, "top_p": 0.9},
+        {"min_p": 0.2},
+        {"repetition_penalty": 1.4},
+        {"presence_penalty": 1.0},
+        {"frequency_penalty": 1.5},
+        {"logit_bias": {"56": -100, "18": 5.5}},
+        {"bad_words": ["w56"]},
+        {"min_tokens": 8},
+        {"stop_token_ids": [56, 18]},
+        {"ignore_eos": True},
+        {"top_k": 3, "top_p": 0.9},
         {"stop": "w56", "include_stop_str_in_output": True},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_parameter_reaches_the_engine(server: Running, llm: LLM, extra: dict[str, Any]) -> None:
     body = {"prompt": "w5 w7", "temperature": 1.0, "seed": 2, "max_tokens": 12, "return_token_ids": True, **extra}
     found = server.http.post("/v1/completions", json=body).json()["choices"][0]

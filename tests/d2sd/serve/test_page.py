@@ -128,14 +128,22 @@ def test_the_page_shows_the_figures_of_an_answer() -> None:
     steps = [step(["a", "b", "c"], "hybrid", saved=1, by_second=True), step(["d"], "off"), step(["e", "f"], "hybrid")]
     (seen,), (sent,) = visit({"fields": FIELDS | {"policy": "hybrid"}, "text": streamed(*steps)})
     assert sent["body"] == {
-        "messages": [{"role": "user", "content": "Why?"}], "policy": "hybrid", "temperature": 0, "seed": 0,
+        "messages": [{"role": "user", "content": "Why?"}],
+        "policy": "hybrid",
+        "temperature": 0,
+        "seed": 0,
         "max_tokens": 96,
-    }  # fmt: skip
+    }
     figures = {name: seen[name] for name in ("answer", "count", "steps", "tau", "rescued", "mix", "number")}
     assert figures == {
-        "answer": "abcdef", "count": "6", "steps": "3", "tau": "2.00", "rescued": "33%", "mix": "hybrid 67%, off 33%",
+        "answer": "abcdef",
+        "count": "6",
+        "steps": "3",
+        "tau": "2.00",
+        "rescued": "33%",
+        "mix": "hybrid 67%, off 33%",
         "number": "3",
-    }  # fmt: skip
+    }
     assert seen["blocks"] == ["step saved by-second", "step", "step"]
     assert float(seen["rate"]) > 0 <= float(seen["seconds"])
     assert (seen["busy"], seen["idle"]) == ([True, False], [False, True])

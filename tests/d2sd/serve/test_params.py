@@ -134,12 +134,25 @@ WRONG: dict[tuple[str, ...], list[Any]] = {
 
 
 OUTSIDE: list[tuple[str, Any]] = [
-    ("seed", -1), ("seed", 2**64), ("n", 0), ("n", 129), ("max_tokens", 0), ("stop", ("a", "")), ("top_k", -2),
-    ("stop", "a\ud800"), ("bad_words", ["\udfff"]),
-    ("bad_words", ("",)), ("min_p", 2.0), ("repetition_penalty", -1.0), ("presence_penalty", 3.0),
-    ("frequency_penalty", -3.0), ("logit_bias", {1: 200.0}), ("min_tokens", -1), ("logprobs", 50),
+    ("seed", -1),
+    ("seed", 2**64),
+    ("n", 0),
+    ("n", 129),
+    ("max_tokens", 0),
+    ("stop", ("a", "")),
+    ("top_k", -2),
+    ("stop", "a\ud800"),
+    ("bad_words", ["\udfff"]),
+    ("bad_words", ("",)),
+    ("min_p", 2.0),
+    ("repetition_penalty", -1.0),
+    ("presence_penalty", 3.0),
+    ("frequency_penalty", -3.0),
+    ("logit_bias", {1: 200.0}),
+    ("min_tokens", -1),
+    ("logprobs", 50),
     ("prompt_logprobs", -1),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,11 @@ def worker(bundle: Path, work: Path, patch: pytest.MonkeyPatch) -> str:
         made = DynamoEngine(WorkerSettings("tiny"), lambda: (loaded, make_engine(loaded)), fakes.sdk())
         await made.start(1)
         sent = {
-            "token_ids": loaded.tokenizer(PROMPT).input_ids, "sampling_options": {}, "output_options": {},
+            "token_ids": loaded.tokenizer(PROMPT).input_ids,
+            "sampling_options": {},
+            "output_options": {},
             "stop_conditions": {"max_tokens": TOKENS},
-        }  # fmt: skip
+        }
         try:
             return [token async for chunk in made.generate(sent, fakes.Context()) for token in chunk["token_ids"]]
         finally:

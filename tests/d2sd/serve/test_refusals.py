@@ -151,10 +151,24 @@ def test_a_wrong_field_is_refused_by_its_name(server: Running, number: int) -> N
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b"null", b"5", b'"text"', b'{"messages": [', b"\xff\xfe", b'{"a":' * 3000, b"[" * 15000,
-     b'{"max_tokens": ' + b"9" * 6000 + b"}", b'{"messages": NaN}', b"a=b", "{\"prompt\": \"\u00e9".encode("utf-16")],
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"5",
+        b'"text"',
+        b'{"messages": [',
+        b"\xff\xfe",
+        b'{"a":' * 3000,
+        b"[" * 15000,
+        b'{"max_tokens": ' + b"9" * 6000 + b"}",
+        b'{"messages": NaN}',
+        b"a=b",
+        '{"prompt": "\u00e9'.encode("utf-16"),
+    ],
     ids=range(14),
-)  # fmt: skip
+)
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"])
 def test_a_body_that_is_no_object_is_refused(server: Running, body: bytes, path: str) -> None:
     is_error(server.http.post(path, content=body, headers={"content-type": "application/json"}), 400)
@@ -163,15 +177,35 @@ def test_a_body_that_is_no_object_is_refused(server: Running, body: bytes, path:
 
 @pytest.mark.parametrize(
     "change",
-    [{"prompt": None}, {"prompt": []}, {"prompt": [[]]}, {"prompt": ""}, {"prompt": [5, "w5"]}, {"prompt": [-1]},
-     {"prompt": [64]}, {"prompt": [[5], [10**30]]}, {"prompt": [5.0]}, {"prompt": [True]}, {"prompt": ["w5"] * 9},
-     {"prompt": ["w5", ""]}, {"prompt": "w5 " * 70}, {"prompt": "\ud800"}, {"echo": 1}, {"suffix": "x"},
-     {"messages": [USER]}, {"max_tokens": 0}, {"echo": True, "logprobs": 1, "stream": True},
-     {"echo": True, "logprobs": 1, "prompt_logprobs": 1}, {"echo": True, "logprobs": 21},
-     {"echo": True, "max_tokens": -1}, {"echo": True, "prompt": [64], "max_tokens": 0},
-     {"echo": True, "prompt": [10**30]}, {"echo": True, "prompt": []}],
+    [
+        {"prompt": None},
+        {"prompt": []},
+        {"prompt": [[]]},
+        {"prompt": ""},
+        {"prompt": [5, "w5"]},
+        {"prompt": [-1]},
+        {"prompt": [64]},
+        {"prompt": [[5], [10**30]]},
+        {"prompt": [5.0]},
+        {"prompt": [True]},
+        {"prompt": ["w5"] * 9},
+        {"prompt": ["w5", ""]},
+        {"prompt": "w5 " * 70},
+        {"prompt": "\ud800"},
+        {"echo": 1},
+        {"suffix": "x"},
+        {"messages": [USER]},
+        {"max_tokens": 0},
+        {"echo": True, "logprobs": 1, "stream": True},
+        {"echo": True, "logprobs": 1, "prompt_logprobs": 1},
+        {"echo": True, "logprobs": 21},
+        {"echo": True, "max_tokens": -1},
+        {"echo": True, "prompt": [64], "max_tokens": 0},
+        {"echo": True, "prompt": [10**30]},
+        {"echo": True, "prompt": []},
+    ],
     ids=range(25),
-)  # fmt: skip
+)
 def test_a_wrong_prompt_is_refused(server: Running, change: dict[str, Any]) -> None:
     body = json.dumps(TEXT | change)
     is_error(server.http.post("/v1/completions", content=body, headers={"content-type": "application/json"}), 400)
@@ -222,8 +256,13 @@ def test_the_client_raises_openais_errors(server: Running) -> None:
 
 def test_keys(tiny_bundle: Path) -> None:
     with serving(tiny_bundle, api_keys=("secret", "other")) as server:
-        for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret"},
-                        {"authorization": "Basic secret"}, {"authorization": "Bearer"}):  # fmt: skip
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"authorization": "Basic secret"},
+            {"authorization": "Bearer"},
+        ):
             for path in ("/v1/models", "/metrics", "/version", "/tokenize", "/nothing", "/v1/chat/completions"):
                 error = is_error(server.http.get(path, headers=headers), 401)
                 assert error["code"] == "invalid_api_key"
@@ -308,8 +347,25 @@ def test_deadlines_and_a_failed_engine(tiny_bundle: Path) -> None:
 @pytest.mark.timeout(300)
 def test_a_thousand_random_bodies(server: Running) -> None:
     generator = random.Random(5)
-    names = ["messages", "prompt", "temperature", "n", "seed", "stop", "stream", "max_tokens", "top_k", "model",
-             "deadline", "stream_options", "user", "logprobs", "tools", "response_format", "logit_bias"]  # fmt: skip
+    names = [
+        "messages",
+        "prompt",
+        "temperature",
+        "n",
+        "seed",
+        "stop",
+        "stream",
+        "max_tokens",
+        "top_k",
+        "model",
+        "deadline",
+        "stream_options",
+        "user",
+        "logprobs",
+        "tools",
+        "response_format",
+        "logit_bias",
+    ]
 
     def value(depth: int = 0) -> Any:
         kind = generator.randrange(11)

@@ -65,10 +65,7 @@ def request(number: int) -> tuple[str, SamplingParams]:
     return prompt, SamplingParams(temperature=number % 2, seed=number, max_tokens=3 + number % 4)
 
 
-@pytest.mark.parametrize(
-    ("policy", "count"),
-    [("off", 24), pytest.param("hybrid", 200, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize(("policy", "count"), [("off", 24), pytest.param("hybrid", 200, marks=pytest.mark.slow)])
 def test_eight_threads_get_the_answers_of_serial_calls(tiny_bundle: Path, policy: Any, count: int) -> None:
     requests = [request(number) for number in range(count)]
     with LLM(tiny_bundle, policy=policy, max_batch=8) as llm:

@@ -12,8 +12,13 @@ from d2sd.serve.tools import ToolCall, parse_tool_calls, tool_grammar
 from tests.runtime.grammar.test_guidance import fits
 from tests.runtime.grammar.tokens import guidance
 
-CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"],
-        "additionalProperties": False, "$defs": {"city": {"enum": ["Oslo", "Rome"]}}}  # fmt: skip
+CITY = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/city"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"city": {"enum": ["Oslo", "Rome"]}},
+}
 TOOLS = [
     {"type": "function", "function": {"name": "get_weather", "parameters": CITY}},
     {"type": "function", "function": {"name": "now", "description": "the time"}},
@@ -79,12 +84,12 @@ def test_refusals(tools: Any, choice: Any, where: str) -> None:
         ('<tool_call>{"name": "f"}</tool_call>', "", [("f", {})]),
         (NOW[:-4], "", [("now", {})]),
         ('<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
-        ('<tool_call>[1]</tool_call>', '<tool_call>[1]</tool_call>', []),
+        ("<tool_call>[1]</tool_call>", "<tool_call>[1]</tool_call>", []),
         ('<tool_call>{"name": 5}</tool_call>', '<tool_call>{"name": 5}</tool_call>', []),
         (f"<tool_call> no {NOW}", "<tool_call> no", [("now", {})]),
         ("<tool_call>" + "[" * 20_000, "<tool_call>" + "[" * 20_000, []),
     ],
-)  # fmt: skip
+)
 def test_parsing(text: str, rest: str, calls: list[tuple[str, Any]]) -> None:
     found_rest, found = parse_tool_calls(text)
     assert found_rest == rest

@@ -37,9 +37,25 @@ from tests.convert.helpers import write_project
 from tests.tiny import random_tree
 
 HOSTILE = [
-    "<script>alert(1)</script>", "]]>", "&amp;", '"\'>', "</svg>", "</a></div>", "<!--", "\x00\x1b\x7f", "\ud800",
-    "\ufffe", "\u202e", "e\u0301", "\u0301", "日本語", "🙂", " \n\t\r", "", "x" * 300,
-]  # fmt: skip
+    "<script>alert(1)</script>",
+    "]]>",
+    "&amp;",
+    "\"'>",
+    "</svg>",
+    "</a></div>",
+    "<!--",
+    "\x00\x1b\x7f",
+    "\ud800",
+    "\ufffe",
+    "\u202e",
+    "e\u0301",
+    "\u0301",
+    "日本語",
+    "🙂",
+    " \n\t\r",
+    "",
+    "x" * 300,
+]
 OFF, LOOKUP, DDTREE, D2SD = Off(1), Lookup(4), DDTree(16), D2SDPolicy(16, 1)
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -186,9 +202,13 @@ def test_the_terminal_draws_the_same_step() -> None:
     lines = capture.get().splitlines()
     assert lines[0] == "'t0' ✓ anchor"
     assert [line.strip("│├└─ ") for line in lines[1:]] == [
-        "'t1' ✓ first draft", "'t2'  first draft", "'t3'  first draft", "'t4' ✓ branch 1", "'t5' ✓ branch 1",
+        "'t1' ✓ first draft",
+        "'t2'  first draft",
+        "'t3'  first draft",
+        "'t4' ✓ branch 1",
+        "'t5' ✓ branch 1",
         "'t9' bonus",
-    ]  # fmt: skip
+    ]
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
@@ -266,9 +286,14 @@ def test_marks_say_who_drafted_and_what_became_of_it() -> None:
     root = ET.fromstring(standalone(rescued(), "Step 1 of 2").encode())
     groups = {g.findtext(f"{SVG}text"): g for g in root.iter(f"{SVG}g") if g.find(f"{SVG}title") is not None}
     assert {text: g.get("class") for text, g in groups.items()} == {
-        "t0": "anchor", "t1": "first yes", "t2": "first miss", "t3": "first", "t4": "second yes", "t5": "second yes",
+        "t0": "anchor",
+        "t1": "first yes",
+        "t2": "first miss",
+        "t3": "first",
+        "t4": "second yes",
+        "t5": "second yes",
         "t9": "bonus",
-    }  # fmt: skip
+    }
     told = groups["t4"].findtext(f"{SVG}title")
     assert told == "'t4'\nbranch 1 of the second pass, accepted\nprobability given its parent: 50.0%"
     assert [text.text for text in groups["t4"].iter(f"{SVG}text")] == ["t4", "50%"]

@@ -26,9 +26,7 @@ def evaluation(drafter: str, method: str, *accepted: int, drafts: bool = True) -
 
 FIRST = Curve("first", STEPS, [(2, [evaluation("first", "chain", 3, 1)]), (4, [evaluation("first", "chain", 4, 2)])])
 SECOND = Curve(
-    "second",
-    STEPS[:3],
-    [(3, [evaluation("second", "reanchor", 2, drafts=False), evaluation("second", "d2sd", 4)])],
+    "second", STEPS[:3], [(3, [evaluation("second", "reanchor", 2, drafts=False), evaluation("second", "d2sd", 4)])]
 )
 
 

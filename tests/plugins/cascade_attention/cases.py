@@ -129,21 +129,21 @@ EXACT = {
 }
 KERNELS = (
     Kernel(
-        cascade_attention_kernel, ("out", "partial", "lse", "arrived"), {case.name: case.launch for case in compiled()},
-        reads_back=("partial", "lse", "arrived"), touched=attention_touched,
+        cascade_attention_kernel,
+        ("out", "partial", "lse", "arrived"),
+        {case.name: case.launch for case in compiled()},
+        reads_back=("partial", "lse", "arrived"),
+        touched=attention_touched,
     ),
     Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
     Kernel(attention_kernel, ("out", "lse"), EXACT),
     Kernel(
-        merge_splits_kernel, ("out",),
-        {"exact merge D=128": partial(attend_exactly, "bf16", "bf16", 128, tree=True)},
+        merge_splits_kernel, ("out",), {"exact merge D=128": partial(attend_exactly, "bf16", "bf16", 128, tree=True)}
     ),
     Kernel(
-        key_order_kernel, ("order",),
-        {
-            f"key order {columns}": partial(exact.key_order_triton, some("u1", 2, 64, columns))
-            for columns in (64, 1024)
-        },
+        key_order_kernel,
+        ("order",),
+        {f"key order {columns}": partial(exact.key_order_triton, some("u1", 2, 64, columns)) for columns in (64, 1024)},
     ),
-)  # fmt: skip
+)
 CHECKS = {"mask": Check("pack_mask", "layers.test_masks_pack", (33,), barriers=False)}

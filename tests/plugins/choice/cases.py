@@ -32,7 +32,7 @@ def pool_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
     return {
         "logits": rows * looked * logits.element_size(),
         "ids": 0 if ids is None else rows * values["POOLP"] * ids.element_size(),
-    }, 0  # fmt: skip
+    }, 0
 
 
 DRAFTS = {
@@ -45,17 +45,17 @@ SAMPLED = {f"{vocab}": partial(choose, vocab, True) for vocab in VOCABULARIES}
 KERNELS = (
     Kernel(segments_kernel, ("maxima", "partial"), {f"segments {name}": run for name, run in DRAFTS.items()}),
     Kernel(
-        pool_kernel, ("tokens", "logprob"), {f"pool {name}": run for name, run in DRAFTS.items()},
-        touched=pool_touched,
+        pool_kernel, ("tokens", "logprob"), {f"pool {name}": run for name, run in DRAFTS.items()}, touched=pool_touched
     ),
     Kernel(
-        scores_kernel, ("partial",),
+        scores_kernel,
+        ("partial",),
         {f"scores of {name}": run for name, run in GREEDY.items()}
         | {f"scores of {name} sampled": run for name, run in SAMPLED.items()},
     ),
     Kernel(threshold_kernel, ("threshold",), {f"filters of {name}": run for name, run in SAMPLED.items()}),
     Kernel(combine_kernel, ("chosen",), {f"combine {name}": run for name, run in GREEDY.items()}),
-)  # fmt: skip
+)
 CHECKS = {
     "noise": Check("noise", "choices.test_noise_keeps_its_digits_at_both_ends", barriers=False),
     "choice": Check("threshold scores combine", "choices.test_choice", (3, 63, "TOP")),

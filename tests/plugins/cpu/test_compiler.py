@@ -82,9 +82,12 @@ def test_a_library_is_built_once(compiled: list[list[str]], tmp_path: Path, monk
 
 @pytest.mark.parametrize("home", [True, False])
 def test_without_a_cache_that_can_be_written_a_private_folder_is_used_until_exit(
-    home: bool, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    home: bool,
+    compiled: list[list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("no home")
 

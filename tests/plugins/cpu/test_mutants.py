@@ -14,29 +14,35 @@ from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
 from tests.plugins.cpu.test_linear import TYPES
 from tests.plugins.cpu.test_linear import test_bits_of_a_row_do_not_depend_on_other_rows as linear
 
-pytestmark = [
-    pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"),
-    pytest.mark.slow,
-]
+pytestmark = [pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"), pytest.mark.slow]
 
 #: File, what is replaced, by what, and whether the test of linear layers must notice or that of whole layers.
 MUTANTS = {
     "tiles of many rows round products first": (
-        "linear.h", "sums[m][i] = fma_native(value, w[i], sums[m][i]);",
-        "sums[m][i] = rows > 2 ? (native)(value * w[i] + sums[m][i]) : fma_native(value, w[i], sums[m][i]);", "linear",
+        "linear.h",
+        "sums[m][i] = fma_native(value, w[i], sums[m][i]);",
+        "sums[m][i] = rows > 2 ? (native)(value * w[i] + sums[m][i]) : fma_native(value, w[i], sums[m][i]);",
+        "linear",
     ),
     "a second thread starts at another sum": (
-        "linear.h", "finish(to, sum, gate, row, count, panel * PANEL);",
-        "if (share->thread) sum[0] += 1e-6f; finish(to, sum, gate, row, count, panel * PANEL);", "linear",
+        "linear.h",
+        "finish(to, sum, gate, row, count, panel * PANEL);",
+        "if (share->thread) sum[0] += 1e-6f; finish(to, sum, gate, row, count, panel * PANEL);",
+        "linear",
     ),
     "new rows from the last to the first": (
-        "attention.h", "(keys)->seen[i_]", "(keys)->seen[(keys)->count - 1 - i_]", "layers",
-    ),
-    "weights summed apart in pages": (
-        "attention.h", "sum += *weights;", "sum += *weights; if (k->count > 1 && j == 0) sum += splat(1e-6f);",
+        "attention.h",
+        "(keys)->seen[i_]",
+        "(keys)->seen[(keys)->count - 1 - i_]",
         "layers",
     ),
-}  # fmt: skip
+    "weights summed apart in pages": (
+        "attention.h",
+        "sum += *weights;",
+        "sum += *weights; if (k->count > 1 && j == 0) sum += splat(1e-6f);",
+        "layers",
+    ),
+}
 
 
 @pytest.fixture

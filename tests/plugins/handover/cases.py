@@ -21,9 +21,10 @@ def end(size: int) -> None:
 
 KERNELS = (
     Kernel(
-        begin_kernel, ("new_anchor", "new_context_len", "new_active"),
+        begin_kernel,
+        ("new_anchor", "new_context_len", "new_active"),
         {f"handover to {size}": partial(begin, size) for size in (1, 32)},
     ),
     Kernel(end_kernel, ("state",), {f"handover of {size}": partial(end, size) for size in (1, 32)}),
-)  # fmt: skip
+)
 CHECKS = {"handover": Check("begin end", "handover.test_handover", (5, 3, 4), barriers=False)}

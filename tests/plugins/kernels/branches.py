@@ -24,10 +24,11 @@ __all__ = ["specification", "stable_topk"]
 #: Slots, branches, node budget, vocabulary: all merge and few do; more room than nodes, and less.
 SIZES = (
     (5, 3, 13, 2),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (1, 1, 3, 1), (4, 4, 5, 3), (7, 2, 40, 2), (15, 4, 64, 3), (6, 7, 1, 2), (8, 5, 130, 4),
-    )),
-)  # fmt: skip
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((1, 1, 3, 1), (4, 4, 5, 3), (7, 2, 40, 2), (15, 4, 64, 3), (6, 7, 1, 2), (8, 5, 130, 4))
+    ),
+)
 
 
 def round_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +136,9 @@ def tree_of(anchor: int, first: Draft, branches: Branches, second: Draft, row: i
         "branch_id": [nodes[key][2] for key in kept] + [0] * padding,
         "score": [nodes[key][3] for key in kept] + [-math.inf] * padding,
         "valid": [True] * len(kept) + [False] * padding,
-        "attn_mask": [
-            [i == j if max(i, j) >= len(kept) else sees[i][j] for j in range(budget)] for i in range(budget)
-        ],
+        "attn_mask": [[i == j if max(i, j) >= len(kept) else sees[i][j] for j in range(budget)] for i in range(budget)],
         "num_merged": sum(len(path) for path, _ in candidates) - len(nodes),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize(("slots", "count", "budget", "vocab"), SIZES)

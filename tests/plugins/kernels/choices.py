@@ -141,9 +141,19 @@ def test_filters_keep_the_set_of_the_specification(vocab: int, params: SamplingP
     used = there(sampling)
     threshold = there(torch.empty(4, dtype=torch.int32))
     threshold_kernel[(4,)](
-        there(logits), used.temperature, used.min_p, used.top_k, used.top_p, threshold, vocab,
-        ROWS=1, BLOCK=1024, MIN_P=sampling.any_min_p, TOP_K=sampling.any_top_k, TOP_P=sampling.any_top_p,
-    )  # fmt: skip
+        there(logits),
+        used.temperature,
+        used.min_p,
+        used.top_k,
+        used.top_p,
+        threshold,
+        vocab,
+        ROWS=1,
+        BLOCK=1024,
+        MIN_P=sampling.any_min_p,
+        TOP_K=sampling.any_top_k,
+        TOP_P=sampling.any_top_p,
+    )
     scaled = logits.float() / params.temperature
     kept = apply_filters(scaled, sampling) > float("-inf")
     found = (_ascending(scaled) >= threshold.cpu()[:, None]) & (scaled > float("-inf"))
@@ -202,9 +212,19 @@ def test_filters_that_are_off_keep_everything_beside_one_that_is_on() -> None:
     sampling = sampling_of([SamplingParams(1.0, seed=4), SamplingParams(1.0, top_p=0.5, top_k=4, min_p=0.5)], 300)
     used, threshold = there(sampling), there(torch.empty(2, dtype=torch.int32))
     threshold_kernel[(2,)](
-        there(logits), used.temperature, used.min_p, used.top_k, used.top_p, threshold, 300,
-        ROWS=1, BLOCK=1024, MIN_P=True, TOP_K=True, TOP_P=True,
-    )  # fmt: skip
+        there(logits),
+        used.temperature,
+        used.min_p,
+        used.top_k,
+        used.top_p,
+        threshold,
+        300,
+        ROWS=1,
+        BLOCK=1024,
+        MIN_P=True,
+        TOP_K=True,
+        TOP_P=True,
+    )
     kept = _ascending(logits) >= threshold.cpu()[:, None]
     assert kept[0].all()
     assert kept[1].nonzero().flatten().tolist() == [7]

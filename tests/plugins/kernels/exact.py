@@ -141,27 +141,32 @@ def check_product(dtype: torch.dtype = torch.float16) -> None:
 #: Of which module, what is replaced by what: results stay right, their order comes to depend on the call.
 MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
     "many rows start at another input": (
-        linear, "        known = start",
+        linear,
+        "        known = start",
         "        start = (start + tl.where(rows > 7, BLOCK_K, 0)) % (tl.cdiv(IN, BLOCK_K) * BLOCK_K)\n"
         "        known = start",
         check_product,
     ),
     "the place in a tile changes the order": (
-        linear, "a, b = a.to(tl.float32), b.to(tl.float32)",
+        linear,
+        "a, b = a.to(tl.float32), b.to(tl.float32)",
         "a, b = tl.where((row % 2 == 0)[:, None], a.to(tl.float32), a.to(tl.float32) * (1 + 2e-7)), b.to(tl.float32)",
         check_product,
     ),
     "a lone row's keys from the last to the first": (
-        exact_kernel, "            committed, rank =",
+        exact_kernel,
+        "            committed, rank =",
         "            position += tl.where(rows > 1, 0, BLOCK_N - 1 - 2 * tl.arange(0, BLOCK_N))\n"
         "            committed, rank =",
         check_attention,
     ),
     "splits of as many positions as there are rows": (
-        exact_kernel, "    begin = split * SPAN\n    end = begin + SPAN",
-        "    share = SPAN - 32 * (rows > 1)\n    begin = split * share\n    end = begin + share", check_attention,
+        exact_kernel,
+        "    begin = split * SPAN\n    end = begin + SPAN",
+        "    share = SPAN - 32 * (rows > 1)\n    begin = split * share\n    end = begin + share",
+        check_attention,
     ),
-}  # fmt: skip
+}
 
 
 @SLOW

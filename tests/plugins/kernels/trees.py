@@ -29,15 +29,14 @@ from tests.plugins.on_kernels import run_kernels
 #: Candidates, slots, budget: none merges, all merge; more room than nodes, and less; no power of two anywhere.
 MERGES = (
     (5, 6, 13),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in (
-        (1, 1, 1), (1, 5, 3), (3, 4, 20), (8, 7, 40), (2, 16, 64), (5, 3, 130),
-    )),
-)  # fmt: skip
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in ((1, 1, 1), (1, 5, 3), (3, 4, 20), (8, 7, 40), (2, 16, 64), (5, 3, 130))
+    ),
+)
 #: Slots, width, branches, rows. The children of the last one are sorted in two parts.
 SMALL_GROWTHS = (0, 2, 0, 4), (3, 3, 3, 13)
-GROWTHS = (
-    (1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (2, 20, 0, 130),
-)  # fmt: skip
+GROWTHS = ((1, 1, 0, 1), (3, 4, 0, 10), (4, 3, 3, 21), (5, 5, 6, 64), (2, 16, 2, 33), (6, 2, 4, 7), (2, 20, 0, 130))
 
 
 @pytest.fixture(autouse=True)
@@ -144,11 +143,7 @@ def test_growth(slots: int, width: int, count: int, rows: int, ties: bool, monke
         (2, (3, 2, 3), (1, 2, 0), 9),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                (4, (3, 2, 1), (2, 0, 3), 21),
-                (5, (16, 1, 4, 2), (7, 0, 2, 1), 64),
-                (2, (8, 1), (0, 5), 130),
-            )
+            for case in ((4, (3, 2, 1), (2, 0, 3), 21), (5, (16, 1, 4, 2), (7, 0, 2, 1), 64), (2, (8, 1), (0, 5), 130))
         ),
     ],
 )

@@ -27,9 +27,14 @@ def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> 
     columns = (queries + 2 * KV_HEADS) * size
     one, factors = some("fp32", 2), (some(kind, 2, columns), some("fp32", 2, 3))
     given = Heads(
-        queries, KV_HEADS, size, 1e-6, None if context else some(kind, size), some(kind, 2, size),
+        queries,
+        KV_HEADS,
+        size,
+        1e-6,
+        None if context else some(kind, size),
+        some(kind, 2, size),
         *((*factors, one, one) if fp8 else ()),
-    )  # fmt: skip
+    )
     table, kept = some(kind, ROWS, size // 2), some(kind, 2, ROWS, KV_HEADS, size)
     ops.qk_norm_rope(some("fp32" if fp8 else kind, 2, ROWS, columns), table, table, given, kept, kept)
 
@@ -59,23 +64,27 @@ PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", 
 KERNELS = (
     Kernel(linear_kernel, ("out",), PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)}),
     Kernel(
-        kernel.add_rms_norm_kernel, ("total", "out"),
+        kernel.add_rms_norm_kernel,
+        ("total", "out"),
         NORMS | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)},
     ),
     Kernel(kernel.qk_norm_rope_kernel, ("q", "k", "v"), HEADS),
     Kernel(
-        kernel.silu_mul_kernel, ("out",),
+        kernel.silu_mul_kernel,
+        ("out",),
         {name: partial(gate, kind, fp8=fp8) for name, (kind, fp8) in named("silu*up").items()},
     ),
     Kernel(
-        kernel.rope_tables_kernel, ("cos", "sin"),
+        kernel.rope_tables_kernel,
+        ("cos", "sin"),
         {"rope tables": lambda: ops.rope_tables(some("i64", 2), some("fp32", 64), 1.0, TYPES["bf16"])},
     ),
     Kernel(
-        kernel.quantize_kernel, ("out",),
+        kernel.quantize_kernel,
+        ("out",),
         {"quantize bf16 to fp8": lambda: ops.quantize(some("bf16", 2, 4096), some("fp32"))},
     ),
-)  # fmt: skip
+)
 CHECKS = {
     "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
     "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),

@@ -8,12 +8,7 @@ from typing import Any
 from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
 from d2sd.plugins.trees.triton.accept import accept_kernel
-from d2sd.plugins.trees.triton.branches import (
-    blocks_kernel,
-    boundaries_kernel,
-    branches_kernel,
-    mask_rejected_kernel,
-)
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
 from tests.plugins.cases import TYPES, Check, Kernel, some
@@ -81,12 +76,14 @@ def rejected_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], in
 
 KERNELS = (
     Kernel(
-        grow_kernel, (*COLUMNS, "scratch"),
+        grow_kernel,
+        (*COLUMNS, "scratch"),
         {f"grow {nodes} of {n} sources": partial(grow, nodes, n) for nodes in (64, 1024) for n in (1, 2, 3)},
         reads_back=("scratch",),
     ),
     Kernel(
-        candidates_kernel, COLUMNS,
+        candidates_kernel,
+        COLUMNS,
         {
             f"merge {count}x{size} to {nodes}": partial(merge, count, size, nodes)
             for count, size, nodes in ((8, 16, 64), (16, 16, 256), (8, 128, 1024))
@@ -95,24 +92,29 @@ KERNELS = (
     ),
     Kernel(chain_kernel, COLUMNS, {f"chain {nodes}": partial(chain, nodes) for nodes in (16, 128)}),
     Kernel(
-        accept_kernel, ("path", "accepted", "packed"),
+        accept_kernel,
+        ("path", "accepted", "packed"),
         {f"accept {nodes}": partial(accept, nodes) for nodes in (64, 1024)},
     ),
     Kernel(
-        boundaries_kernel, ("prefix_len", "rejected"),
+        boundaries_kernel,
+        ("prefix_len", "rejected"),
         {f"boundaries {count}": partial(boundaries, count) for count in (4, 15)},
     ),
     Kernel(blocks_kernel, ("blocks",), {f"blocks {count}": partial(blocks, count) for count in (4, 15)}),
     Kernel(
-        branches_kernel, COLUMNS, {f"branches {count} to 64": partial(branch, count) for count in (4, 15)},
+        branches_kernel,
+        COLUMNS,
+        {f"branches {count} to 64": partial(branch, count) for count in (4, 15)},
         reads_back=("parent", "depth"),
     ),
     Kernel(
-        mask_rejected_kernel, ("logits",),
+        mask_rejected_kernel,
+        ("logits",),
         {"rejected tokens of ids": partial(reject, ids=True), "rejected tokens": partial(reject, ids=False)},
         touched=rejected_touched,
     ),
-)  # fmt: skip
+)
 CHECKS = {
     "chain": Check("chain", "trees.test_chain", (5,)),
     "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),

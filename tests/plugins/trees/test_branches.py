@@ -151,9 +151,12 @@ def restarts(generator: torch.Generator, first: Draft, count: int) -> Branches:
 @COMPILED
 @settings(max_examples=60, deadline=None)
 @given(
-    **SIZES, branches=st.sampled_from([0, 0, 3, 7]), copies=st.sampled_from([0, 2]),
-    nodes=st.sampled_from([2, 5, 12, 33]), seed=st.integers(0, 999),
-)  # fmt: skip
+    **SIZES,
+    branches=st.sampled_from([0, 0, 3, 7]),
+    copies=st.sampled_from([0, 2]),
+    nodes=st.sampled_from([2, 5, 12, 33]),
+    seed=st.integers(0, 999),
+)
 def test_trees_and_acceptance(
     batch: int, slots: int, width: int, branches: int, copies: int, nodes: int, seed: int
 ) -> None:

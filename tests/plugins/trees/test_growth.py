@@ -74,8 +74,14 @@ def test_the_likelier_of_equal_children_stays_and_of_equals_the_earlier_lane_s()
     copy = draft_of([[[(2, B)], [(3, A)]]])
     tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy)], 64)
     assert [(node.path, node.branch_id) for node in nodes_of(tree, 0)] == [
-        ((0,), 0), ((0, 1), 0), ((0, 2), 1), ((0, 1, 3), 0), ((0, 2, 3), 0), ((0, 1, 4), 0), ((0, 2, 4), 0),
-    ]  # fmt: skip
+        ((0,), 0),
+        ((0, 1), 0),
+        ((0, 2), 1),
+        ((0, 1, 3), 0),
+        ((0, 2, 3), 0),
+        ((0, 1, 4), 0),
+        ((0, 2, 4), 0),
+    ]
 
 
 def test_a_source_behind_nodes_alone_proposes_nothing_elsewhere() -> None:
@@ -118,9 +124,12 @@ def test_as_large_as_it_is_served(seed: int) -> None:
     length = torch.tensor([[len(p) for p in paths] for paths in kept])
     tokens = torch.tensor([[[*p, *[0] * (7 - len(p))] for p in paths] for paths in kept])
     made = Passes(
-        batch_of([5] * 3, [0] * 3, [0] * 3), (0, 0, 0), draft_of(firsts),
-        Branches(tokens, length, torch.full_like(length, -1)), draft_of(seconds),
-    )  # fmt: skip
+        batch_of([5] * 3, [0] * 3, [0] * 3),
+        (0, 0, 0),
+        draft_of(firsts),
+        Branches(tokens, length, torch.full_like(length, -1)),
+        draft_of(seconds),
+    )
     tree = grown(made, 64)
     for row in range(3):
         found = nodes_of(tree, row)
@@ -136,18 +145,28 @@ def test_by_hand() -> None:
     """A path goes on as the deepest branch it has passed says, from where it has passed it."""
     first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)], [(5, A), (6, C)]]])
     branches = Branches(torch.tensor([[[1, 9, 9], [1, 4, 9]]]), torch.tensor([[1, 2]]), torch.tensor([[-1, -1]]))
-    second = draft_of([[
-        [[NONSENSE] * 2, [(4, A), (7, B)], [(8, A), (9, C)]],
-        [[NONSENSE] * 2, [NONSENSE] * 2, [(10, A), (11, B)]],
-    ]])  # fmt: skip
+    second = draft_of(
+        [[[[NONSENSE] * 2, [(4, A), (7, B)], [(8, A), (9, C)]], [[NONSENSE] * 2, [NONSENSE] * 2, [(10, A), (11, B)]]]]
+    )
     tree = best_first_tree(torch.tensor([0]), sources_of(first, branches, second), 64)
     branch_id = {node.path: node.branch_id for node in nodes_of(tree, 0)}
     assert branch_id == {
-        (0,): 0, (0, 1): 0, (0, 2): 0,
-        (0, 1, 4): 1, (0, 1, 7): 1, (0, 2, 3): 0, (0, 2, 4): 0,
-        (0, 1, 4, 10): 2, (0, 1, 4, 11): 2, (0, 1, 7, 8): 1, (0, 1, 7, 9): 1,
-        (0, 2, 3, 5): 0, (0, 2, 3, 6): 0, (0, 2, 4, 5): 0, (0, 2, 4, 6): 0,
-    }  # fmt: skip
+        (0,): 0,
+        (0, 1): 0,
+        (0, 2): 0,
+        (0, 1, 4): 1,
+        (0, 1, 7): 1,
+        (0, 2, 3): 0,
+        (0, 2, 4): 0,
+        (0, 1, 4, 10): 2,
+        (0, 1, 4, 11): 2,
+        (0, 1, 7, 8): 1,
+        (0, 1, 7, 9): 1,
+        (0, 2, 3, 5): 0,
+        (0, 2, 3, 6): 0,
+        (0, 2, 4, 5): 0,
+        (0, 2, 4, 6): 0,
+    }
 
 
 def test_a_branch_that_keeps_nothing_or_everything_adds_nothing() -> None:

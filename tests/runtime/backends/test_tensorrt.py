@@ -86,11 +86,13 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
     pages = torch.zeros(5, PAGE, body.num_kv_heads, body.head_dim)
     whole = torch.zeros(batch, rows, dtype=torch.int32)
     return {
-        "embedded": torch.ones(batch, rows, body.hidden_size), "positions": whole.clone(),
-        "attn_mask": torch.full((batch, rows, 1), 1, dtype=torch.int32), "page_table": whole[:, :1].clone(),
+        "embedded": torch.ones(batch, rows, body.hidden_size),
+        "positions": whole.clone(),
+        "attn_mask": torch.full((batch, rows, 1), 1, dtype=torch.int32),
+        "page_table": whole[:, :1].clone(),
         "context_len": torch.zeros(batch, dtype=torch.int32),
         **{f"{kind}_pages_{layer}": pages.clone() for kind in "kv" for layer in range(body.num_layers)},
-    }  # fmt: skip
+    }
 
 
 # -- the loop ----------------------------------------------------------------------------------------------------------
@@ -317,10 +319,16 @@ def test_engines_of_elsewhere(target: EngineFile, changes: dict[str, Any], found
 @pytest.mark.parametrize(
     ("compute", "capability", "other"),
     [
-        ("sm89", (8, 9), None), ("sm89", (9, 0), "8.9"), ("sm120", (12, 0), None), ("sm120", (12, 1), "12.0"),
-        ("sm80", (8, 6), "8.0"), ("portable", (9, 0), None), ("portable", (7, 5), None), ("native", (9, 0), None),
+        ("sm89", (8, 9), None),
+        ("sm89", (9, 0), "8.9"),
+        ("sm120", (12, 0), None),
+        ("sm120", (12, 1), "12.0"),
+        ("sm80", (8, 6), "8.0"),
+        ("portable", (9, 0), None),
+        ("portable", (7, 5), None),
+        ("native", (9, 0), None),
     ],
-)  # fmt: skip
+)
 def test_what_runs_where(compute: str, capability: tuple[int, int], other: str | None) -> None:
     assert incompatibility(compute, capability) == other
 

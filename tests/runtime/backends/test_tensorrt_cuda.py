@@ -61,11 +61,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     profiles = {name: make_profiles(RECIPE, "tensorrt-rtx", model.config) for name, model in models.items()}
     jobs = [
         Job(
-            graph=str(folder / f"{name}.onnx"), engine=str(folder / f"{name}.engine"),
-            report=str(folder / f"{name}.json"), builder="tensorrt-rtx", compute=PORTABLE, profiles=profiles[name],
+            graph=str(folder / f"{name}.onnx"),
+            engine=str(folder / f"{name}.engine"),
+            report=str(folder / f"{name}.json"),
+            builder="tensorrt-rtx",
+            compute=PORTABLE,
+            profiles=profiles[name],
         )
         for name in models
-    ]  # fmt: skip
+    ]
     reports = build_engines(jobs, folder / "scratch", at_once=len(jobs))
     built = {
         name: EngineFile(Path(job.engine), job.builder, report.version, VERSION, job.compute, profiles[name])

@@ -22,9 +22,18 @@ from tests.runtime.helpers import BLOCK, honest, make_engine
 
 #: Operators whose result has the shape of its data, or is a number on the host.
 READS = {
-    "_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "nonzero_numpy", "masked_select", "bincount",
-    "unique_consecutive", "unique_dim", "_unique2",
-}  # fmt: skip
+    "_local_scalar_dense",
+    "item",
+    "is_nonzero",
+    "equal",
+    "nonzero",
+    "nonzero_numpy",
+    "masked_select",
+    "bincount",
+    "unique_consecutive",
+    "unique_dim",
+    "_unique2",
+}
 
 
 Kernels = list[tuple[str, tuple[tuple[int, ...], ...]]]  # operators, and the shapes they take and give
@@ -112,10 +121,20 @@ GREEDY, HOT, NARROW, LOADED = (
     SamplingParams(temperature=1.0, seed=1),
     SamplingParams(temperature=0.7, top_p=0.9, seed=2),
     SamplingParams(
-        temperature=0.7, top_p=0.9, top_k=9, min_p=0.01, seed=2, repetition_penalty=1.2, presence_penalty=0.5,
-        frequency_penalty=0.5, logit_bias={3: 1.0}, bad_words_token_ids=((1, 2), (3,)), min_tokens=3, logprobs=2,
+        temperature=0.7,
+        top_p=0.9,
+        top_k=9,
+        min_p=0.01,
+        seed=2,
+        repetition_penalty=1.2,
+        presence_penalty=0.5,
+        frequency_penalty=0.5,
+        logit_bias={3: 1.0},
+        bad_words_token_ids=((1, 2), (3,)),
+        min_tokens=3,
+        logprobs=2,
     ),
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("policy", NAMES)

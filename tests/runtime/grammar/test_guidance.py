@@ -34,8 +34,10 @@ def test_json_schema() -> None:
     assert not fits(grammar, '{"a": "x"}')
     assert not fits(grammar, '{"a":  31}')  # weak models would write nothing but spaces
     assert not fits(grammar, '{"b": 1}')
-    assert fits(guidance().json_schema(json.dumps(schema | {"x-guidance": {"whitespace_flexible": True}}), "json"),
-                '{\n  "a":  31\n}')  # fmt: skip
+    assert fits(
+        guidance().json_schema(json.dumps(schema | {"x-guidance": {"whitespace_flexible": True}}), "json"),
+        '{\n  "a":  31\n}',
+    )
 
 
 def test_regex_and_lark() -> None:
@@ -83,17 +85,42 @@ def test_a_walker_returns_to_where_it_began() -> None:
 
 
 REFUSED = {
-    "regex": ("(", "[", "(?=a)b", r"a\1", "a" * (MAX_LENGTH + 1), "\ud800",
-              "(a{1000}){1000}", "a{1000000}", "b{40}(a{1000}){1000}", "[^\\s\\S]"),
+    "regex": (
+        "(",
+        "[",
+        "(?=a)b",
+        r"a\1",
+        "a" * (MAX_LENGTH + 1),
+        "\ud800",
+        "(a{1000}){1000}",
+        "a{1000000}",
+        "b{40}(a{1000}){1000}",
+        "[^\\s\\S]",
+    ),
     "lark": ("", "start: nope", "start: /(/", "rule: 'a'"),
     "json_schema": (
-        "", "[1]", "null", "{", '{"type": "nope"}', '{"$ref": "http://x/y"}', "false", '{"oneOf": [{}, {}]}',
-        '{"a": "\ud800"}', "[" * 30_000, '{"type": "string", "format": "nope"}', '{"$ref": "#/$defs/a"}',
-        json.dumps({"anyOf": [{"items": {"maxItems": MAX_ITEMS + 1}}]}), '{"minItems": 1e9}', '{"minItems": 1e400}',
-        json.dumps({"maxItems": 10**400}), json.dumps({"minItems": 10**4000}), '{"minItems": ' + "9" * 9000 + "}",
-        '{"$ref": "#"}', '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
+        "",
+        "[1]",
+        "null",
+        "{",
+        '{"type": "nope"}',
+        '{"$ref": "http://x/y"}',
+        "false",
+        '{"oneOf": [{}, {}]}',
+        '{"a": "\ud800"}',
+        "[" * 30_000,
+        '{"type": "string", "format": "nope"}',
+        '{"$ref": "#/$defs/a"}',
+        json.dumps({"anyOf": [{"items": {"maxItems": MAX_ITEMS + 1}}]}),
+        '{"minItems": 1e9}',
+        '{"minItems": 1e400}',
+        json.dumps({"maxItems": 10**400}),
+        json.dumps({"minItems": 10**4000}),
+        '{"minItems": ' + "9" * 9000 + "}",
+        '{"$ref": "#"}',
+        '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}',
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(("kind", "text"), [(k, t) for k, texts in REFUSED.items() for t in texts], ids=lambda t: t[:9])
@@ -119,7 +146,7 @@ HOSTILE = {
     "all": json.dumps({"allOf": [{"properties": {"p": {"type": "string", "pattern": f".*{i}.*"}}} for i in range(30)]}),
     "power": json.dumps({"type": "string", "pattern": "^(.*a){20}.{200}$"}),
     "states": json.dumps({"type": "string", "pattern": "^(a|b)*a(a|b){1000}$"}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
@@ -199,8 +226,9 @@ def test_a_byte_level_tokenizer_whose_decoder_begins_with_byte_fallback() -> Non
     definition = json.loads(tokenizer().backend_tokenizer.to_str())
     fallback = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     definition["decoder"] = {
-        "type": "Sequence", "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, fallback, definition["decoder"]],
-    }  # fmt: skip
+        "type": "Sequence",
+        "decoders": [{"type": "ByteFallback"}, {"type": "Fuse"}, fallback, definition["decoder"]],
+    }
     mixed = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(definition)), eos_token="<end>")
     assert mixed.decode(list(ids("a b"))) == "a b"
     grammar = GuidanceTokenizer(mixed, frozenset({END}), vocab_size()).regex("a b é", "regex")

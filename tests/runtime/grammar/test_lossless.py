@@ -35,18 +35,25 @@ def requests() -> tuple[Request, ...]:
     """Greedy and sampled, five with a grammar and three without; answers that end, and that the limit cuts."""
     tool = guidance()
     grammars = (
-        tool.json_schema(json.dumps(SCHEMA), "json"), None, tool.regex("[a-f]{3,9}(-[0-9]{2}){2}", "regex"),
-        tool.lark('start: "yes" | "no, never" | "maybe"', "choice"), None,
-        tool.json_schema('{"type": "object"}', "json"), None, tool.regex("[a-z ]+", "regex"),
-    )  # fmt: skip
+        tool.json_schema(json.dumps(SCHEMA), "json"),
+        None,
+        tool.regex("[a-f]{3,9}(-[0-9]{2}){2}", "regex"),
+        tool.lark('start: "yes" | "no, never" | "maybe"', "choice"),
+        None,
+        tool.json_schema('{"type": "object"}', "json"),
+        None,
+        tool.regex("[a-z ]+", "regex"),
+    )
     return tuple(
         Request(
-            ids(["Who?", '{"a": 1}', "2024"][n % 3]), 24,
+            ids(["Who?", '{"a": 1}', "2024"][n % 3]),
+            24,
             SamplingParams([0.0, 1.0, 0.8][n % 3], [1.0, 0.9][n % 2], [0, 0, 40][n % 3], seed=n + 1),
-            frozenset({END}), grammar=grammar,
+            frozenset({END}),
+            grammar=grammar,
         )
         for n, grammar in enumerate(grammars)
-    )  # fmt: skip
+    )
 
 
 @cache

@@ -46,11 +46,14 @@ def second_turns() -> tuple[Request, ...]:
     turns = first_turns()
     return tuple(
         Request(
-            (*turn.prompt, *answer(turn), *ids("? ")), 14, SamplingParams(n % 2, seed=n + 101), frozenset({END}),
+            (*turn.prompt, *answer(turn), *ids("? ")),
+            14,
+            SamplingParams(n % 2, seed=n + 101),
+            frozenset({END}),
             grammar=turns[n - 1].grammar,
         )
         for n, turn in enumerate(turns)
-    )  # fmt: skip
+    )
 
 
 @cache

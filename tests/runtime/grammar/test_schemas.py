@@ -203,11 +203,13 @@ def test_answers_are_in_their_language(policy: PolicyName, seed: int) -> None:
     tool = guidance()
     requests = [
         Request(
-            ids(dice.choice(["x", "{", "[1"])), 50, SamplingParams(temperature=dice.choice([0, 1, 1.5]), seed=n + 1),
+            ids(dice.choice(["x", "{", "[1"])),
+            50,
+            SamplingParams(temperature=dice.choice([0, 1, 1.5]), seed=n + 1),
             grammar=tool.regex(form, "regex") if isinstance(form, str) else tool.json_schema(json.dumps(form), "json"),
         )
         for n, form in enumerate(forms)
-    ]  # fmt: skip
+    ]
     engine = make_engine(runner(seed), policy, max_batch=16)
     ended = 0
     for form, sequence in zip(forms, engine.generate(requests), strict=True):

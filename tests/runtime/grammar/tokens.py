@@ -17,9 +17,13 @@ END, SPECIAL = 2, 1
 EXTRA = 5
 
 _TEXTS = [
-    '{"name": "Ann", "age": 31, "tags": ["a", "b"]}', '{"city": "Rome", "open": true, "size": null}', "[1, 2, 3]",
-    "yes no maybe red green blue", "2024-01-31", '{"name":"get_weather","arguments":{"city":"Oslo"}}',
-]  # fmt: skip
+    '{"name": "Ann", "age": 31, "tags": ["a", "b"]}',
+    '{"city": "Rome", "open": true, "size": null}',
+    "[1, 2, 3]",
+    "yes no maybe red green blue",
+    "2024-01-31",
+    '{"name":"get_weather","arguments":{"city":"Oslo"}}',
+]
 
 
 @cache
@@ -28,9 +32,11 @@ def tokenizer() -> Any:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=310, special_tokens=["<pad>", "<special>", "<end>"], show_progress=False,
+        vocab_size=310,
+        special_tokens=["<pad>", "<special>", "<end>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     made.train_from_iterator(_TEXTS * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
 

@@ -170,11 +170,19 @@ def test_almost_no_temperature_is_greedy(temperature: float) -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", math.nan), ("temperature", -0.1), ("temperature", math.inf), ("temperature", 100.0),
-        ("top_p", math.nan), ("top_p", 0.0), ("top_p", 1.01), ("top_p", -1.0),
-        ("top_k", -2), ("seed", -1), ("seed", 2**64),
+        ("temperature", math.nan),
+        ("temperature", -0.1),
+        ("temperature", math.inf),
+        ("temperature", 100.0),
+        ("top_p", math.nan),
+        ("top_p", 0.0),
+        ("top_p", 1.01),
+        ("top_p", -1.0),
+        ("top_k", -2),
+        ("seed", -1),
+        ("seed", 2**64),
     ],
-)  # fmt: skip
+)
 def test_parameters_out_of_range(field: str, value: float) -> None:
     with pytest.raises(RequestError, match=field) as caught:
         SamplingParams(**{field: value})  # type: ignore[arg-type]
@@ -214,12 +222,7 @@ def exact(kind: SamplingParams) -> dict[tuple[int, ...], float]:
     def behind(a: int, b: int, place: int) -> Iterator[tuple[int, float]]:
         yield from allowed(logits()[a, b, place].tolist(), kind).items()
 
-    return {
-        (a, b, c): p * q * r
-        for a, p in behind(0, 0, 0)
-        for b, q in behind(a, 0, 1)
-        for c, r in behind(a, b, 2)
-    }  # fmt: skip
+    return {(a, b, c): p * q * r for a, p in behind(0, 0, 0) for b, q in behind(a, 0, 1) for c, r in behind(a, b, 2)}
 
 
 @cache

@@ -134,9 +134,13 @@ def test_order_is_that_of_vllm() -> None:
 def test_company_changes_no_bit() -> None:
     """Next to a request that uses everything, a plain one's logits pass through as they are."""
     loud = SamplingParams(
-        repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.0, logit_bias={2: 5.0},
-        bad_words_token_ids=((1,), (3, 4)), min_tokens=9,
-    )  # fmt: skip
+        repetition_penalty=1.5,
+        presence_penalty=1.0,
+        frequency_penalty=1.0,
+        logit_bias={2: 5.0},
+        bad_words_token_ids=((1,), (3, 4)),
+        min_tokens=9,
+    )
     texts = [Text([1, 2, 3], 1, frozenset({6})), Text([3, 3, 3, 3], 2, frozenset({6}))]
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(0))
     sampling = Sampling.of([loud, SamplingParams()], VOCAB, "cpu", texts)
@@ -173,8 +177,10 @@ params_strategy = st.builds(
 )
 texts_strategy = st.builds(
     lambda prompt, answer, stops: Text([*prompt, *answer], len(prompt), frozenset(stops)),
-    st.lists(tokens, min_size=1, max_size=3), st.lists(tokens, max_size=4), st.lists(st.integers(-1, 9), max_size=3),
-)  # fmt: skip
+    st.lists(tokens, min_size=1, max_size=3),
+    st.lists(tokens, max_size=4),
+    st.lists(st.integers(-1, 9), max_size=3),
+)
 
 
 def changed(params: SamplingParams, text: Text, logits: list[float]) -> list[float]:

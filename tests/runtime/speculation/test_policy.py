@@ -132,12 +132,7 @@ def test_static_facts(
 ) -> None:
     """Merged trees have no more rows than their candidates can fill; grown ones take all they are given."""
     policy = make_policy(name, block_size=4, branches=2, row_budget=64)
-    assert (policy.name, policy.drafters, policy.first_pass, policy.second_pass) == (
-        name,
-        drafters,
-        first,
-        second,
-    )
+    assert (policy.name, policy.drafters, policy.first_pass, policy.second_pass) == (name, drafters, first, second)
     assert (policy.topk, policy.num_branches, policy.num_nodes) == (width, count, rows)
     tight = make_policy(name, block_size=4, branches=2, row_budget=3)
     assert (tight.num_nodes, tight.num_branches) == (min(3, rows), count)
@@ -162,10 +157,16 @@ def test_d2sd_by_hand() -> None:
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
     nodes = nodes_of(policy.build(batch, sources_of(first, branches, second)), 0)
     assert [(n.path[1:], n.branch_id) for n in nodes] == [
-        ((), 0), ((2,), 0), ((2, 3), 0), ((2, 3, 4), 0),
-        ((9,), 1), ((9, 8), 1), ((9, 8, 7), 1),
-        ((2, 6), 2), ((2, 6, 5), 2),
-    ]  # fmt: skip
+        ((), 0),
+        ((2,), 0),
+        ((2, 3), 0),
+        ((2, 3, 4), 0),
+        ((9,), 1),
+        ((9, 8), 1),
+        ((9, 8, 7), 1),
+        ((2, 6), 2),
+        ((2, 6, 5), 2),
+    ]
     chances = [math.exp(n.score) for n in nodes]
     assert chances == pytest.approx([1, 1 / 2, 1 / 8, 1 / 8, 1 / 4, 1 / 8, 1 / 16, 3 / 16, 3 / 32])
 

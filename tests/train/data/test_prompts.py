@@ -90,9 +90,18 @@ def test_a_turn_behind_another_opening_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ["not JSON", "[]", '"dropped"', '{"id": "a"}', '{"id": 1, "text": "How"}', '{"id": "a", "text": null}',
-             '{"id": "a", "dropped": 1}', '{"text": "How"}']
-)  # fmt: skip
+    "line",
+    [
+        "not JSON",
+        "[]",
+        '"dropped"',
+        '{"id": "a"}',
+        '{"id": 1, "text": "How"}',
+        '{"id": "a", "text": null}',
+        '{"id": "a", "dropped": 1}',
+        '{"text": "How"}',
+    ],
+)
 def test_a_line_that_is_no_turn_is_named(tmp_path: Path, line: str) -> None:
     write(tmp_path, 2, Turn("b", "One."))
     with (tmp_path / "turns-2.jsonl").open("a") as out:

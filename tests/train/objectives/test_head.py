@@ -102,9 +102,12 @@ def test_values_equal_the_formulas(twin: Twin) -> None:
     assert stats.guess.dtype == torch.int64
     for row in range(16):
         expected = by_hand(
-            given.hidden[row].double().tolist(), given.target_hidden[row].double().tolist(),
-            int(given.labels[row]), given.head, int(given.forbidden[row]),
-        )  # fmt: skip
+            given.hidden[row].double().tolist(),
+            given.target_hidden[row].double().tolist(),
+            int(given.labels[row]),
+            given.head,
+            int(given.forbidden[row]),
+        )
         for name, value in expected.items():
             assert float(getattr(stats, name)[row]) == pytest.approx(value, rel=1e-5, abs=1e-6), (row, name)
     raised = given.head.logits(given.hidden, given.forbidden).argmax(-1)
@@ -123,9 +126,12 @@ def test_gradients_equal_central_differences(twin: Twin) -> None:
         def total(moved: list[float], row: int = row) -> float:
             assert given.forbidden is not None
             found = by_hand(
-                moved, given.target_hidden[row].double().tolist(), int(given.labels[row]), given.head,
+                moved,
+                given.target_hidden[row].double().tolist(),
+                int(given.labels[row]),
+                given.head,
                 int(given.forbidden[row]),
-            )  # fmt: skip
+            )
             return sum(float(upstream[i, row]) * found[name] for i, name in enumerate(WITH_GRADIENT))
 
         for place in range(5):

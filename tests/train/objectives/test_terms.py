@@ -85,9 +85,12 @@ def slot_term(name: str, p: list[float], q: list[float], label: int, frozen: lis
     overlap = sum(map(min, p, q))
     share = math.exp(-3 * sum(map(min, p, frozen)))
     return {
-        "ce": -math.log(q[label]), "kl": kl, "tv": 1 - overlap, "nla": -math.log(overlap),
+        "ce": -math.log(q[label]),
+        "kl": kl,
+        "tv": 1 - overlap,
+        "nla": -math.log(overlap),
         "lk": share * kl + (1 - share) * (1 - overlap),
-    }[name]  # fmt: skip
+    }[name]
 
 
 def by_loops(name: str, kind: Objective, given: Blocks, drafter: Logits, frozen: Logits) -> float:

@@ -56,9 +56,12 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
     monkeypatch.setattr(Trainer, "__init__", noted)
     files = trained(project)
     assert files.keys() == {
-        ".d2sd-run.json", "calibration.json", "curves.png", "evaluation.json",
+        ".d2sd-run.json",
+        "calibration.json",
+        "curves.png",
+        "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
-    }  # fmt: skip
+    }
     (trainer,) = made  # the ready one is not trained
     assert isinstance(trainer.first, Drafter)
     ready, first, second = (DFLASH.load(project / path, torch.float32) for path in ("ready", "out/first", "out/second"))

@@ -151,8 +151,10 @@ def test_layer_ids_that_are_off_by_one_are_named_with_the_right_ones(
     )
     assert re.search(rf"{rises} {word} one\.", built.stderr)
     for line in (
-        f"where: {project / name / 'config.json'}: dflash_config.target_layer_ids", f"found: {ids}", "expected: [1, 2]",
-    ):  # fmt: skip
+        f"where: {project / name / 'config.json'}: dflash_config.target_layer_ids",
+        f"found: {ids}",
+        "expected: [1, 2]",
+    ):
         assert line in built.stderr
     assert not out.exists()
 
@@ -283,7 +285,7 @@ def config(**changes: Any) -> DrafterConfig:
         (tokenizer(60, {"<|MASK|>": 59}), 64, [59, 60, 63]),  # SpecForge adds one
         (tokenizer(60, {"<|MASK|>": 59}, mask=58, pad=7, eos=7), 64, [58, 60, 7, 63]),
     ],
-)  # fmt: skip
+)
 def test_masks_come_from_where_trainers_take_them(known: Any, vocab: int, masks: list[int]) -> None:
     found, _ = candidate_configs(config(vocab_size=vocab, mask_token_id=1), known)
     assert [reading.mask for reading in found] == [1, 1, 1, *masks]

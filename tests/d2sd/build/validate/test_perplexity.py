@@ -12,11 +12,7 @@ from d2sd.modeling.decoder import Decoder
 from tests.tiny import full_logits, tiny_decoder
 
 #: A template of 7 8 … 9, words of two or three tokens, an answer.
-TEXTS = [
-    Text([7, 8, 20, 21, 9, 30, 31, 32], 5),
-    Text([7, 8, 22, 23, 24, 9, 33], 6),
-    Text([7, 8, 25, 26, 9, 34, 35], 5),
-]
+TEXTS = [Text([7, 8, 20, 21, 9, 30, 31, 32], 5), Text([7, 8, 22, 23, 24, 9, 33], 6), Text([7, 8, 25, 26, 9, 34, 35], 5)]
 
 
 def distribution(target: Decoder, before: list[int]) -> list[float]:

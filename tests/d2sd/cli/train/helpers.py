@@ -22,9 +22,16 @@ PROMPTS = 9
 STOP = 37
 TEMPLATE = "{% for m in messages %}w60 {{ m['content'] }} w61 {% endfor %}{% if add_generation_prompt %}w62 {% endif %}"
 SETTINGS: dict[str, Any] = {
-    "steps": 4, "objective": {"ce": 0.3, "kl": 0.7}, "batch": 2, "blocks": 4, "learning_rate": 5e-3,
-    "save_every": 2, "evaluate_every": 3, "frequent": 32, "negatives": 8,
-}  # fmt: skip
+    "steps": 4,
+    "objective": {"ce": 0.3, "kl": 0.7},
+    "batch": 2,
+    "blocks": 4,
+    "learning_rate": 5e-3,
+    "save_every": 2,
+    "evaluate_every": 3,
+    "frequent": 32,
+    "negatives": 8,
+}
 
 
 def write_training(folder: Path) -> Path:
@@ -104,10 +111,14 @@ def read(project: Path) -> list[Response]:
 
 def bundled(finished: Path, calibration: str | None) -> Path:
     recipe = {
-        "d2sd": 1, "name": "tiny", "target": {"path": "target"}, "limits": {"max_context": 64},
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
+        "limits": {"max_context": 64},
         "drafters": {"first": {"path": "out/first"}, "second": {"path": "out/second"}, "calibration": calibration},
-        "tree": {"block_size": 4, "branches": 3}, "sampling": {"max_new_tokens": 8},
-    }  # fmt: skip
+        "tree": {"block_size": 4, "branches": 3},
+        "sampling": {"max_new_tokens": 8},
+    }
     (finished / "bundle.yaml").write_text(yaml.safe_dump(recipe))
     ended = CliRunner().invoke(main, ["build", f"{finished}/bundle.yaml", "--out", f"{finished}/bundle"])
     assert ended.exit_code == 0, ended.output + repr(ended.exception)

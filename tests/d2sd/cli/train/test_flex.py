@@ -43,12 +43,19 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     files = trained(project)
     assert sorted(files) == [
         MARKER,
-        "calibration.json", "curves.png", "evaluation.json",
+        "calibration.json",
+        "curves.png",
+        "evaluation.json",
         *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
-    ]  # fmt: skip
+    ]
     assert [(row["step"], "cells" in row) for row in rows(project, "flex.jsonl")] == [
-        (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
-    ]  # fmt: skip
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+        (4, False),
+        (4, True),
+    ]
     found = json.loads(files["evaluation.json"])
     assert found["methods"]["flex"]["rows"] == 4
     target = load_target(project / "work" / "target" / "target", torch.float32)
@@ -59,11 +66,14 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert head.calibration.outer.weight.any()
 
     recipe = {
-        "d2sd": 1, "name": "tiny", "target": {"path": "target"},
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
         "drafters": {"flex": {"path": "out/flex"}, "calibration": {"path": "out/calibration.json"}},
-        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8}, "limits": {"max_context": 64},
+        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
+        "limits": {"max_context": 64},
         "sampling": {"max_new_tokens": 8},
-    }  # fmt: skip
+    }
     (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
     ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/bundle"])
     assert ended.exit_code == 0, ended.output + repr(ended.exception)

@@ -33,9 +33,12 @@ from tests.tiny import greedy_text, tiny_decoder
 
 def test_the_pair(whole: Path) -> None:
     assert sorted(tree_bytes(whole / "out")) == [
-        MARKER, "calibration.json", "curves.png", "evaluation.json",
+        MARKER,
+        "calibration.json",
+        "curves.png",
+        "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
-    ]  # fmt: skip
+    ]
     drafters = []
     for role in (DrafterRole.FIRST, DrafterRole.SECOND):
         folder = whole / "out" / role.key
@@ -51,8 +54,13 @@ def test_the_log_has_every_step_once(whole: Path) -> None:
     for name, methods in (("first", {"chain"}), ("second", {"reanchor", "d2sd"})):
         found = rows(whole, f"{name}.jsonl")
         assert [(row["step"], "cells" in row) for row in found] == [
-            (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
-        ]  # fmt: skip
+            (1, False),
+            (2, False),
+            (3, False),
+            (3, True),
+            (4, False),
+            (4, True),
+        ]
         for row in found:
             assert row["seconds"] > 0
             if "cells" in row:
@@ -98,10 +106,25 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
     assert len(said["prompts"]) == 2
     assert said["settings"]["second"]["steps"] == 4
     (finished / "held.jsonl").write_text("\n".join(texts[name] for name in said["prompts"]) + "\n")
-    ended = CliRunner().invoke(main, [
-        "bench", str(bundled(finished, None)), "--prompts", f"{finished}/held.jsonl", "--temperatures", "0",
-        "--methods", "chain,reanchor,d2sd", "--rows", "64", "--max-new-tokens", "8", "--out", f"{finished}/bench",
-    ])  # fmt: skip
+    ended = CliRunner().invoke(
+        main,
+        [
+            "bench",
+            str(bundled(finished, None)),
+            "--prompts",
+            f"{finished}/held.jsonl",
+            "--temperatures",
+            "0",
+            "--methods",
+            "chain,reanchor,d2sd",
+            "--rows",
+            "64",
+            "--max-new-tokens",
+            "8",
+            "--out",
+            f"{finished}/bench",
+        ],
+    )
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
     last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
@@ -140,8 +163,12 @@ def test_without_a_second_drafter(finished: Path) -> None:
     edit(finished, "second", ...)
     shutil.rmtree(finished / "out")
     assert {name.split("/")[0] for name in trained(finished)} == {
-        MARKER, "first", "calibration.json", "curves.png", "evaluation.json",
-    }  # fmt: skip
+        MARKER,
+        "first",
+        "calibration.json",
+        "curves.png",
+        "evaluation.json",
+    }
     assert json.loads((finished / "out" / "evaluation.json").read_text())["methods"].keys() == {"chain", "reanchor"}
     assert load_calibration(finished / "out" / "calibration.json").drafters.keys() == {"first"}
 
@@ -183,13 +210,21 @@ def test_bars_end_where_they_said(project: Path, monkeypatch: pytest.MonkeyPatch
         patch.setattr(Trainer, "_update", nth_time(Trainer._update, 4))
         assert train(project).exit_code == 130
     assert [(what, total) for what, total, _ in told if what in ("turns", "answers", "features")] == [
-        ("turns", 8), ("answers", len(rows(project, "answers.jsonl"))), ("features", len(read(project))),
-    ]  # fmt: skip
+        ("turns", 8),
+        ("answers", len(rows(project, "answers.jsonl"))),
+        ("features", len(read(project))),
+    ]
     trained(project)
     trained(project)
     assert {what for what, _, _ in told} >= {
-        "prompts", "answers", "features", "training first", "training second", "evaluating chain", "evaluating d2sd",
-    }  # fmt: skip
+        "prompts",
+        "answers",
+        "features",
+        "training first",
+        "training second",
+        "evaluating chain",
+        "evaluating d2sd",
+    }
     assert [(what, total, done) for what, total, done in told if total is not None and done != total] == []
 
 

@@ -57,9 +57,13 @@ FAST = {"answering", "training the first", "saving the second", "evaluating the 
     [pytest.param(*point, id=at, marks=[] if at in FAST else pytest.mark.slow) for at, point in POINTS.items()],
 )
 def test_interrupted_anywhere_it_ends_in_the_same_bytes(
-    finished: Path, expected: dict[str, bytes], monkeypatch: pytest.MonkeyPatch,
-    undone: list[str], name: str, number: int,
-) -> None:  # fmt: skip
+    finished: Path,
+    expected: dict[str, bytes],
+    monkeypatch: pytest.MonkeyPatch,
+    undone: list[str],
+    name: str,
+    number: int,
+) -> None:
     """Also while answering, when answers come in another order: what follows was made of those of `whole`."""
     for what in undone:
         undo(finished, what)
@@ -78,7 +82,11 @@ def test_interrupted_anywhere_it_ends_in_the_same_bytes(
 def test_killed_by_the_kernel_in_the_middle_of_training_it_resumes(finished: Path, expected: dict[str, bytes]) -> None:
     undo(finished, "first")
     killed = subprocess.run(
-        [sys.executable, script(finished, """
+        [
+            sys.executable,
+            script(
+                finished,
+                """
 calls = []
 def update(self):
     calls.append(None)
@@ -86,17 +94,26 @@ def update(self):
         os.kill(os.getpid(), signal.SIGKILL)
     return real(self)
 real, Trainer._update = Trainer._update, update
-""")],
-        check=False, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+""",
+            ),
+        ],
+        check=False,
+        capture_output=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert (finished / "work" / "first" / "state.safetensors").is_file()
     with (finished / "work" / "first.jsonl").open("a") as log:
         log.write('{"step": 4, "lo')  # a line that a kill has cut
     assert trained(finished) == expected
     assert [(row["step"], "cells" in row) for row in rows(finished, "first.jsonl")] == [
-        (1, False), (2, False), (3, False), (3, True), (4, False), (4, True),
-    ]  # fmt: skip
+        (1, False),
+        (2, False),
+        (3, False),
+        (3, True),
+        (4, False),
+        (4, True),
+    ]
 
 
 def test_a_cut_answer_is_asked_again(finished: Path, expected: dict[str, bytes]) -> None:
@@ -137,8 +154,12 @@ def test_two_processes_train_a_pair(project: Path, whole: Path) -> None:
     shutil.copytree(whole / "work" / "target", project / "work" / "target")
     ended = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script(project)],
-        check=False, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
+        check=False,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert ended.returncode == 0, ended.stderr
     assert tree_bytes(project / "out").keys() == tree_bytes(whole / "out").keys() - {"curves.png"}
     assert ended.stdout.count("tokens a step on 2 held-out prompts") == 3, "one process tells"

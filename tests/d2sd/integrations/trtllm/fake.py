@@ -71,12 +71,19 @@ class DFlashForCausalLM(nn.Module):
         super().__init__()
         self.config = config = draft_config.pretrained_config
         body = BodyConfig(
-            hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
-            num_layers=config.num_hidden_layers, num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads, head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps,
-            rope=RopeConfig(config.rope_theta), max_positions=config.max_position_embeddings, qk_norm=True,
-            qkv_bias=False, o_bias=False,
-        )  # fmt: skip
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+            num_layers=config.num_hidden_layers,
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            rms_norm_eps=config.rms_norm_eps,
+            rope=RopeConfig(config.rope_theta),
+            max_positions=config.max_position_embeddings,
+            qk_norm=True,
+            qkv_bias=False,
+            o_bias=False,
+        )
         self.model = nn.Module()
         self.model.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.model.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
@@ -116,9 +123,16 @@ class DFlashForCausalLM(nn.Module):
         return torch.stack([k for k, _ in pairs], 1), torch.stack([v for _, v in pairs], 1)
 
     def dflash_forward(
-        self, noise_embedding: Tensor, query_positions: Tensor, num_ctx_per_req: Tensor, ctx_k_cache: Tensor,
-        ctx_v_cache: Tensor, ctx_cache_batch_idx: Tensor, ctx_kv_cache: Any = None, ctx_page_table: Any = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        noise_embedding: Tensor,
+        query_positions: Tensor,
+        num_ctx_per_req: Tensor,
+        ctx_k_cache: Tensor,
+        ctx_v_cache: Tensor,
+        ctx_cache_batch_idx: Tensor,
+        ctx_kv_cache: Any = None,
+        ctx_page_table: Any = None,
+    ) -> Tensor:
         assert ctx_k_cache.shape[1] == self._num_attn_layers, "a cache of other layers"
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -127,9 +141,9 @@ class DFlashForCausalLM(nn.Module):
                 end = int(length) + q.shape[1]
                 ctx_k_cache[slot, index, length:end], ctx_v_cache[slot, index, length:end] = k[row], v[row]
                 keys, values = (c[slot, index, :end].transpose(0, 1)[None] for c in (ctx_k_cache, ctx_v_cache))
-                out[row] = F.scaled_dot_product_attention(
-                    q[row].transpose(0, 1)[None], keys, values, enable_gqa=True
-                )[0].transpose(0, 1)  # fmt: skip
+                out[row] = F.scaled_dot_product_attention(q[row].transpose(0, 1)[None], keys, values, enable_gqa=True)[
+                    0
+                ].transpose(0, 1)
             return out
 
         x, cos_sin = noise_embedding, self.rotary(query_positions, noise_embedding.dtype)
@@ -159,38 +173,61 @@ class DFlashWorker(nn.Module):
         projected = draft_model.project_target_hidden(features)
         k, v = draft_model.precompute_context_kv(projected, torch.arange(len(features)))
         self._ctx_k_buf[slot, :, : len(features)], self._ctx_v_buf[slot, :, : len(features)] = (
-            k.transpose(0, 1), v.transpose(0, 1),
-        )  # fmt: skip
+            k.transpose(0, 1),
+            v.transpose(0, 1),
+        )
         self._ctx_len[slot] = len(features)
 
     def _forward_impl(
-        self, input_ids: Any, position_ids: Any, hidden_states: Any, logits: Tensor, attn_metadata: Any,
-        spec_metadata: Any, draft_model: Any, resource_manager: Any = None,
-    ) -> dict[str, Tensor]:  # fmt: skip
+        self,
+        input_ids: Any,
+        position_ids: Any,
+        hidden_states: Any,
+        logits: Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any,
+        resource_manager: Any = None,
+    ) -> dict[str, Tensor]:
         self._lazy_init_ctx_buffers(draft_model, spec_metadata)
         drafts, width = self.spec_config.max_draft_len, self.spec_config.max_draft_len + 1
         chosen, proposed = logits.argmax(-1).view(-1, width), input_ids.view(-1, width)[:, 1:]
         lengths = 1 + (chosen[:, :-1] == proposed).int().cumprod(-1).sum(-1)
         inputs = self.prepare_1st_drafter_inputs(
-            input_ids=input_ids, position_ids=position_ids, hidden_states=hidden_states, accepted_tokens=chosen,
-            num_accepted_tokens=lengths, attn_metadata=attn_metadata, spec_metadata=spec_metadata,
-            draft_model=draft_model, total_target_tokens=len(input_ids),
-        )  # fmt: skip
+            input_ids=input_ids,
+            position_ids=position_ids,
+            hidden_states=hidden_states,
+            accepted_tokens=chosen,
+            num_accepted_tokens=lengths,
+            attn_metadata=attn_metadata,
+            spec_metadata=spec_metadata,
+            draft_model=draft_model,
+            total_target_tokens=len(input_ids),
+        )
         names = ("noise_embedding", "query_positions", "num_ctx_per_req", "ctx_k_cache", "ctx_v_cache")
         rows = draft_model.dflash_forward(
-            **{name: inputs[name] for name in names}, ctx_cache_batch_idx=inputs["ctx_cache_batch_idx"],
-            ctx_kv_cache=None, ctx_page_table=None,
-        )  # fmt: skip
+            **{name: inputs[name] for name in names},
+            ctx_cache_batch_idx=inputs["ctx_cache_batch_idx"],
+            ctx_kv_cache=None,
+            ctx_page_table=None,
+        )
         rows = rows[self._draft_slot_ids(draft_model, len(lengths), width, drafts)]
         found = draft_model.logits_processor(rows, draft_model.lm_head, attn_metadata, True)
         found = self._refine_block_logits(draft_model, found.view(len(lengths), drafts, -1), inputs, spec_metadata)
         return {"new_tokens": chosen, "new_tokens_lens": lengths, "next_draft_tokens": found.argmax(-1)}
 
     def prepare_1st_drafter_inputs(
-        self, input_ids: Any, position_ids: Any, hidden_states: Any, accepted_tokens: Tensor,
-        num_accepted_tokens: Tensor, attn_metadata: Any, spec_metadata: Any, draft_model: Any,
+        self,
+        input_ids: Any,
+        position_ids: Any,
+        hidden_states: Any,
+        accepted_tokens: Tensor,
+        num_accepted_tokens: Tensor,
+        attn_metadata: Any,
+        spec_metadata: Any,
+        draft_model: Any,
         total_target_tokens: int = 0,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         slots, width = spec_metadata.slots, self.spec_config.max_draft_len + 1
         positions = self._ctx_len[slots][:, None] + torch.arange(width)
         projected = draft_model.project_target_hidden(spec_metadata.captured)
@@ -204,9 +241,12 @@ class DFlashWorker(nn.Module):
         return {
             "noise_embedding": draft_model.draft_model_full.model.embed_tokens(tokens),
             "query_positions": self._ctx_len[slots][:, None] + torch.arange(width),
-            "num_ctx_per_req": self._ctx_len[slots], "ctx_k_cache": self._ctx_k_buf, "ctx_v_cache": self._ctx_v_buf,
-            "ctx_cache_batch_idx": slots, "first_prev_tokens": anchor,
-        }  # fmt: skip
+            "num_ctx_per_req": self._ctx_len[slots],
+            "ctx_k_cache": self._ctx_k_buf,
+            "ctx_v_cache": self._ctx_v_buf,
+            "ctx_cache_batch_idx": slots,
+            "first_prev_tokens": anchor,
+        }
 
     def _draft_slot_ids(self, draft_model: Any, num_gens: int, block_size: int, num_draft_tokens: int) -> Tensor:
         return (torch.arange(num_gens)[:, None] * block_size + 1 + torch.arange(num_draft_tokens)).flatten()

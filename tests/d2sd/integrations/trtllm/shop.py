@@ -48,8 +48,10 @@ def specification(bundle: Path, **changes: Any) -> Any:
     """`model_config` of a server that was started with the bundle's YAML."""
     block = json.loads((bundle / "drafter_first" / "config.json").read_text())["block_size"]
     values = {
-        "attention_backend": "VANILLA", "speculative_model": str(bundle / "drafter_first"), "max_draft_len": block - 1
-    }  # fmt: skip
+        "attention_backend": "VANILLA",
+        "speculative_model": str(bundle / "drafter_first"),
+        "max_draft_len": block - 1,
+    }
     world = changes.pop("world_size", 1)
     return SimpleNamespace(spec_config=SimpleNamespace(**values | changes), mapping=SimpleNamespace(world_size=world))
 

@@ -94,7 +94,7 @@ def test_register_raises_if_required(bundle: Path, monkeypatch: pytest.MonkeyPat
         ("dflash_config.target_layer_ids", [0, 2], "differ in target_layer_ids"),
         ("dflash_config.training_mode", "dflash", "variable prefixes"),
     ],
-)  # fmt: skip
+)
 def test_drafters_that_do_not_fit_each_other(
     bundle: Path, modules: dict[str, Any], capsys: pytest.CaptureFixture[str], key: str, value: object, told: str
 ) -> None:
@@ -248,7 +248,7 @@ def module_gone(modules: Modules) -> None:
         (another_worker_is_used, "utils: DFlashWorker: another object"),
         (module_gone, "modeling_utils"),
     ],
-)  # fmt: skip
+)
 def test_a_changed_version_is_named(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Modules], None], complaint: str
 ) -> None:

@@ -31,11 +31,14 @@ def sdk() -> Any:
         InvalidArgument=InvalidArgument, EngineShutdown=EngineShutdown, Unknown=Unknown, HttpError=HttpError
     )
     return SimpleNamespace(
-        EngineConfig=SimpleNamespace, LlmRegistration=SimpleNamespace, PushSource=SimpleNamespace,
-        ComponentSnapshot=SimpleNamespace, exceptions=errors,
+        EngineConfig=SimpleNamespace,
+        LlmRegistration=SimpleNamespace,
+        PushSource=SimpleNamespace,
+        ComponentSnapshot=SimpleNamespace,
+        exceptions=errors,
         build_health_check_payload=lambda token: {"token_ids": [token], "stop_conditions": {"max_tokens": 1}},
         gather_with_labels=lambda registry, labels, prefix_filters: (registry, labels, prefix_filters),
-    )  # fmt: skip
+    )
 
 
 @dataclass
@@ -57,9 +60,13 @@ class Publisher:
     snapshots: list[Any] = field(default_factory=list)
 
     def publish_stored(
-        self, token_ids: list[int], num_block_tokens: list[int], block_hashes: list[int],
-        parent_hash: int | None = None, cache_salt: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        token_ids: list[int],
+        num_block_tokens: list[int],
+        block_hashes: list[int],
+        parent_hash: int | None = None,
+        cache_salt: str | None = None,
+    ) -> None:
         assert num_block_tokens == [len(token_ids)]
         (block,) = block_hashes
         assert block not in self.blocks

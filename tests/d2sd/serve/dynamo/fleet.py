@@ -77,9 +77,12 @@ class Fleet:
         command = [sys.executable, "-m", "dynamo.frontend", "--http-port", str(port), "--discovery-backend", "file"]
         with log.open("wb") as out:
             child = subprocess.Popen(
-                [*command, "--request-plane", "tcp", *options], env=self.environment, stdout=out, stderr=out,
+                [*command, "--request-plane", "tcp", *options],
+                env=self.environment,
+                stdout=out,
+                stderr=out,
                 cwd=self.folder,
-            )  # fmt: skip
+            )
         self.children.append(child)
         threading.Thread(target=child.wait, daemon=True).start()  # reaps it
         self.frontend = Process(child.pid, log, port)
@@ -153,9 +156,12 @@ def fleet(folder: Path, model: str = "tiny") -> Iterator[Fleet]:
         (folder / name).mkdir(parents=True)
     environment = loopback(folder / "store", folder / "home")
     nursery = subprocess.Popen(
-        [sys.executable, "-m", "tests.d2sd.serve.dynamo.nursery"], env=environment, text=True,
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    )  # fmt: skip
+        [sys.executable, "-m", "tests.d2sd.serve.dynamo.nursery"],
+        env=environment,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
     made = Fleet(folder, model, environment, nursery)
     try:
         assert nursery.stdout is not None

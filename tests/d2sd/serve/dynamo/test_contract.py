@@ -42,11 +42,22 @@ def test_the_records_have_the_fields_that_are_set(sdk: Any) -> None:
         field.name for field in fields(sdk.LlmRegistration)
     }
     assert {"model", "served_model_name", "llm"} <= {field.name for field in fields(sdk.EngineConfig)}
-    assert {"namespace", "component", "endpoint", "model_name", "served_model_name", "endpoint_types",
-            "discovery_backend"} <= {field.name for field in fields(sdk.WorkerConfig)}  # fmt: skip
+    assert {
+        "namespace",
+        "component",
+        "endpoint",
+        "model_name",
+        "served_model_name",
+        "endpoint_types",
+        "discovery_backend",
+    } <= {field.name for field in fields(sdk.WorkerConfig)}
     assert [field.name for field in fields(sdk.ComponentSnapshot)] == [
-        "kv_used_blocks", "kv_total_blocks", "gpu_cache_usage", "dp_rank", "kv_cache_hit_rate",
-    ]  # fmt: skip
+        "kv_used_blocks",
+        "kv_total_blocks",
+        "gpu_cache_usage",
+        "dp_rank",
+        "kv_cache_hit_rate",
+    ]
     assert [field.name for field in fields(sdk.PushSource)] == ["on_ready", "dp_rank"]
 
 

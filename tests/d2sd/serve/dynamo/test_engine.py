@@ -91,10 +91,12 @@ async def test_registration_tells_the_capacity(bundle: Bundle, engine: Engine) -
     assert (config.model, config.served_model_name) == ("tiny", "tiny")
     limits = engine.limits
     assert vars(config.llm) == {
-        "context_length": limits.max_context, "kv_cache_block_size": limits.page_size,
-        "total_kv_blocks": engine.scheduler.page_count - 1, "max_num_seqs": limits.max_batch,
+        "context_length": limits.max_context,
+        "kv_cache_block_size": limits.page_size,
+        "total_kv_blocks": engine.scheduler.page_count - 1,
+        "max_num_seqs": limits.max_batch,
         "max_num_batched_tokens": limits.prefill_chunk,
-    }  # fmt: skip
+    }
     assert await made.health_check_payload() == {"token_ids": [0], "stop_conditions": {"max_tokens": 1}}
     assert len(await chunks(made, await made.health_check_payload())) == 1
     await made.cleanup()

@@ -28,9 +28,18 @@ def test_numbers_survive_float32(sent: Any) -> None:
 
 def test_a_request_has_what_the_client_sent(reader: RequestReader) -> None:
     sent = message(
-        [3, 9], 7, temperature=0.699999988079071, top_p=0.8999999761581421, top_k=5, seed=9, min_p=0.10000000149011612,
-        repetition_penalty=1.2999999523162842, presence_penalty=0.20000000298023224, min_tokens=3, stop_token_ids=[8],
-    )  # fmt: skip
+        [3, 9],
+        7,
+        temperature=0.699999988079071,
+        top_p=0.8999999761581421,
+        top_k=5,
+        seed=9,
+        min_p=0.10000000149011612,
+        repetition_penalty=1.2999999523162842,
+        presence_penalty=0.20000000298023224,
+        min_tokens=3,
+        stop_token_ids=[8],
+    )
     request = reader.read(sent | {"routing": {"priority": 3, "cache_salt": "a"}})
     sampling = request.sampling
     assert (request.prompt, request.max_new_tokens, request.stop_tokens) == ((3, 9), 7, frozenset({2, 8}))

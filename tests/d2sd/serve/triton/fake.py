@@ -158,6 +158,8 @@ def arguments(parameters: Parameters, *, max_batch_size: int = 0) -> dict[str, s
     strings = {name: {"string_value": value} for name, value in parameters.strings().items()}
     return {
         "model_config": json.dumps({"max_batch_size": max_batch_size, "parameters": strings}),
-        "model_instance_kind": "CPU", "model_instance_device_id": "0", "model_name": "tiny",
+        "model_instance_kind": "CPU",
+        "model_instance_device_id": "0",
+        "model_name": "tiny",
         "model_instance_name": "tiny_0_0",
-    }  # fmt: skip
+    }

@@ -56,12 +56,19 @@ class Triton:
         ports = {"http": self.http, "grpc": self.grpc, "metrics": self.metrics_port}
         self.process = subprocess.Popen(
             [
-                sys.executable, "-m", "d2sd.serve.triton.run", str(repository), "--model-control-mode=explicit",
-                f"--load-model={model}", *(f"--{name}-port={port}" for name, port in ports.items()),
-                *(f"--{name}-address=127.0.0.1" for name in ports), *options,
+                sys.executable,
+                "-m",
+                "d2sd.serve.triton.run",
+                str(repository),
+                "--model-control-mode=explicit",
+                f"--load-model={model}",
+                *(f"--{name}-port={port}" for name, port in ports.items()),
+                *(f"--{name}-address=127.0.0.1" for name in ports),
+                *options,
             ],
-            stdout=log.open("w"), stderr=subprocess.STDOUT,
-        )  # fmt: skip
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+        )
         try:
             until(lambda: self.ready() or self.process.poll() is not None, 100)
             assert self.process.poll() is None, log.read_text(errors="replace")[-4000:]

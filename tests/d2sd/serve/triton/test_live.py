@@ -72,9 +72,12 @@ def test_health_and_generate(server: Triton, llm: LLM) -> None:
     assert server.status("/v2/health/live") == server.status("/v2/health/ready") == 200
     (expected,) = llm.generate("w3 w4", SamplingParams(max_tokens=12))
     answer = server.generate(
-        text_input="w3 w4", sampling_param_max_tokens=12, sampling_param_return_perf_metrics=True,
-        return_finish_reason=True, return_num_output_tokens=True,
-    )  # fmt: skip
+        text_input="w3 w4",
+        sampling_param_max_tokens=12,
+        sampling_param_return_perf_metrics=True,
+        return_finish_reason=True,
+        return_num_output_tokens=True,
+    )
     assert answer["text_output"] == expected.text
     assert answer["finish_reason"] == expected.finish_reason
     assert answer["num_output_tokens"] == len(expected.token_ids)
@@ -103,14 +106,24 @@ def test_32_streams_equal_llm(streams: Streams, llm: LLM) -> None:
         prompt = f"w{i + 3} w4"
         if i % 3 == 0:
             streams.open(
-                str(i), text_input=prompt, streaming=True, sampling_param_temperature=p.temperature,
-                sampling_param_top_p=p.top_p, sampling_param_seed=p.seed, sampling_param_max_tokens=p.max_tokens,
-            )  # fmt: skip
+                str(i),
+                text_input=prompt,
+                streaming=True,
+                sampling_param_temperature=p.temperature,
+                sampling_param_top_p=p.top_p,
+                sampling_param_seed=p.seed,
+                sampling_param_max_tokens=p.max_tokens,
+            )
         elif i % 3 == 1:
             streams.open(
-                str(i), text_input=prompt, stream=True, temperature=p.temperature, top_p=p.top_p, seed=p.seed,
+                str(i),
+                text_input=prompt,
+                stream=True,
+                temperature=p.temperature,
+                top_p=p.top_p,
+                seed=p.seed,
                 max_tokens=p.max_tokens,
-            )  # fmt: skip
+            )
         else:
             given = {"temperature": p.temperature, "top_p": p.top_p, "seed": p.seed, "max_tokens": p.max_tokens}
             streams.open(str(i), text_input=prompt, stream=True, sampling_parameters=json.dumps(given))

@@ -78,14 +78,17 @@ def test_both_families_and_shapes_give_the_text_of_llm(start: Start, llm: LLM) -
     given = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "max_tokens": 12, "stop": ["w54"], "n": 1, "logprobs": False}
     requests = [
         Request(
-            text_input="w3 w4", sampling_param_temperature=0.7, sampling_param_top_p=0.9, sampling_param_seed=3,
-            sampling_param_max_tokens=12, sampling_param_stop=["w54"], streaming=True,
+            text_input="w3 w4",
+            sampling_param_temperature=0.7,
+            sampling_param_top_p=0.9,
+            sampling_param_seed=3,
+            sampling_param_max_tokens=12,
+            sampling_param_stop=["w54"],
+            streaming=True,
         ),
-        Request(
-            text_input="w3 w4", temperature=0.7, top_p=0.9, seed=3, max_tokens=12, stop_words=["w54"], stream=True
-        ),
+        Request(text_input="w3 w4", temperature=0.7, top_p=0.9, seed=3, max_tokens=12, stop_words=["w54"], stream=True),
         Request(shape=(1, 1), text_input="w3 w4", sampling_parameters=json.dumps(given)),
-    ]  # fmt: skip
+    ]
     model = start()
     model.execute(requests)
     assert [request.all()["text_output"] for request in requests] == [expected.text] * 3
@@ -96,10 +99,16 @@ def test_the_last_response_reports_what_was_asked(start: Start, llm: LLM) -> Non
     (expected,) = llm.generate("w3 w4", params)
     model = start()
     asked = Request(
-        text_input="w3 w4", max_tokens=12, sampling_param_return_perf_metrics=True, return_finish_reason=True,
-        return_stop_reason=True, return_cumulative_logprob=True, return_num_input_tokens=True,
-        return_num_output_tokens=True, exclude_input_in_output=False,
-    )  # fmt: skip
+        text_input="w3 w4",
+        max_tokens=12,
+        sampling_param_return_perf_metrics=True,
+        return_finish_reason=True,
+        return_stop_reason=True,
+        return_cumulative_logprob=True,
+        return_num_input_tokens=True,
+        return_num_output_tokens=True,
+        exclude_input_in_output=False,
+    )
     model.execute([asked])
     outputs = asked.all()
     assert outputs["text_output"] == "w3 w4" + expected.text

@@ -88,9 +88,11 @@ def test_the_server_of_the_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         arguments, environment = run.command(tmp_path, ["--http-port=1"], {"PATH": "/p"})
     assert arguments[0] == str(root / "bin" / "tritonserver")
     assert set(arguments[1:]) == {
-        f"--backend-directory={root / 'backends'}", f"--model-repository={tmp_path}", "--http-port=1",
+        f"--backend-directory={root / 'backends'}",
+        f"--model-repository={tmp_path}",
+        "--http-port=1",
         "--exit-timeout-secs=60",
-    }  # fmt: skip
+    }
     assert environment["PATH"].split(":") == [f"{sys.prefix}/bin", "/p"]
     assert (root / "backends" / "python" / "triton_python_backend_stub").resolve().parent.name == version
 

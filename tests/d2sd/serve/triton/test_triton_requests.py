@@ -25,21 +25,55 @@ def body(**inputs: Any) -> CompletionBody:
 
 
 def test_the_names_are_those_of_the_clients() -> None:
-    llmapi = {f"sampling_param_{name}" for name in (
-        "best_of", "temperature", "top_k", "top_p", "frequency_penalty", "presence_penalty", "max_tokens", "stop",
-        "seed", "exclude_input_from_output", "return_perf_metrics",
-    )}  # fmt: skip
+    llmapi = {
+        f"sampling_param_{name}"
+        for name in (
+            "best_of",
+            "temperature",
+            "top_k",
+            "top_p",
+            "frequency_penalty",
+            "presence_penalty",
+            "max_tokens",
+            "stop",
+            "seed",
+            "exclude_input_from_output",
+            "return_perf_metrics",
+        )
+    }
     llmapi |= {f"return_{name}" for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
     llmapi |= {"text_input", "image_url", "streaming", "stop", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"}
     frontend = {
-        "text_input", "stream", "max_tokens", "stop_words", "top_p", "temperature", "seed", "frequency_penalty",
-        "presence_penalty", "guided_decoding_guide", "guided_decoding_guide_type", "sampling_parameters",
-        "exclude_input_in_output", "return_num_input_tokens", "return_num_output_tokens",
-    }  # fmt: skip
+        "text_input",
+        "stream",
+        "max_tokens",
+        "stop_words",
+        "top_p",
+        "temperature",
+        "seed",
+        "frequency_penalty",
+        "presence_penalty",
+        "guided_decoding_guide",
+        "guided_decoding_guide_type",
+        "sampling_parameters",
+        "exclude_input_in_output",
+        "return_num_input_tokens",
+        "return_num_output_tokens",
+    }
     assert INPUTS.keys() == llmapi | frontend
-    assert {"text_output", "finish_reason", "stop_reason", "cumulative_logprob", "acceptance_rate",
-            "total_accepted_draft_tokens", "total_draft_tokens", "num_input_tokens", "num_output_tokens",
-            "kv_cache_hit_rate", "first_scheduled_time_ns"} <= OUTPUTS.keys()  # fmt: skip
+    assert {
+        "text_output",
+        "finish_reason",
+        "stop_reason",
+        "cumulative_logprob",
+        "acceptance_rate",
+        "total_accepted_draft_tokens",
+        "total_draft_tokens",
+        "num_input_tokens",
+        "num_output_tokens",
+        "kv_cache_hit_rate",
+        "first_scheduled_time_ns",
+    } <= OUTPUTS.keys()
 
 
 def test_every_field_is_one_of_the_completion() -> None:
@@ -62,10 +96,12 @@ def test_values_of_any_shape() -> None:
 
 def test_what_the_openai_frontend_sends() -> None:
     made = body(
-        stream=False, exclude_input_in_output=True, return_num_input_tokens=True,
+        stream=False,
+        exclude_input_in_output=True,
+        return_num_input_tokens=True,
         sampling_parameters='{"temperature": 0.7, "n": 1, "logprobs": false, "best_of": 1, "max_tokens": 16, '
         '"stop": ["x"], "guided_decoding": "{\\"json\\": \\"{}\\", \\"regex\\": null}"}',
-    )  # fmt: skip
+    )
     assert (made.temperature, made.max_tokens, made.stop, made.n) == (0.7, 16, ["x"], None)
     assert made.structured_outputs is not None
     assert made.structured_outputs.json_schema == "{}"

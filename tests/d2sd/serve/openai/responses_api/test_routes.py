@@ -132,11 +132,7 @@ def test_a_stream_of_a_call(agent: Running, choice: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "format",
-    [
-        {"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True},
-        {"type": "json_object"},
-    ],
+    "format", [{"type": "json_schema", "name": "place", "schema": SCHEMA, "strict": True}, {"type": "json_object"}]
 )
 def test_forms(agent: Running, format: Any) -> None:
     found = create(agent, text={"format": format}, max_output_tokens=24, temperature=1.0, seed=2)
