@@ -72,7 +72,7 @@ class Decoder(TargetModel):
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None
-        self.register_module("compiled", None)  # in place of `layers`, see packed.py and fused.py
+        self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 

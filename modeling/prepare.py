@@ -11,7 +11,7 @@ from d2sd.modeling.native import pack
 
 
 def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = (), *, exact: bool = False) -> None:
-    """Pack the layers of models on a CPU (`packed.py`), or fuse those on CUDA (`fused.py`), in place.
+    """Pack the layers of models on a CPU (`native.py`), or fuse those on CUDA (`fused.py`), in place.
 
     Afterwards they can serve, but not be saved or trained. Preparing twice is fine. `exact`: the target's step is
     batch-invariant on CUDA (docs/accuracy.md); compiled CPU layers always are.

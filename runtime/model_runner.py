@@ -142,7 +142,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
-        """The target over all nodes; in the same pass the drafter `ahead` drafts behind each of them."""
+        """The target over all nodes; then the drafter `ahead`, if there is one, drafts behind each of them."""
         where = tree.tokens, _rows(batch, tree), self.target_pool, self.aux_layer_ids
         out: DecoderOutput
         if ahead is None:

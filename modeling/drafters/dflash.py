@@ -75,7 +75,7 @@ class Drafter(DFlashModel):
         self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("compiled", None)  # in place of `layers`, see packed.py and fused.py
+        self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)

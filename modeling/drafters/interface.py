@@ -83,7 +83,7 @@ class DraftModel(nn.Module):
     ) -> tuple[DecoderOutput, Tensor]:
         """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of a block drafted behind each node.
 
-        For kinds that can draft in the pass that verifies (`FirstPass.CARRIED`).
+        For kinds that can draft behind the nodes that a step verifies (`FirstPass.CARRIED`).
         """
         raise NotImplementedError
 

@@ -10,7 +10,7 @@ ddtree         first drafter   -                                likeliest paths 
 hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
 flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
 flex_tree      mask rows       -                                likeliest paths of one pass, as of ddtree
-flex_parallel  the step before -                                a chain; one pass verifies, and drafts the next chain
+flex_parallel  the step before -                                a chain; behind the target, blocks for the next chain
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Policy:
 
     @property
     def drafts_ahead(self) -> DrafterRole | None:
-        """The drafter that drafts for the next step in the pass that verifies; None: none does."""
+        """The drafter that drafts for the next step behind the nodes that a step verifies; None: none does."""
         return self.first_drafter if self.first_pass is FirstPass.CARRIED else None
 
     @property
