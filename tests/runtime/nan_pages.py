@@ -1,4 +1,4 @@
-"""A runner whose pools are full of NaN wherever no request or cached prefix is."""
+"""Runners whose pools are full of NaN: on the scratch page, or wherever no request or cached prefix is."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from torch import Tensor
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.model_runner import Verified
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 
 
-class NaNPages(CheatingRunner):
-    """All pages hold NaN until they are written, and again when they are given up; page 0 after every write."""
+class NaNScratch(ModelRunner):
+    """Page 0, where padding writes, holds NaN after every write."""
 
     def allocate(self, pages: int, page_size: int) -> None:
         super().allocate(pages, page_size)
-        poison_what_is_given_up(self)
         afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
@@ -30,6 +29,14 @@ class NaNPages(CheatingRunner):
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)
         poison(self, 0)
+
+
+class NaNPages(NaNScratch, CheatingRunner):
+    """All pages hold NaN until they are written, and again when they are given up."""
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        super().allocate(pages, page_size)
+        poison_what_is_given_up(self)
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         verified = super().verify(batch, tree, ahead)

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.modeling.config import Family
-from d2sd.plugins.trees import Accepted, Branches, Draft
+from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output
@@ -26,7 +24,6 @@ from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
-    afterwards,
     all_pages,
     cheater,
     check_pages,
@@ -39,6 +36,7 @@ from tests.runtime.helpers import (
     run_staggered,
     some_requests,
 )
+from tests.runtime.nan_pages import NaNScratch
 from tests.tiny import greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 
@@ -303,22 +301,12 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
     assert checked["preempted"] > 0
 
 
-class Poisoned(ModelRunner):
-    """All pages hold NaN until they are written, and page 0, where padding writes, again after every write."""
+class Poisoned(NaNScratch):
+    """All pages hold NaN until they are written, and page 0 again after every write."""
 
     def allocate(self, pages: int, page_size: int) -> None:
         super().allocate(pages, page_size)
         poison(self, slice(None))
-        afterwards(self.context, "inject", lambda drafters: poison(self, 0))
-
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
-        hidden = super().prefill(tokens, lengths, page_table, context_len)
-        poison(self, 0)
-        return hidden
-
-    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        super().commit(batch, verified, accepted)
-        poison(self, 0)
 
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
         draft = super().draft_first(batch, width, role)
