@@ -36,10 +36,6 @@ class DFlashModel(DraftModel):
     def mask_token_id(self) -> int:  # type: ignore[override]
         return self.config.mask_token_id
 
-    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        """Embedded blocks [B, T, E] over the context in `pool` -> [B, T, E] for the target's head."""
-        raise NotImplementedError
-
     def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Write the K/V of `context` to its pages, then `draft`; together, where the layers can."""
         k, v = self.context_keys_values(context.features, context.positions)
@@ -99,11 +95,11 @@ class Drafter(DFlashModel):
         out: Tensor = self.norm(x)
         return out
 
-    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.compiled is not None:
-            out: tuple[Tensor, ...] = self.compiled(embedded, self.rotary, rows, pool)
+            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool)
             return out[0]
-        hidden: Tensor = self(embedded, rows.positions, pool.attend(rows))
+        hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden
 
     def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:

@@ -64,6 +64,10 @@ class DraftModel(nn.Module):
     #: Its layers have the target's MLPs.
     borrows_mlps: ClassVar[bool] = False
 
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""
+        raise NotImplementedError
+
     def draft_logits(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:

@@ -170,10 +170,10 @@ class GraphDrafter(DFlashModel):
         self._page_size, self._context_rows = page_size, context_rows
         self._scratch_pool: KVPool | None = None
 
-    def draft(self, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        batch, device = len(embedded), embedded.device
-        nothing = embedded.new_zeros(batch, 1, self._width), _zeros(device, batch, 1), _zeros(device, batch)
-        return self.draft_with_new_context(embedded, rows, pool, *nothing)
+    def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        batch, device = len(x), x.device
+        nothing = x.new_zeros(batch, 1, self._width), _zeros(device, batch, 1), _zeros(device, batch)
+        return self.draft_with_new_context(x, rows, pool, *nothing)
 
     def draft_with_new_context(
         self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor

@@ -126,14 +126,18 @@ class ShadowDrafter(DraftModel):
         self.config, self.mask_token_id, self.draft_ids = plain.config, plain.mask_token_id, plain.draft_ids
         self.has_context = plain.has_context  # type: ignore[misc]
         self._plain, self._graph, self.errors = plain, graph, ErrorStats(name)
+        self._draft, graph.draft = graph.draft, self._compared  # type: ignore[method-assign]
 
     def draft_logits(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
-        found, expected = (one.draft_logits(blocks, rows, pool, context, tables) for one in (self._graph, self._plain))
-        real = _real(rows)[:, 0]
-        self.errors.compare("logits", found[real], expected[real])
-        return found
+        return self._graph.draft_logits(blocks, rows, pool, context, tables)
+
+    def _compared(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        """`draft` of the graph, compared with the drafter's."""
+        hidden, real = self._draft(x, rows, pool), _real(rows)
+        self.errors.compare("hidden", hidden[real], self._plain.draft(x, rows, pool)[real])
+        return hidden
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         found, expected = (one.context_keys_values(features, positions) for one in (self._graph, self._plain))

@@ -64,7 +64,7 @@ def bundle(once: Once) -> Bundle:
 
 def test_a_build_compares_graphs_with_models(bundle: Bundle) -> None:
     figures: Any = bundle.manifest.checks["graphs"]
-    assert (figures["prompts"], figures["equal_to_plain_decoding"]) == (2, {"hybrid": 2, "flex": 2})
+    assert (figures["prompts"], figures["equal_to_plain_decoding"]) == (2, {"hybrid": 2, "flex_tree": 2})
     of_drafters = ["hidden", "k", "v"]
     outputs = {"target": ["features", *of_drafters], "drafter_first": of_drafters, "drafter_second": of_drafters}
     outputs["drafter_flex"] = ["hidden"]
@@ -107,7 +107,7 @@ class Spoilt(OnnxSession):
 
 
 def test_a_graph_that_gives_nan_fails_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2sd.runtime.backends.exported.OnnxSession", Spoilt)
+    monkeypatch.setattr("d2sd.build.validate.graph_parity.OnnxSession", Spoilt)
     with pytest.raises(BuildError, match=r"graph of drafter_first[\s\S]*not finite[\s\S]*hidden"):
         check_bundle(assemble(bundle.path, bundle.manifest))
 
