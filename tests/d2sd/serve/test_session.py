@@ -8,9 +8,9 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -121,13 +121,15 @@ def test_ctrl_c_ends_one_call_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyP
     held = Held(llm)
     thread, found = in_thread(lambda: llm.generate("w5 w7", LONG)[0].token_ids)
     assert held.reached.wait(20)
-    result = "concurrent.futures.Future.result"
+    waits = Future.result
 
-    def interrupted(future: object, timeout: float | None = None) -> None:
-        raise KeyboardInterrupt
+    def interrupted(future: Future[None], timeout: float | None = None) -> None:
+        if current_thread() is main_thread():
+            raise KeyboardInterrupt
+        return waits(future, timeout)  # the other thread may come here at the same time
 
     with monkeypatch.context() as patch:
-        patch.setattr(result, interrupted)
+        patch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("w9 w9", LONG)
     held.free.set()
