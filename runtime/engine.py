@@ -13,7 +13,7 @@ from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
 from d2sd.runtime.batch import Batch, prefill_inputs
-from d2sd.runtime.cuda_graphs.handover import Link
+from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.memory import free_memory, plan_kv_memory

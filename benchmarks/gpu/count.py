@@ -9,9 +9,8 @@ import torch
 from benchmarks.gpu.steps import CONTEXT, VOCABULARY, Step, host_draft, made, requests
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
 from d2sd.plugins.trees import Draft
-from d2sd.runtime.cuda_graphs.handover import Handover, Link
-from d2sd.runtime.cuda_graphs.inputs import _tensors
-from d2sd.runtime.cuda_graphs.steps import captured_step
+from d2sd.runtime.cuda_graphs.inputs import Link, _tensors
+from d2sd.runtime.cuda_graphs.steps import Handover, captured_step
 
 
 @torch.inference_mode()

@@ -21,7 +21,7 @@ from benchmarks.gpu.flashinfer_peer import NAME as FLASHINFER
 from benchmarks.gpu.flashinfer_peer import flashinfer
 from benchmarks.gpu.shapes import Shape, checked, flexed, timed
 from benchmarks.gpu.timing import Run, Times
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
 OURS = "ours"

@@ -15,7 +15,7 @@ from benchmarks.gpu.call import Call, compare, make_call
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import captured
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
 #: Captured with the first lengths, replayed with all; one request at least always fills the bucket's 2048 slots.

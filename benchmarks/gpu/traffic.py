@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.modeling import fp8, product
-from d2sd.plugins import dispatch
-from d2sd.plugins.cascade_attention import mask
+from d2sd.plugins import cascade_attention, dispatch
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 from tests.plugins.cases import kernels
 
@@ -210,7 +209,7 @@ def without_gpu(meter: Meter) -> Iterator[None]:
         for owner, name, value in (
             (fp8, "use_fp8_gemm", lambda _: True),
             (product, "_equal", lambda _: True),
-            (mask, "pack_mask_bits", pack_mask_triton),
+            (cascade_attention, "pack_mask_bits", pack_mask_triton),
             (JITFunction, "run", launched),
             (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),
             (torch.cuda, "device_of", lambda _: nullcontext()),

@@ -13,7 +13,7 @@ from torch import Tensor
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.timing import Times
 from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 
 # Shape letters as in plugins/kv_pages/reference.py. Qwen3-8B: 36 layers of 8 K/V heads of 128.
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from d2sd.manifest import Shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.drafters.interface import DraftConfig
-from d2sd.plugins.cascade_attention.mask import WORD
+from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.request import bucket, buckets
 

@@ -4,26 +4,25 @@
     triton/          the fused kernel, its launcher and its tile sizes; exact*.py and key_order.py are those of `exact`
     tensorrt/        the kernel as a TensorRT plugin
     onnx.py          the op as ONNX functions, for exported graphs
-    context.py       the arguments: `PagedContext`
-    mask.py          the arguments: `AttnMask`
-    chunks.py        the arguments: `ChunkMask`
+    arguments.py     `PagedContext`, and `ChunkMask` for prompts in place of `AttnMask`
 
 `cascade_attention` picks the implementation by the rules of `d2sd.plugins.dispatch`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
+
 from torch import Tensor
 
 from d2sd.plugins import dispatch
-from d2sd.plugins.cascade_attention.chunks import ChunkMask
-from d2sd.plugins.cascade_attention.context import PagedContext
-from d2sd.plugins.cascade_attention.mask import AttnMask
-from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext, counters
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference, pack_mask_reference
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.shared.fp8 import to_pages
 
-__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention"]
+__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "pack_mask_bits"]
 
 
 def cascade_attention(
@@ -73,3 +72,39 @@ def cascade_attention(
 
     asked = mask if isinstance(mask, ChunkMask) else mask.words
     return cascade_attention_triton(q, k, v, context, asked, scale=scale, arrived=lambda: mask.arrived)
+
+
+@dataclass(frozen=True)
+class AttnMask:
+    """The mask of one pass, shared by its layers, which run in order: packed once, and only if a kernel runs."""
+
+    allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
+
+    @cached_property
+    def words(self) -> Tensor:
+        """[B, T, ceil(T/32)] int32."""
+        return pack_mask_bits(self.allowed)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """[B, T, T + 1] int32 for the kernel of `exact`: the columns that each row sees, in their order, and how many.
+
+        In a tree the n-th of them is the key at position context_len + n. The other numbers are undefined.
+        """
+        from d2sd.plugins.cascade_attention.triton.exact import key_order_triton
+
+        return key_order_triton(self.allowed)
+
+    @cached_property
+    def arrived(self) -> Tensor:
+        """Zeroed split counters, shared by the layers of a pass."""
+        return counters(self.allowed.device)
+
+
+def pack_mask_bits(attn_mask: Tensor) -> Tensor:
+    """[B, T, T] bool -> [B, T, ceil(T/32)] int32; on CUDA in one kernel."""
+    if dispatch.pick("attention", attn_mask, loaded=True) is Implementation.TRITON:
+        from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+
+        return pack_mask_triton(attn_mask)
+    return pack_mask_reference(attn_mask)

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from d2sd.plugins.cascade_attention.chunks import ChunkMask
-from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.shared.fp8 import from_pages
+
+#: Columns a word of a packed mask.
+WORD = 32
 
 # Shape letters: B requests, T new rows, Hq/Hkv query and K/V heads, D head size, P pages in the pool,
 # Z tokens a page, M pages a request in this call (its bucket), S = M·Z context slots.
@@ -70,3 +73,12 @@ def chunks_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chu
         causal = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
         parts.append(cascade_attention_reference(*alone, causal))
     return torch.cat(parts, 1)
+
+
+def pack_mask_reference(attn_mask: Tensor) -> Tensor:
+    """`pack_mask_bits` on any device: attn_mask[b, t, u] is bit u % 32 of word [b, t, u // 32]; bits past T are 0."""
+    padded = F.pad(attn_mask, (0, -attn_mask.shape[2] % WORD))
+    bits = padded.view(*attn_mask.shape[:2], -1, WORD).int()
+    shifts = torch.arange(WORD, device=attn_mask.device, dtype=torch.int32)
+    # Bits are disjoint, so the sum is their union; the highest one is the sign.
+    return (bits << shifts).sum(-1, dtype=torch.int32)

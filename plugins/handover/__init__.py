@@ -28,7 +28,7 @@ def begin(
     `source` [B] int64 where `late` [B] bool.
     """
     if dispatch.pick(OP, anchor) is Implementation.TRITON:
-        from d2sd.plugins.handover.triton.launch import begin_triton
+        from d2sd.plugins.handover.triton.kernel import begin_triton
 
         return begin_triton(anchor, context_len, active, late, source, state)
     return begin_reference(anchor, context_len, active, late, source, state)
@@ -41,7 +41,7 @@ def end(
     length `limit` [B] or at a token of `stop` [B, S], among which is every one below 0.
     """
     if dispatch.pick(OP, tokens) is Implementation.TRITON:
-        from d2sd.plugins.handover.triton.launch import end_triton
+        from d2sd.plugins.handover.triton.kernel import end_triton
 
         end_triton(context_len, active, tokens, count, limit, stop, state)
         return

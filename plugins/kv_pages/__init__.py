@@ -48,7 +48,7 @@ def write_pages(
     picked = dispatch.pick("attention", k_pages, pages=True, library=supported(k, v, k_pages))
     write = write_pages_cpu if picked is Implementation.LIBRARY else write_pages_reference
     if picked is Implementation.TRITON:
-        from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+        from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 
         write = write_pages_triton
     write(k, v, k_pages, v_pages, page_table, positions, keep, path, k_scale, v_scale)

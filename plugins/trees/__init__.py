@@ -18,7 +18,6 @@ from torch import Tensor
 from d2sd.plugins import dispatch
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.trees import cpu
-from d2sd.plugins.trees.reference.accept import accept_reference
 from d2sd.plugins.trees.reference.branches import (
     branches_of_nodes,
     chain_branches_reference,
@@ -28,6 +27,7 @@ from d2sd.plugins.trees.reference.branches import (
 )
 from d2sd.plugins.trees.reference.growth import best_first_tree_reference
 from d2sd.plugins.trees.reference.nodes import (
+    accept_reference,
     from_candidates_reference,
     from_chain_reference,
     max_nodes,

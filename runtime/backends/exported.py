@@ -27,7 +27,7 @@ from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import Rotary
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.runtime.request import bucket, floor_bucket
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.

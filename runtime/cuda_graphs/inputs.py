@@ -1,8 +1,17 @@
-"""The inputs of captured decode steps: tensors on the device that keep their addresses, filled by one copy a step."""
+"""The inputs of captured decode steps: tensors on the device that keep their addresses, filled by one copy a step.
+
+A row of a step is *late* if its request had a row in the step before and the host does not have its tokens yet: it
+reads what that step left on the device (`Handover`). The device then decides for itself whether the answer has ended:
+by its length, by one of the smallest `STOP_TOKENS` - 1 stop tokens, or because the logits were not finite. A row that
+has ended is padding. Stop strings and further stop tokens are found by the host; either way the host drops what a step
+computed for a request that has ended.
+"""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+import sys
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, fields, replace
 from itertools import cycle
 from typing import Any, TypeVar
 
@@ -11,13 +20,46 @@ from torch import Tensor
 
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.cuda_graphs.handover import Link
 from d2sd.runtime.sampling.sample import Sampling
-
-T = TypeVar("T", Batch, Sampling, Link)
+from d2sd.runtime.sequence import Sequence
+from d2sd.token_codes import NOT_FINITE
 
 #: Bytes: addresses that are multiples of it let a kernel load 16 bytes at a time, and TensorRT requires them.
 _ALIGNMENT = 256
+#: Stop tokens of a request that the device checks, with `NOT_FINITE` always among them.
+STOP_TOKENS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How the rows of a step follow from those of the step before it, and where their answers end."""
+
+    late: Tensor  # [B] bool
+    source: Tensor  # [B] int64, the row in the step before, of late rows
+    limit: Tensor  # [B] int64, the context length at which the answer has all its tokens
+    stop: Tensor  # [B, STOP_TOKENS] int64, `NOT_FINITE` past the last
+
+    @staticmethod
+    def pack(sequences: SequenceOf[Sequence], size: int, before: SequenceOf[Sequence] = ()) -> Link:
+        """Links a step over `sequences`, padded to `size` rows, on the host; `before` are those of the step before it,
+        if its tokens have not been read.
+        """
+        rows = {id(sequence): row for row, sequence in enumerate(before)}
+        source = [rows.get(id(sequence), -1) for sequence in sequences]
+        padding = [-1] * (size - len(sequences))
+        requests = [sequence.request for sequence in sequences]
+        limit = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
+        stop = [sequence.stop_tokens[: STOP_TOKENS - 1] for sequence in sequences] + [[]] * len(padding)
+        found = torch.tensor(source + padding)
+        return Link(
+            late=found >= 0,
+            source=found.clamp(min=0),
+            limit=torch.tensor(limit + [sys.maxsize] * len(padding)),
+            stop=torch.tensor([[*tokens, *[NOT_FINITE] * (STOP_TOKENS - len(tokens))] for tokens in stop]),
+        )
+
+
+T = TypeVar("T", Batch, Sampling, Link)
 
 
 class StaticInputs:

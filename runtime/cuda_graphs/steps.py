@@ -4,7 +4,7 @@
 
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages. Their K/V in
 the drafters' pages is made by the next step's drafts (`drafting/context.py`). The state of requests whose tokens the
-host has not read comes from the step before it (`handover.py`), so the engine launches it while that one runs. There is
+host has not read comes from the step before it (`Handover`), so the engine launches it while that one runs. There is
 one for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always
 has the width of the longest context, because attention reads `context_len` tokens of it. Drafters that the policy does
 not run get this context through their queue.
@@ -17,16 +17,18 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+
+import torch
 
 from d2sd.errors import D2SDError
+from d2sd.plugins import handover
 from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.cuda_graphs.handover import Handover, Link
-from d2sd.runtime.cuda_graphs.inputs import StaticInputs
+from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, bucket
@@ -145,23 +147,54 @@ class DecodeSteps:
         return Graph(inputs, result, replay)
 
 
+class Handover:
+    """The state of the captured step that ran last, on the device."""
+
+    @torch.inference_mode(False)
+    def __init__(self, rows: int, device: str) -> None:
+        #: [3, rows] int64: anchor, context length, and whether the row is still active
+        self._state = torch.zeros(3, rows, dtype=torch.long, device=device)
+
+    @torch.inference_mode()
+    def begin(self, batch: Batch, link: Link) -> Batch:
+        """The batch with anchors and context lengths of its late rows."""
+        rows = batch.anchor, batch.context_len, batch.active
+        anchor, context_len, active = handover.begin(*rows, link.late, link.source, self._state)
+        return replace(batch, anchor=anchor, context_len=context_len, active=active)
+
+    @torch.inference_mode()
+    def end(self, batch: Batch, link: Link, result: StepResult) -> None:
+        """Keep the state of the rows of this step."""
+        count, tokens = result.accepted.count, result.accepted.tokens
+        handover.end(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Steps that run inside do not change the state."""
+        before = self._state.clone()
+        try:
+            yield
+        finally:
+            self._state.copy_(before)
+
+
 def captured_step(
     runner: ModelRunner,
     policy: Policy,
     batch: Batch,
     link: Link,
-    handover: Handover,
+    state: Handover,
     calibration: Calibration | None = None,
     draft: Draft | None = None,
     timer: Timer = nullcontext,
 ) -> StepResult:
     """The body of a graph: `decode_step`, with what it takes from the step before and leaves to the next."""
     with timer("handover"):
-        batch = handover.begin(batch, link)
+        batch = state.begin(batch, link)
         runner.context.begin(len(batch.anchor), policy.drafters)
     result = decode_step(runner, policy, batch, calibration, draft, timer)
     with timer("handover"):
-        handover.end(batch, link, result)
+        state.end(batch, link, result)
         runner.context.end()
     return result
 

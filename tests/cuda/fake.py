@@ -37,8 +37,8 @@ from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime import model_runner
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.cuda_graphs.handover import Handover, Link
-from d2sd.runtime.cuda_graphs.steps import captured_step
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.cuda_graphs.steps import Handover, captured_step
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams

@@ -137,8 +137,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
     monkeypatch.setattr(attention, "cascade_attention_reference", stand_in("reference"))
     monkeypatch.setattr(pages, "write_pages_reference", stand_in("reference"))
-    for op in ("cascade_attention", "kv_pages"):
-        name = f"d2sd.plugins.{op}.triton.launch"
+    for module in ("cascade_attention.triton.launch", "kv_pages.triton.kernel"):
+        name = f"d2sd.plugins.{module}"
         kernels = dict.fromkeys(("cascade_attention_triton", "write_pages_triton"), stand_in("kernel"))
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**kernels))
     return found
@@ -179,7 +179,7 @@ def test_cuda_without_a_kernel_warns_or_fails(
 def test_layers_share_a_packed_mask(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed once where a kernel runs, and not at all for the reference."""
     packed = []
-    monkeypatch.setattr("d2sd.plugins.cascade_attention.mask.pack_mask_bits", lambda mask: packed.append(mask))
+    monkeypatch.setattr("d2sd.plugins.cascade_attention.pack_mask_bits", lambda mask: packed.append(mask))
     for device, times in (("cpu", 0), ("cuda", 1)):
         stored: Any = SimpleNamespace(device=torch.device(device), shape=(4, 16, 8, 128), dtype=torch.bfloat16)
         some: Any = torch.ones(1, 1, 1, dtype=torch.bool)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cpu import library
 from d2sd.plugins.kv_pages import supported, write_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from ptxsim.launch import Edit, Launch, executed_as_ptx
 from tests.plugins.cascade_attention.cases import Attention

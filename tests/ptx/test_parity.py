@@ -11,10 +11,10 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 from d2sd.plugins.shared.fp8 import to_pages
 from ptxsim import transfers
 from ptxsim.launch import Launch, executed_as_ptx

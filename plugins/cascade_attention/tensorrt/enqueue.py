@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.arguments import PagedContext
 from d2sd.plugins.cascade_attention.onnx import BLOCK
 
 _TYPES = {"HALF": "<f2", "FLOAT": "<f4", "INT32": "<i4", "BF16": "<i2"}
@@ -24,7 +24,7 @@ def run(
         inputs_at, output_at: device addresses.
     """
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
-    from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+    from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 
     given = [_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True)]
     out = _tensor(*described[0], output_at)

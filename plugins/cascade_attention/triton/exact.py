@@ -15,15 +15,14 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import next_power_of_2 as power
 
-from d2sd.plugins.cascade_attention.chunks import ChunkMask
-from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
 from d2sd.plugins.cascade_attention.triton.launch import constants
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded, select_tile
 from d2sd.plugins.layer_ops import quantize
-from d2sd.plugins.shared.sizes import power
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 #: Positions of a split. A plain step reads the keys and values of so many in about 10 us an SM; fewer splits of a long
@@ -58,7 +57,8 @@ def key_order_constants(columns: int) -> dict[str, int]:
 
 def key_order_warps(columns: int) -> int:
     """Eight columns a thread; at most eight warps."""
-    return max(1, min(8, power(columns) // 256))
+    warps: int = power(columns) // 256
+    return max(1, min(8, warps))
 
 
 def exact_attention_triton(

@@ -12,9 +12,9 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
                   every share ⌈⌈context_len / BLOCK_N⌉ / SPLITS⌉ tiles: the last is the smallest, so it takes the rows
 
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
-                              attn_mask [B, T, ⌈T/32⌉] int32 (mask.py)    partial [SPLITS, B, T, Hq, D], lse without D
+                              attn_mask [B, T, ⌈T/32⌉] int32    partial [SPLITS, B, T, Hq, D], lse without D
 
-Chunks of prompts (`starts`, chunks.py) follow one another, N rows in place of B, T, and have no mask words: a row
+Chunks of prompts (`starts`) follow one another, N rows in place of B, T, and have no mask words: a row
 sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
 
 With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
@@ -33,7 +33,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.shared.fp8_triton import in_fp8_range
+from d2sd.plugins.shared.kernels import in_fp8_range
 
 
 @triton.jit

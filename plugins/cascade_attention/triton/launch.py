@@ -13,12 +13,11 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import next_power_of_2 as power
 
-from d2sd.plugins.cascade_attention.chunks import ChunkMask
-from d2sd.plugins.cascade_attention.context import PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, chunk_warps, padded, select_tile
-from d2sd.plugins.shared.sizes import power
 
 # Shape letters as in reference.py.
 

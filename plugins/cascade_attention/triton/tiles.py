@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from d2sd.plugins.dispatch import HEAD_STEP
-from d2sd.plugins.shared.sizes import power
 
 #: Above this, the merge reads more than the splits save.
 MOST_SPLITS = 16
@@ -32,7 +31,7 @@ def padded(size: int) -> int:
     """Head size inside the kernel: a power of two. 96 becomes 128: a third more products, registers and shared memory
     than it needs; memory traffic stays that of 96, because masked lanes load nothing.
     """
-    return max(HEAD_STEP, power(size))
+    return max(HEAD_STEP, 1 << (size - 1).bit_length())
 
 
 def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> TileConfig:

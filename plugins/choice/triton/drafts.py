@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from d2sd.plugins.choice.triton.noise import gumbel_of_tokens
-from d2sd.plugins.shared.order import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
+from d2sd.plugins.choice.triton.tokens import gumbel_of_tokens
+from d2sd.plugins.shared.kernels import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
 
 
 @triton.jit

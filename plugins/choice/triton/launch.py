@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2 as power  # type: ignore[import-untyped]
 
 from d2sd.plugins.choice.reference import SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel, threshold_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
-from d2sd.plugins.shared.sizes import power
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.

@@ -1,13 +1,20 @@
-"""The paged write in one launch: one program copies one row of one layer, keys and values.
-
-Triton compiles this file's function; mypy does not know its types.
-"""
+"""The paged write in one launch: one program copies one row of one layer, keys and values."""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+from triton import next_power_of_2 as power
+
+from d2sd.plugins.shared.kernels import in_fp8_range
+
+# Shape letters as in reference.py.
+
+#: 128 threads of 8 elements: a row of 8 heads of 128.
+WARPS = 4
 
 
 @triton.jit(do_not_specialize=["rows", "places", "columns"])
@@ -36,8 +43,39 @@ def write_pages_kernel(
     new_k = tl.load(k + source, mask=mask, other=0.0)
     new_v = tl.load(v + source, mask=mask, other=0.0)
     if FP8:
-        # IEEE division, or a tie would round to the other side than in the reference.
-        new_k = tl.clamp(tl.div_rn(new_k.to(tl.float32), tl.load(k_scale + layer)), -448.0, 448.0)
-        new_v = tl.clamp(tl.div_rn(new_v.to(tl.float32), tl.load(v_scale + layer)), -448.0, 448.0)
+        new_k = in_fp8_range(new_k, tl.load(k_scale + layer))
+        new_v = in_fp8_range(new_v, tl.load(v_scale + layer))
     tl.store(k_pages + target, new_k.to(k_pages.dtype.element_ty), mask=mask)
     tl.store(v_pages + target, new_v.to(v_pages.dtype.element_ty), mask=mask)
+
+
+def write_pages_triton(
+    k: Tensor,
+    v: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    positions: Tensor,
+    keep: Tensor,
+    path: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+) -> None:
+    """`write_pages`, same arguments, on CUDA. Never synchronizes with the host: a CUDA graph can capture it."""
+    layers, _, rows, kv_heads, size = k.shape
+    width = kv_heads * size
+    fp8 = k_pages.dtype == torch.float8_e4m3fn
+    assert k_pages.is_contiguous()
+    assert v_pages.is_contiguous()
+    assert fp8 == (k_scale is not None) == (v_scale is not None)
+    # Layers may be strided, as a slice of longer rows is; k and v must have the same stride.
+    if not (k[0].is_contiguous() and v[0].is_contiguous() and k.stride(0) == v.stride(0)):
+        k, v = k.contiguous(), v.contiguous()
+    with torch.cuda.device_of(k):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        write_pages_kernel[positions.numel(), layers](
+            k, v, k_pages, v_pages,
+            page_table.contiguous(), positions.contiguous(), keep.contiguous(),
+            None if path is None else path.contiguous(), k_scale, v_scale,
+            k.stride(0), k_pages.stride(0), rows, positions.shape[1], page_table.shape[1],
+            WIDTH=width, PADDED=power(width), PAGE=k_pages.shape[2], FP8=fp8, num_warps=WARPS,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from d2sd.plugins.shared.fp8_triton import in_fp8_range
+from d2sd.plugins.shared.kernels import in_fp8_range
 
 
 @triton.jit

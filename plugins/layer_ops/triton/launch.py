@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton import next_power_of_2 as power
 
 from d2sd.plugins.layer_ops.heads import Heads
 from d2sd.plugins.layer_ops.triton.kernel import (
@@ -26,7 +27,6 @@ from d2sd.plugins.layer_ops.triton.kernel import (
     silu_mul_kernel,
 )
 from d2sd.plugins.layer_ops.triton.linear import linear_kernel
-from d2sd.plugins.shared.sizes import power
 
 # Shape letters as in d2sd/plugins/layer_ops/__init__.py.
 
@@ -86,7 +86,8 @@ def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> 
 
 def norm_warps(width: int) -> int:
     """16 numbers a thread, in loads of eight; at most 16 warps."""
-    return max(1, min(16, power(width) // 512))
+    warps: int = power(width) // 512
+    return max(1, min(16, warps))
 
 
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from d2sd.plugins.shared.order import ABSENT, largest, pack_entry, place_of
+from d2sd.plugins.shared.kernels import ABSENT, largest, pack_entry, place_of
 from d2sd.plugins.trees.triton.nodes import store_candidates
 
 

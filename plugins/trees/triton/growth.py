@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.shared.order import ABSENT, largest, merged, pack_entry, place_of, score_of
+from d2sd.plugins.shared.kernels import ABSENT, largest, merged, pack_entry, place_of, score_of
 from d2sd.plugins.trees.triton.nodes import store_mask
 
 #: Bits of a row's number in the state of a path, which has one number a lane.

@@ -8,12 +8,11 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2 as power  # type: ignore[import-untyped]
 
-from d2sd.plugins.shared.sizes import power
-from d2sd.plugins.trees.triton.accept import accept_kernel
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
-from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel
 from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
-from d2sd.plugins.handover.triton.launch import begin_triton, end_triton
+from d2sd.plugins.handover.triton.kernel import begin_kernel, begin_triton, end_kernel, end_triton
 from tests.plugins.cases import Check, Kernel, some
 
 

@@ -13,7 +13,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.mask import pack_mask_bits
+from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.plugins.cascade_attention.cases import BUDGET

@@ -16,8 +16,8 @@ from d2sd.plugins.choice import best_token, candidates
 from d2sd.plugins.choice.reference import _ascending, _gumbel, apply_filters, philox
 from d2sd.plugins.choice.triton.drafts import threshold_kernel
 from d2sd.plugins.choice.triton.launch import choose_triton
-from d2sd.plugins.choice.triton.noise import _gumbel as gumbel_of_words
-from d2sd.plugins.choice.triton.noise import philox_words
+from d2sd.plugins.choice.triton.tokens import _gumbel as gumbel_of_words
+from d2sd.plugins.choice.triton.tokens import philox_words
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.plugins.kernels.calls import there

@@ -13,7 +13,8 @@ from torch import Tensor
 from d2sd.plugins import handover as kernels
 from d2sd.plugins.trees import Accepted
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
+from d2sd.runtime.cuda_graphs.inputs import STOP_TOKENS, Link
+from d2sd.runtime.cuda_graphs.steps import Handover
 from d2sd.token_codes import NOT_FINITE
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import there

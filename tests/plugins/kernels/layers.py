@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.mask import pack_mask_reference
+from d2sd.plugins.cascade_attention.reference import pack_mask_reference
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 from tests.plugins.kernels.calls import there
 from tests.plugins.test_kv_pages import KEEP, PATH, POSITIONS, TABLE
 

@@ -123,7 +123,7 @@ def random_drafts(
     [
         *((*case, ties) for case in SMALL_GROWTHS for ties in (False, True)),
         *(  # in CI each with ties or without
-            pytest.param(*case, ties, marks=[pytest.mark.slow, *([pytest.mark.full] if (place + ties) % 2 else [])])
+            pytest.param(*case, ties, marks=[pytest.mark.slow, *([pytest.mark.full] if (place + ties) % 4 else [])])
             for place, case in enumerate(GROWTHS)
             for ties in (False, True)
         ),

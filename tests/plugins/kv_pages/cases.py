@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
-from d2sd.plugins.kv_pages.triton.launch import write_pages_triton
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel, write_pages_triton
 from tests.plugins.cases import KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
 

@@ -7,10 +7,9 @@ from typing import Any
 
 from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
-from d2sd.plugins.trees.triton.accept import accept_kernel
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
-from d2sd.plugins.trees.triton.nodes import candidates_kernel, chain_kernel
+from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel
 from tests.plugins.cases import TYPES, Check, Kernel, some
 
 SLOTS, VOCABULARY = 15, 32768

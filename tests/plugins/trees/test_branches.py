@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from d2sd.plugins.cpu import library
 from d2sd.plugins.trees import Branches, Draft, Source, chain_branches, tree_branches
 from d2sd.plugins.trees.cpu import accept_cpu, best_first_tree_cpu
-from d2sd.plugins.trees.reference.accept import accept_reference
 from d2sd.plugins.trees.reference.branches import boundary_scores
 from d2sd.plugins.trees.reference.growth import best_first_tree_reference
+from d2sd.plugins.trees.reference.nodes import accept_reference
 from tests.runtime.drafts import Passes, draft_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Path, chain_worth, tree_worth

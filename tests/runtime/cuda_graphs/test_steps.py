@@ -17,8 +17,8 @@ from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.cuda_graphs.handover import STOP_TOKENS, Handover, Link
-from d2sd.runtime.cuda_graphs.inputs import StaticInputs
+from d2sd.runtime.cuda_graphs.inputs import STOP_TOKENS, Link, StaticInputs
+from d2sd.runtime.cuda_graphs.steps import Handover
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner

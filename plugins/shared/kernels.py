@@ -1,4 +1,6 @@
-"""Sorted lists of scores inside one program: each entry is one integer, and no two are equal.
+"""Triton functions that kernels of several ops call: sorted lists of scores, and FP8.
+
+Each entry of a list is one integer, and no two are equal:
 
     63          32 31                    0
     score's order  | 2^31 - 1 - its place     so of equal scores the smaller place comes first, as in a stable sort
@@ -96,3 +98,9 @@ def merged(one, other):
         cube = tl.sum(cube, dim, keep_dims=True) - cube  # reversed, dimension by dimension
     cube = tl.maximum(tl.reshape(one, shape), cube)
     return tl.reshape(_merge(cube, dims, False), [one.numel])
+
+
+@triton.jit
+def in_fp8_range(x, scale):
+    """x / scale within E4M3's range. IEEE division, or a tie would round to the other side than in the reference."""
+    return tl.clamp(tl.div_rn(x.to(tl.float32), scale), -448.0, 448.0)
