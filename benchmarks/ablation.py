@@ -21,7 +21,6 @@ from d2sd.bench import metrics
 from d2sd.bench.bootstrap import tau_interval, tau_ratio
 from d2sd.bench.markdown import number, table
 from d2sd.bench.measure import measure_cell
-from d2sd.bench.plots.tau import plot_tau
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, Settings, save
 from d2sd.bench.tables import provenance as told
@@ -181,7 +180,7 @@ def main(
     only: tuple[str, ...],
     out: Path,
 ) -> None:
-    """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json, .png."""
+    """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json."""
     loaded = load_train_recipe(recipe)
     if loaded.first is None:
         raise D2SDError("needs a recipe that trains a first drafter", where=recipe)
@@ -201,7 +200,6 @@ def main(
         cells=[cell for found in cells.values() for cell in found],
     )
     save(result, out / "ablation.json")
-    plot_tau(result, out / "ablation.png")
     text = f"{report(cells)}\n\n{steps} steps each.\n\n{told(result)}\n"
     (out / "ablation.md").write_text(text, "utf-8")
     click.echo(text)

@@ -6,7 +6,6 @@ The colours are Okabe and Ito's, which colour-blind readers can distinguish; mar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import nan
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-    from d2sd.policies import DrafterName
     from d2sd.runtime.evaluation import Evaluation
 
 #: Colour and marker of every method, from no drafter to both: the order of tables and legends.
@@ -34,14 +32,9 @@ METHODS = {
     "auto": ("#E69F00", "*"),
 }
 _OTHER = ("#8C510A", ".")
-#: Colours of lines that are not policies, such as objectives, by their index.
-_OTHERS = [_OTHER[0], *(colour for colour, _ in METHODS.values())]
 _DPI = 120
 _INCHES = 10.0  # 1200 pixels wide
 _WIDTH = 130  # characters of a legend line, seven of them per entry for its handle
-
-#: Samples that a share needs to be drawn as a point of a curve: of fewer it says little.
-LEAST_SAMPLES = 30
 
 
 class Line(NamedTuple):
@@ -51,49 +44,14 @@ class Line(NamedTuple):
     rows: int
 
 
-def colour(method: str, index: int = 0) -> str:
-    """The method's colour; one that is not a policy gets a colour by its `index` in a panel."""
-    return METHODS[method][0] if method in METHODS else _OTHERS[index % len(_OTHERS)]
+def colour(method: str) -> str:
+    return METHODS.get(method, _OTHER)[0]
 
 
 def curve(line: Line | Evaluation) -> dict[str, Any]:
     """Arguments of `plot` and `errorbar`."""
     chosen, marker = METHODS.get(line.method, _OTHER)
     return {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
-
-
-def reliability(diagram: Axes, counts: Axes, evaluations: Sequence[Evaluation], drafter: DrafterName) -> None:
-    """Draw observed over predicted acceptance into `diagram`, tokens per bin into `counts`.
-
-    Of the evaluations in which `drafter` drafted tokens. Bins of fewer than LEAST_SAMPLES tokens are pale points off
-    the curve.
-    """
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    diagram.plot([0, 1], [0, 1], color="#AAAAAA", linestyle="--", linewidth=1)
-    diagram.set(xlim=(-0.02, 1.02), ylim=(-0.02, 1.02))
-    handles, labels = [], []
-    for one in evaluations:
-        if (error := one.calibration_errors.get(drafter)) is None:
-            continue
-        filled = [(n, predicted / n, accepted / n) for n, predicted, accepted in one.calibration[drafter] if n]
-        number, predicted, _ = zip(*filled, strict=True)
-        look = curve(one) | {"label": None}  # the panel has its own legend
-        kept = [share if n >= LEAST_SAMPLES else nan for n, _, share in filled]
-        handles += diagram.plot(predicted, kept, **look)
-        few = [(x, share) for n, x, share in filled if n < LEAST_SAMPLES]
-        diagram.plot([x for x, _ in few], [share for _, share in few], **look | {"linestyle": "", "alpha": 0.3})
-        labels.append(f"{name(one)}: ECE {error:.3f}")
-        counts.plot(predicted, number, **look)
-    if handles:
-        diagram.legend(handles, labels, loc="best", fontsize=8)
-        counts.set_yscale("log")
-        counts.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
-        counts.yaxis.set_minor_locator(NullLocator())
-        counts.yaxis.set_major_formatter("{x:,.0f}")
-    else:
-        diagram.text(0.5, 0.3, "no drafts yet", ha="center", color="#777777", transform=diagram.transAxes)
-        counts.set_yticks([])
 
 
 def name(line: Line | Evaluation) -> str:

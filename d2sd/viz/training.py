@@ -1,4 +1,4 @@
-"""Training curves: loss, tokens per step, acceptance by position and calibration, one column per drafter."""
+"""Training curves: loss and tokens per step, one column per drafter."""
 
 from __future__ import annotations
 
@@ -33,19 +33,13 @@ def plot_training(curves: Sequence[Curve], path: Path) -> None:
     begun = [curve for curve in curves if curve.steps]
     if not begun:
         return
-    figure, axes = style.panels(5, len(begun), 2.9, height_ratios=[3, 3, 3, 3, 1.3])
-    for curve, (loss, tau, acceptance, diagram, counts) in zip(begun, zip(*axes, strict=True), strict=True):
+    figure, axes = style.panels(2, len(begun), 2.9)
+    for curve, (loss, tau) in zip(begun, zip(*axes, strict=True), strict=True):
         _loss(loss, curve)
         _tau(tau, curve)
-        scores = curve.evaluations[-1][1] if curve.evaluations else []
-        _acceptance(acceptance, scores)
-        style.reliability(diagram, counts, scores, curve.drafter)
-        diagram.set_title(f"confidence of the {curve.drafter} drafter, uncorrected", loc="left", fontsize=11)
-        counts.set_xlabel("predicted acceptance, given the path before")
-        counts.set_xlim(diagram.get_xlim())
         tau.sharey(axes[1][0])
-    for row, name in zip(axes, ("loss", "tokens a step (τ)", "share", "share accepted", "drafted tokens"), strict=True):
-        row[0].set_ylabel(name)
+    axes[0][0].set_ylabel("loss")
+    axes[1][0].set_ylabel("tokens a step (τ)")
     style.finish(figure, "Training on the target's responses, evaluated on held-out prompts at T = 0", path)
 
 
@@ -76,14 +70,3 @@ def _tau(panel: Axes, curve: Curve) -> None:
         panel.plot([step for step, _ in points], [one.tau for _, one in points], **style.curve(points[0][1]))
     panel.set_xlabel("step")
     panel.set_title("tokens a step", loc="left", fontsize=11)
-
-
-def _acceptance(panel: Axes, scores: Sequence[Evaluation]) -> None:
-    for one in scores:
-        look = style.curve(one) | {"label": None}  # in the legend of the panel above
-        for shares, dashes in ((one.joint_acceptance, "-"), (one.conditional_acceptance, ":")):
-            panel.plot(range(1, len(shares) + 1), shares, linestyle=dashes, **look)
-    panel.set_xticks(range(1, max((len(one.joint_acceptance) for one in scores), default=1) + 1))
-    panel.set_ylim(0, 1.03)
-    panel.set_xlabel("position k in the draft")
-    panel.set_title("at least k accepted; dotted: k-th, given those before", loc="left", fontsize=11)

@@ -5,19 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from d2sd.bench.plots.drafts import plot_acceptance, plot_calibration
-from d2sd.bench.plots.speed import plot_cost, plot_speedup
-from d2sd.bench.plots.tau import plot_tau, plot_tau_by_rows
+from d2sd.bench.plots.speed import plot_speedup
+from d2sd.bench.plots.tau import plot_tau_by_rows
 from d2sd.bench.result import Result
 
-PLOTS: dict[str, Callable[[Result, Path], None]] = {
-    "tau.png": plot_tau,
-    "tau-by-rows.png": plot_tau_by_rows,
-    "acceptance.png": plot_acceptance,
-    "calibration.png": plot_calibration,
-    "cost.png": plot_cost,
-    "speedup.png": plot_speedup,
-}
+PLOTS: dict[str, Callable[[Result, Path], None]] = {"tau-by-rows.png": plot_tau_by_rows, "speedup.png": plot_speedup}
 
 
 def write_plots(result: Result, folder: Path) -> list[Path]:

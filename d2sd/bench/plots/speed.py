@@ -1,86 +1,17 @@
-"""Cost of a step by stage, and speedup by concurrency, over all sets together."""
+"""Speedup by concurrency, over all sets together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from d2sd.bench import metrics, views
-from d2sd.bench.result import Cell, Result
+from d2sd.bench.result import Result
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-#: In the order of a step, in words; Paul Tol's light colours, so that no stage looks like a method.
-STAGES = {
-    "draft_first": ("first draft", "#77AADD"),
-    "pick_boundaries": ("choice of branches", "#99DDFF"),
-    "draft_second": ("second draft", "#44BB99"),
-    "build_tree": ("tree", "#BBCC33"),
-    "verify": ("target verifies", "#EE8866"),
-    "accept": ("acceptance", "#EEDD88"),
-    "commit": ("K/V written", "#FFAABB"),
-    "retire": ("tokens read", "#AAAA00"),
-    "other": ("other", "#DDDDDD"),
-}
-OTHER = "other"
-
-
-def plot_cost(result: Result, path: Path) -> None:
-    """Milliseconds per step by stage, without prefill: one bar per line, at the lowest temperature, one panel each for
-    the lowest and the highest concurrency.
-
-    The upper axis is in units of plain decoding steps, if plain decoding was measured.
-    """
-    temperature = views.temperatures(result)[0]
-    concurrencies = views.concurrencies(result, temperature)
-    concurrencies = sorted({concurrencies[0], concurrencies[-1]})
-    lines = [views.lines(result, temperature, concurrency) for concurrency in concurrencies]
-    if not any(metrics.step_seconds(cell) for cell in result.cells if cell.temperature == temperature):
-        return
-    heights = [len(found) for found in lines]
-    figure, axes = style.panels(
-        len(lines), 1, 1.1 + 0.32 * sum(heights) / len(heights), height_ratios=[h + 2 for h in heights]
-    )
-    for (panel,), concurrency, found in zip(axes, concurrencies, lines, strict=True):
-        cells = [views.pooled(result, line, temperature, concurrency) for line in found]
-        bars = list(range(len(found)))
-        left = [0.0] * len(found)
-        stages = [_milliseconds(cell) for cell, _ in cells]
-        for stage, (words, colour) in STAGES.items():
-            spent = [times[stage] for times in stages]
-            if not any(spent):
-                continue
-            panel.barh(bars, spent, left=left, color=colour, label=words, edgecolor="white", linewidth=0.5)
-            left = [a + b for a, b in zip(left, spent, strict=True)]
-        panel.set_yticks(bars, [style.name(line) for line in found])
-        panel.invert_yaxis()
-        panel.grid(axis="y", visible=False)
-        panel.grid(axis="x", color="#DDDDDD", linewidth=0.8)
-        panel.set_xlabel("milliseconds a step")
-        panel.set_title(f"{concurrency} in flight", loc="left", fontsize=11)
-        plain = next((plain for _, plain in cells if plain), None)
-        if plain and (unit := 1e3 * metrics.step_seconds(plain)):
-            panel.secondary_xaxis("top", functions=_units(unit)).set_xlabel("plain steps")
-    title = f"Where the time of a step goes (T = {temperature:g}): a bar of n plain steps must yield more than n tokens"
-    style.finish(figure, title, path)
-
-
-def _milliseconds(cell: Cell) -> dict[str, float]:
-    """Milliseconds per step by stage; their sum is `metrics.step_seconds`."""
-    found = dict.fromkeys(STAGES, 0.0)
-    for stage, spent in cell.stage_seconds.items():
-        if stage != "prefill":
-            found[stage if stage in STAGES else OTHER] += 1e3 * spent / cell.steps
-    return found
-
-
-def _units(unit: float) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
-    """Conversion from milliseconds to plain steps and back, for numbers and arrays."""
-    return lambda milliseconds: milliseconds / unit, lambda steps: steps * unit
 
 
 def plot_speedup(result: Result, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tokens per step by method and set, and by row budget, at the lowest concurrency (which does not affect it)."""
+"""Tokens per step by row budget, at the lowest concurrency (which does not affect it)."""
 
 from __future__ import annotations
 
@@ -11,38 +11,8 @@ from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
 
 
-def plot_tau(result: Result, path: Path) -> None:
-    """Bars by set and for their mean, one panel per temperature; every method at its largest row budget."""
-    temperatures, names = views.temperatures(result), views.sets(result)
-    figure, axes = style.panels(len(temperatures), 1, 3.4)
-    for (panel,), temperature in zip(axes, temperatures, strict=True):
-        concurrency = views.concurrencies(result, temperature)[0]
-        lines = views.widest(result, temperature, concurrency)
-        width = 0.84 / len(lines)
-        for i, line in enumerate(lines):
-            cells = views.cells_of(result, line, temperature, concurrency)
-            groups = [[cells[name]] if name in cells else [] for name in names]
-            groups.append(list(cells.values()) if len(cells) == len(names) else [])
-            xs = [g + (i - (len(lines) - 1) / 2) * width for g, group in enumerate(groups) if group]
-            means = [(metrics.mean_tau(group), tau_interval(group)) for group in groups if group]
-            panel.bar(
-                xs,
-                [value for value, _ in means],
-                width * 0.92,
-                color=style.colour(line.method, i),
-                label=style.name(line),
-                yerr=_errors(means),
-                error_kw={"elinewidth": 1.1, "ecolor": "#333333", "capsize": 2},
-            )
-        panel.set_xticks(range(len(names) + 1), [*names, "mean of sets"])
-        panel.axvline(len(names) - 0.5, color="#AAAAAA", linewidth=0.8)
-        panel.set_ylabel("tokens a step (τ)")
-        panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
-    style.finish(figure, "Tokens per target pass: higher is better (95 % intervals over prompts)", path)
-
-
 def plot_tau_by_rows(result: Result, path: Path) -> None:
-    """Mean of sets by row budget, one panel per temperature. Not written if no method has two budgets."""
+    """Mean of sets by row budget, one panel per temperature. Not written for plain decoding alone."""
     budgets: dict[tuple[float, str], dict[int, list[Cell]]] = {}
     for temperature in views.temperatures(result):
         concurrency = views.concurrencies(result, temperature)[0]
@@ -50,7 +20,7 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
             cells = list(views.cells_of(result, line, temperature, concurrency).values())
             if line.method != views.PLAIN and len(cells) == len(views.sets(result)):
                 budgets.setdefault((temperature, line.method), {})[line.rows] = cells
-    temperatures = sorted({t for (t, _), found in budgets.items() if len(found) > 1})
+    temperatures = sorted({t for t, _ in budgets})
     if not temperatures:
         return
     figure, axes = style.panels(1, len(temperatures), 4.6, sharey=True)

@@ -126,7 +126,7 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
         assert {name.split(" of ")[0] for name in cell.policies} <= served
         assert cell.tau == 1 if cell.method == "off" else cell.tau >= 1
     written = {path.name for path in out.iterdir()}
-    assert written >= {"result.json", "tables.md", "tau.png", "acceptance.png", "calibration.png"}
+    assert written >= {"result.json", "tables.md", "tau-by-rows.png"}
     names = ["tables.md", *_pictures(out)]
     assert ended.stdout.splitlines()[: len(names)] == [str(out / name) for name in names]
     table = ended.stdout.partition("T = 0, 1 in flight")[2]

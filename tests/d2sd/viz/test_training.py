@@ -56,19 +56,6 @@ def test_tau_by_step(drawn: list[Axes]) -> None:
     assert drawn[2].get_ylim() == drawn[3].get_ylim(), "what the second adds is seen at a glance"
 
 
-def test_acceptance_and_confidence_are_those_of_the_last_evaluation(drawn: list[Axes]) -> None:
-    last = FIRST.evaluations[-1][1][0]
-    joint, conditional = drawn[4].lines
-    assert points(joint) == ([1, 2, 3], last.joint_acceptance)
-    assert points(conditional) == ([1, 2, 3], last.conditional_acceptance)
-    assert (joint.get_linestyle(), conditional.get_linestyle()) == ("-", ":")
-    assert len(drawn[5].lines) == 4, "both methods, joint and conditional"
-    for diagram, label in zip(drawn[6:8], ("chain", "d2sd"), strict=True):
-        legend = diagram.get_legend()
-        assert legend is not None
-        assert [text.get_text() for text in legend.get_texts()] == [f"{label}, 8 rows: ECE 0.121"]
-
-
 def test_a_picture_one_can_read(tmp_path: Path) -> None:
     plot_training([FIRST, Curve("second", [], [])], tmp_path / "curves.png")
     pixels = imread(tmp_path / "curves.png")
