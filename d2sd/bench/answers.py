@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
-from rich.console import Console
 
 from d2sd.io import write_text
 from d2sd.viz.page import page
 from d2sd.viz.svg import standalone
-from d2sd.viz.terminal import draw_tree
 from d2sd.viz.words import caption
 
 if TYPE_CHECKING:
@@ -47,12 +45,10 @@ def write_answers(engine: Engine, prompts: dict[Sequence, str], recordings: dict
                 click.secho(limit, err=True, dim=True)
 
 
-def write_pictures(recordings: list[Recording], show_tree: bool, tree_svg: Path | None, html: Path | None) -> None:
+def write_pictures(recordings: list[Recording], tree_svg: Path | None, html: Path | None) -> None:
     """Draw the tree of the step that accepted most, and write the page of all steps."""
     best = max(recordings, key=lambda recording: len(recording.turns[recording.best].pieces))
     step = best.turns[best.best].step
-    if show_tree:
-        Console().print(draw_tree(step))
     if tree_svg is not None:
         write_text(tree_svg, standalone(step, caption(step, best.best + 1, len(best.turns))))
         click.echo(f"tree of the best step: {tree_svg}", err=True)

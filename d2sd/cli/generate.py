@@ -40,15 +40,16 @@ from d2sd.viz.record import Recording
 @click.option("--stop", multiple=True, help="Stop string; repeatable.")
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Show tokens per step, acceptance, winning branches and the cycle cost.")
-@click.option("--show-tree", is_flag=True, help="Draw the tree of the step that accepted most.")
-@click.option("--tree-svg", type=FilePath, help="Write that tree as an SVG picture to this file.")
+@click.option(
+    "--tree-svg", type=FilePath, help="Write the tree of the step that accepted most to this file, as an SVG picture."
+)
 @click.option("--html", type=FilePath, help="Write a page that shows every step to this file.")
 @device_option
 @backend_option
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
-    raw: bool, stats: bool, show_tree: bool, tree_svg: Path | None, html: Path | None, device: str,
+    raw: bool, stats: bool, tree_svg: Path | None, html: Path | None, device: str,
     backend: BackendName,
 ) -> None:  # fmt: skip
     """Generate text from the bundle at BUNDLE.
@@ -72,14 +73,14 @@ def generate(
     engine = make_engine(loaded, policy=policy, device=device, backend=backend, max_batch=batch)
     sequences = [engine.submit(request) for request in requests]
     recordings: dict[Sequence, Recording] = {}
-    if show_tree or tree_svg is not None or html is not None:
+    if tree_svg is not None or html is not None:
         decode = loaded.tokenizer.decode
         text = partial(decode, skip_special_tokens=True)
         engine.record_trace = True
         recordings = {s: Recording(p, decode, TextStream(text)) for s, p in zip(sequences, prompts, strict=True)}
     write_answers(engine, dict(zip(sequences, prompts, strict=True)), recordings)
     if recordings:
-        write_pictures(list(recordings.values()), show_tree, tree_svg, html)
+        write_pictures(list(recordings.values()), tree_svg, html)
     if stats:
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         # the same requests to the same lengths: the batch shrinks and the context grows as they did above

@@ -110,14 +110,11 @@ def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]
     assert "speedup │ 1.50" in text
 
 
-def test_statistics_and_tree_are_shown(path: Path) -> None:
-    result = run(path, "-p", "w1", "--stats", "--show-tree")
+def test_statistics_are_shown(path: Path) -> None:
+    result = run(path, "-p", "w1", "--stats")
     assert result.exit_code == 0, result.output
     for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified", "prefix hits"):
         assert word in " ".join(result.output.split())
-    assert "✓ anchor" in result.output
-    assert "bonus" in result.output
-    assert "branch 1" in result.output
 
 
 @pytest.mark.parametrize(

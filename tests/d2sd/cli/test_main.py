@@ -29,7 +29,7 @@ FLAGS = {
     "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
-        *("--stop", "--raw", "--stats", "--show-tree", "--tree-svg", "--html", "--device", "--executor"),
+        *("--stop", "--raw", "--stats", "--tree-svg", "--html", "--device", "--executor"),
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--device", "--out"},
     "capacity": {

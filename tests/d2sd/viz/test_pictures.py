@@ -30,7 +30,6 @@ from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
 from d2sd.viz.record import Recording
 from d2sd.viz.svg import inline, standalone
-from d2sd.viz.terminal import draw_tree
 from d2sd.viz.text import cells, cut, text_markup, token_markup, visible
 from d2sd.viz.words import mix, story
 from tests.convert.helpers import write_project
@@ -191,24 +190,6 @@ def test_a_token_keeps_the_blank_that_a_tokenizer_drops_in_front() -> None:
     assert show(1) == " w"
     assert show(0) == "\ufffd"
     assert token_text(lambda ids: "")(3) == ""
-
-
-def test_the_terminal_draws_the_same_step() -> None:
-    from rich.console import Console
-
-    console = Console(width=80, color_system=None)
-    with console.capture() as capture:
-        console.print(draw_tree(rescued()))
-    lines = capture.get().splitlines()
-    assert lines[0] == "'t0' ✓ anchor"
-    assert [line.strip("│├└─ ") for line in lines[1:]] == [
-        "'t1' ✓ first draft",
-        "'t2'  first draft",
-        "'t3'  first draft",
-        "'t4' ✓ branch 1",
-        "'t5' ✓ branch 1",
-        "'t9' bonus",
-    ]
 
 
 # -- text --------------------------------------------------------------------------------------------------------------
