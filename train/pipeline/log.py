@@ -9,7 +9,6 @@ A run that resumes from step n first removes the lines of later steps, so no ste
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -61,48 +60,32 @@ class _PaceLine(BaseModel):
 
 
 class TrainLog:
-    """Appends to one drafter's log, and to TensorBoard's if that is installed."""
+    """Appends to one drafter's log."""
 
     def __init__(self, work: Path, name: DrafterName) -> None:
-        self._path, self._events = work / f"{name}.jsonl", work / "tensorboard" / name
-        self._board: Any = None
+        self._path = work / f"{name}.jsonl"
         self._begun = False
         self._clock = time.monotonic()
 
     def add_step(self, step: int, metrics: dict[str, float]) -> None:
         """Log a step: loss, its terms, gradient norm, learning rate."""
-        self._add({"step": step, **metrics}, metrics)
+        self._add({"step": step, **metrics})
 
     def add_evaluation(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         """Log the evaluation of each method after this step."""
-        scalars = {f"tau/{one.method}": one.tau for one in evaluations}
-        for one in evaluations:
-            shares = enumerate(one.joint_acceptance, 1)
-            scalars |= {f"acceptance of {one.method}/position {position}": share for position, share in shares}
-            for drafter, error in one.calibration_errors.items():
-                scalars[f"calibration error of {one.method}/{drafter}"] = error
         tau = {one.method: round(one.tau, 4) for one in evaluations}
-        self._add({"step": step, "tau": tau, "cells": [one.model_dump(mode="json") for one in evaluations]}, scalars)
+        self._add({"step": step, "tau": tau, "cells": [one.model_dump(mode="json") for one in evaluations]})
 
     def restart_clock(self) -> None:
         """Exclude the time since the last line from the next line's seconds."""
         self._clock = time.monotonic()
 
-    def close(self) -> None:
-        if self._board is not None:
-            self._board.close()
-
-    def _add(self, row: dict[str, Any], scalars: dict[str, float]) -> None:
+    def _add(self, row: dict[str, Any]) -> None:
         if not self._begun:
             self._begin(row)
         seconds, self._clock = time.monotonic() - self._clock, time.monotonic()
         with self._path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row | {"seconds": round(seconds, 4)}) + "\n")
-        if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, row["step"])
-            if "cells" in row:
-                self._board.flush()
 
     def _begin(self, row: dict[str, Any]) -> None:
         """Remove this row and later ones, logged by an interrupted run."""
@@ -112,10 +95,6 @@ class TrainLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self._path) as partial:
             partial.write_bytes(b"".join(line + b"\n" for line in kept))
-        if tensorboard_is_installed():
-            from torch.utils.tensorboard import SummaryWriter  # optional
-
-            self._board = SummaryWriter(self._events, purge_step=row["step"])
         self._begun = True
 
 
@@ -138,10 +117,6 @@ def seconds_each(work: Path, name: DrafterName) -> tuple[int, float | None, floa
     evaluations = [row.seconds for row in rows if row.cells is not None]
     median = sorted(steps[-100:])[len(steps[-100:]) // 2] if steps else None
     return len(steps), median, evaluations[-1] if evaluations else None
-
-
-def tensorboard_is_installed() -> bool:
-    return importlib.util.find_spec("tensorboard") is not None
 
 
 @contextmanager

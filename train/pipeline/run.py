@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import cast
 
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.kinds import KINDS
-from d2sd.extras import install_line, require_plots
+from d2sd.extras import require_plots
 from d2sd.io import check_writable, claim, digest, disk_space
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -27,7 +26,7 @@ from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.finish import finish, weights_digest
-from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each, tensorboard_is_installed
+from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each
 from d2sd.train.pipeline.models import check_geometry, load_ready, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train_recipe import Geometry, SecondSettings, TrainRecipe, TrainSettings
@@ -90,8 +89,6 @@ class Run:
         claim(self.out.resolve(), f"train {self.recipe.name} {digest(self.recipe.model_dump(mode='json'))[:16]}")
         check_writable(self.out / "evaluation.json")
         require_plots()
-        if not tensorboard_is_installed():
-            self.say(f"TensorBoard is not installed, so no events are written: {install_line('train')}", err=True)
 
     def _features(self, bundle: Bundle, responses: list[Response]) -> TrainingData:
         aux_layer_ids = self.recipe.shape.aux_layer_ids(bundle.target.config.body.num_layers)
@@ -191,10 +188,8 @@ class Training:
         run_evaluation: Callable[[], list[Evaluation]],
     ) -> None:
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.run.dist)
-        with (
-            self.run.progress(f"training {name}", settings.steps) as advance,
-            closing(TrainLog(self.run.work, name)) as log,
-        ):
+        log = TrainLog(self.run.work, name)
+        with self.run.progress(f"training {name}", settings.steps) as advance:
             shown = 0
 
             def report(step: int, metrics: dict[str, float]) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -266,26 +264,3 @@ def planned(project: Path) -> list[str]:
     result = train(project, "--plan")
     assert result.exit_code == 0, result.output + repr(result.exception)
     return result.stdout.splitlines()
-
-
-def test_events_for_tensorboard(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept: dict[str, list[tuple[str, float, int]]] = {}
-
-    class Writer:
-        def __init__(self, folder: Path, purge_step: int) -> None:
-            self.scalars = kept.setdefault(f"{folder.name} from {purge_step}", [])
-            self.add_scalar = lambda *told: self.scalars.append(told)
-
-        def flush(self) -> None: ...
-
-        def close(self) -> None: ...
-
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=Writer))
-    monkeypatch.setattr("d2sd.train.pipeline.log.tensorboard_is_installed", lambda: True)
-    undo(finished, "second")
-    trained(finished)
-    assert kept.keys() == {"second from 1"}, "a drafter that is trained writes nothing"
-    said = kept["second from 1"]
-    assert [(name, step) for name, _, step in said if name == "loss"] == [("loss", step) for step in (1, 2, 3, 4)]
-    assert [step for name, _, step in said if name == "tau/d2sd"] == [3, 4]
-    assert {"acceptance of d2sd/position 1", "calibration error of d2sd/second"} <= {name for name, _, _ in said}
