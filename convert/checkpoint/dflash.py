@@ -218,18 +218,6 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping
     return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
-def left_to_readers(text: str, config: DrafterConfig) -> list[str]:
-    """Names of fields that determine `config` and that `text`, of this layout, omits: readers use their defaults."""
-    values, ours = json.loads(text), _fields(config)
-    inside, wanted = values["dflash_config"], ours["dflash_config"]
-    assert isinstance(wanted, dict)
-    given = values.keys() | inside.keys()
-    given |= {"rope_theta", "rope_scaling"} if "rope_parameters" in given else set()
-    given |= {"is_causal"} if "causal" in given else set()
-    missing = [key for key in ours if key not in given | INERT]
-    return missing + [f"dflash_config.{key}" for key in wanted if key not in given]
-
-
 def _fields(config: DrafterConfig) -> dict[str, object]:
     return {
         **body_fields(config.body),

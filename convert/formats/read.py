@@ -9,11 +9,8 @@ The format is detected from `config.json` alone. One reader reads all dialects o
 (`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
 DSpark and windowed exports keep DFlash's architecture name and differ only in their keys.
 
-A canonical drafter's `config` and `tensors` are the complete model: nothing else affects its outputs. `source` keeps
-the text of the original config.json, which also has fields that d2sd does not model (auto_map, bos ids, the spelling of
-dtype, key order). A writer of the same format reuses that text if it still describes the same `config`, so a round trip
-is byte-equal; a writer of another format writes its own text with every field. Fields that are not modelled are
-therefore never merged into a format they were not written for.
+A canonical drafter's `config` and `tensors` are the complete model: nothing else affects its outputs. Fields of the
+original config.json that d2sd does not model (auto_map, bos ids) are not kept.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import TRAINING, sort_columns
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
-from d2sd.convert.checkpoint.weights import TensorInfo, open_tensors, read_headers, read_tensors
+from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators import EXTRA, read_extra
@@ -44,23 +41,13 @@ Format = Literal["z-lab", "modelopt", "specforge", "speculators"]
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
-    """The directory that a canonical drafter was read from, and the text of its config."""
-
-    format: Format
-    folder: Path
-    text: str  # config.json
-    metadata: Mapping[str, str] | None  # of the safetensors header
-    shared: frozenset[str] = frozenset()  # names of the target's tensors among the drafter's
-
-
-@dataclass(frozen=True, slots=True)
 class CanonicalDrafter:
     """A drafter of any format."""
 
     config: DrafterConfig
     tensors: Mapping[str, Tensor]  # `Drafter.state_dict()`, in the one dtype in which they are stored
-    source: Source
+    format: Format
+    folder: Path
     notes: tuple[str, ...] = ()  # for the user: what was dropped unchecked, reordered or declared
 
     @property
@@ -100,8 +87,7 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
         notes.append(f"layer ids {list(ids)} and the columns of fc.weight with them are put in ascending order")
     if target is not None:
         check_target(config, target.config, folder)
-    source = Source(form, folder, _text(folder), _metadata(found["fc.weight"].file), frozenset(extra))
-    return CanonicalDrafter(config, tensors, source, (*notes, *_unread_files(folder, found)))
+    return CanonicalDrafter(config, tensors, form, folder, (*notes, *_unread_files(folder, found)))
 
 
 def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, declared: Role | None) -> DrafterConfig:
@@ -153,16 +139,6 @@ def _unread_files(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
     pickles = [name for name in others if name in PICKLES]
     notes = [f"not converted: {', '.join(others)}"] if others else []
     return notes + [f"{name} is a pickle and was not opened: its training settings are unknown" for name in pickles]
-
-
-def _text(folder: Path) -> str:
-    return (folder / "config.json").read_bytes().decode("utf-8")
-
-
-def _metadata(file: Path) -> dict[str, str] | None:
-    with open_tensors(file) as handle:
-        metadata: dict[str, str] | None = handle.metadata()
-    return metadata
 
 
 #: Files next to the weights that mark a quantized checkpoint (ModelOpt's export and its older names), which is refused.

@@ -257,15 +257,10 @@ def read_extra(
     return ids, [f"{' and '.join(dropped)}: equal to the target's, dropped"]
 
 
-def extra_tensors(
-    config: DrafterConfig, names: frozenset[str], target: TargetParts | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
-    """Make the extra tensors of `names`; copies need the `target`."""
-    made: dict[str, Tensor] = {}
-    if target is not None:
-        made |= shared_copies(target, config.draft_vocabulary, dtype)
-    made |= to_tensors(config.draft_vocabulary or tuple(range(config.vocab_size)), config.vocab_size)
-    return {name: made[name] for name in sorted(names)}
+def extra_tensors(config: DrafterConfig, target: TargetParts, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Make the copies of the target's tensors, and those of a draft vocabulary."""
+    ids = config.draft_vocabulary
+    return shared_copies(target, ids, dtype) | (to_tensors(ids, config.vocab_size) if ids else {})
 
 
 def _check_headers(config: DrafterConfig, size: int, found: Mapping[str, TensorInfo]) -> None:

@@ -43,13 +43,10 @@ def test_its_loader_reads_ours_and_drafts_the_same(tmp_path: Path, drafter: Draf
     torch.testing.assert_close(logits, expected_logits(decoder, drafter), atol=TOLERANCE, rtol=0)
 
 
-def test_what_its_own_converter_writes_comes_back_byte_for_byte(tmp_path: Path) -> None:
+def test_what_its_own_converter_writes_is_our_file_again(tmp_path: Path) -> None:
     decoder, drafter = tiny_pair()
     target = write_tiny_target(tmp_path / "target", decoder)
     DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     drafted(tmp_path / "zlab", target, tmp_path, tmp_path / "theirs")
-    convert(tmp_path / "theirs", "speculators", tmp_path / "again", target=target)
-    theirs = tree_bytes(tmp_path / "theirs")
-    assert tree_bytes(tmp_path / "again") == {name: theirs[name] for name in ("config.json", "model.safetensors")}
     convert(tmp_path / "theirs", "z-lab", tmp_path / "back", target=target)
     assert tree_bytes(tmp_path / "back") == tree_bytes(tmp_path / "zlab")

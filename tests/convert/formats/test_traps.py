@@ -268,7 +268,7 @@ def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: 
 def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None:
     edit(zlab, {f"dflash_config.{key}": value, "architectures": ["Qwen3ForCausalLM"]})
     drafter = read_drafter(zlab)
-    assert (drafter.source.format, drafter.config.role) == ("specforge", role)
+    assert (drafter.format, drafter.config.role) == ("specforge", role)
 
 
 def test_a_recipe_error_says_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
@@ -283,7 +283,7 @@ def test_modelopts_harmless_keys_are_harmless(tmp_path: Path) -> None:
     fields = modelopt_fields(DRAFTER)
     fields["dflash_config"] |= {"use_swa": False, "swa_window_size": None, "projector_type": None}
     drafter = read_drafter(write_foreign(tmp_path / "m", fields, DRAFTER.state_dict()))
-    assert (drafter.source.format, drafter.config) == ("modelopt", DRAFTER.config)
+    assert (drafter.format, drafter.config) == ("modelopt", DRAFTER.config)
 
 
 def test_a_target_must_have_what_drafters_borrow(tmp_path: Path) -> None:
@@ -297,7 +297,7 @@ def test_what_fails_leaves_nothing(zlab: Path, tmp_path: Path, monkeypatch: pyte
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("d2sd.convert.formats.convert._write_tensors", full)
+    monkeypatch.setattr("d2sd.convert.kinds.write_tensors", full)
     with pytest.raises(BuildError, match="filled up"):
         convert(zlab, "z-lab", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["zlab"]
