@@ -38,7 +38,7 @@ from benchmarks.load.result import Cell, Key, Result, Run, Variant, Workload
 from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import Conversation
-from d2sd.bench.latency import Slo
+from d2sd.bench.capacity import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting

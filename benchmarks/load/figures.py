@@ -1,13 +1,21 @@
-"""The figures of a measured load: TTFT and ITL as in `d2sd.bench.latency`; E2E: to the response's end."""
+"""The figures of a measured load: TTFT, ITL and E2E, which is to the response's end.
+
+TTFT: from sending a request to the arrival of its first tokens. ITL, inter-token latency, is of tokens and not of
+chunks: k tokens that arrive t after the chunk before them are k latencies of t / k. The tokens of the first chunk have
+none. A request meets the SLO if its TTFT and its mean ITL do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
+import numpy as np
+import numpy.typing as npt
 from pydantic import BaseModel
 
 from benchmarks.load.client import Reply
-from d2sd.bench.latency import Slo, Spread, token_latencies
+from d2sd.bench.capacity import Slo
 
 
 class Sample(BaseModel):
@@ -40,7 +48,32 @@ class Sample(BaseModel):
         )
 
     def meets(self, slo: Slo) -> bool:
-        return slo.met(self.ttft, self.itl)
+        mean = sum(self.itl) / len(self.itl) if self.itl else 0.0
+        return self.ttft <= slo.ttft and mean <= slo.itl
+
+
+class Spread(BaseModel):
+    """Percentiles of a latency, in milliseconds."""
+
+    mean: float
+    p50: float
+    p90: float
+    p99: float
+
+    @classmethod
+    def of(cls, seconds: Sequence[float] | npt.NDArray[np.float64]) -> Spread:
+        """All zero if there is no value."""
+        values = 1e3 * np.asarray(seconds if len(seconds) else [0.0])
+        p50, p90, p99 = np.percentile(values, [50, 90, 99])
+        return cls(mean=float(values.mean()), p50=float(p50), p90=float(p90), p99=float(p99))
+
+
+def token_latencies(arrivals: Sequence[tuple[float, int]]) -> list[float]:
+    """ITL in seconds of every token after the first chunk; `arrivals` are (seconds, tokens) of the chunks."""
+    found: list[float] = []
+    for (before, _), (now, count) in pairwise(arrivals):
+        found += [(now - before) / count] * count
+    return found
 
 
 class Figures(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic import BaseModel
 
 from benchmarks.load.figures import Figures, Sample
-from d2sd.bench.latency import Slo
+from d2sd.bench.capacity import Slo
 from d2sd.bench.result import Provenance
 
 Workload = Literal["prompts", "poisson", "prefix", "turns"]

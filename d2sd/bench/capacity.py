@@ -15,7 +15,6 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from d2sd.bench.latency import Slo
 from d2sd.bench.roofline import Roofline, StepCost, arithmetic_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
@@ -31,6 +30,13 @@ from d2sd.runtime.request import Limits, Request, bucket
 UTILIZATION = 0.8
 
 Positive = Annotated[int, Field(ge=1)]
+
+
+class Slo(BaseModel):
+    """Bounds in seconds of a request that counts for goodput: of its TTFT, and of its mean inter-token latency."""
+
+    ttft: float
+    itl: float
 
 
 class Demand(BaseModel):

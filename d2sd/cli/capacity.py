@@ -7,9 +7,8 @@ from typing import get_args
 
 import click
 
-from d2sd.bench.capacity import Demand, read_plan
+from d2sd.bench.capacity import Demand, Slo, read_plan
 from d2sd.bench.capacity_sheet import make_sheet
-from d2sd.bench.latency import Slo
 from d2sd.bench.roofline import EFFICIENCY
 from d2sd.build.plan import GPUS
 from d2sd.cli.report import Reporting

@@ -34,7 +34,7 @@ from benchmarks.load.triton import triton_code
 from benchmarks.load.workloads import multi_turn, shared_prefix, single
 from benchmarks.serving import Benchmark
 from benchmarks.soak import growth
-from d2sd.bench.latency import Slo
+from d2sd.bench.capacity import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.run import listen

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from d2sd.bench.capacity import Demand, most_sustained, operation, read_plan
-from d2sd.bench.latency import Slo
+from d2sd.bench.capacity import Demand, Slo, most_sustained, operation, read_plan
 from d2sd.bench.roofline import StepCost
 from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
