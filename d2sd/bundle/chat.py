@@ -1,4 +1,4 @@
-"""Encodes messages with the target's chat template.
+"""Renders messages with the target's chat template.
 
 The template is untrusted Jinja from a checkpoint: `template_process.py` renders it within bounds of time and memory.
 """
@@ -23,24 +23,6 @@ def encode_prompt(tokenizer: Any, prompt: str) -> list[int]:
     return ids
 
 
-def encode_chat(
-    tokenizer: Any,
-    messages: Messages,
-    template: Mapping[str, Any],
-    where: str,
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> list[int]:
-    """Return the token ids of a conversation in the chat template, up to the start of the assistant's answer.
-
-    `tokenizer` is a transformers tokenizer, `template` holds extra variables of its chat template, and `where` names
-    the template in errors. `tools` are the functions that the answer may call, in OpenAI's format. Raises
-    `RequestError` for malformed messages and for a template that fails.
-    """
-    text = render_chat(tokenizer, messages, template, where, tools)
-    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids  # the template writes them
-    return ids
-
-
 def render_chat(
     tokenizer: Any,
     messages: Messages,
@@ -50,9 +32,12 @@ def render_chat(
     *,
     generation_prompt: bool = True,
 ) -> str:
-    """The text of a conversation, equal to that of the tokenizer's own `apply_chat_template`; see `encode_chat`.
+    """The text of a conversation, equal to that of the tokenizer's own `apply_chat_template`.
 
-    With `generation_prompt` it ends with the start of the assistant's answer.
+    `tokenizer` is a transformers tokenizer, `template` holds extra variables of its chat template, and `where` names
+    the template in errors. `tools` are the functions that the answer may call, in OpenAI's format. With
+    `generation_prompt` the text ends with the start of the assistant's answer. Raises `RequestError` for malformed
+    messages and for a template that fails.
     """
     _check_messages(messages)
     values = {

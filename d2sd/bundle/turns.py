@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from d2sd.bundle.chat import Messages, encode_chat
+from d2sd.bundle.chat import Messages, render_chat
 from d2sd.errors import RequestError
 
 TOOL_CALL, TOOL_CALL_END = "<tool_call>", "</tool_call>"
@@ -61,13 +61,22 @@ def encode_turns(
     where: str,
     tools: Sequence[Mapping[str, Any]] | None = None,
 ) -> list[int]:
-    """Return the token ids of a conversation, as `encode_chat`, whatever its template does with tools.
+    """Return the token ids of a conversation in its chat template, up to the start of the assistant's answer.
 
     Null content becomes empty text, and the arguments of tool calls become objects, unless the template needs them
-    otherwise. Raises what `encode_chat` raises.
+    otherwise. The arguments, and what is raised, are those of `render_chat`.
     """
-    if not all(isinstance(message, Mapping) for message in messages):
-        return encode_chat(tokenizer, messages, template, where, tools)  # which refuses them
+    if all(isinstance(message, Mapping) for message in messages):  # else they are refused
+        messages, tools = _prepared(tokenizer, messages, tools)
+    text = render_chat(tokenizer, messages, template, where, tools)
+    ids: list[int] = tokenizer(text, add_special_tokens=False).input_ids  # the template writes them
+    return ids
+
+
+def _prepared(
+    tokenizer: Any, messages: Messages, tools: Sequence[Mapping[str, Any]] | None
+) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
+    """The conversation and the tools as the tokenizer's template shows them."""
     turns = [dict(message) for message in messages]
     _check_calls(turns)
     if tools or any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in turns):
@@ -83,7 +92,7 @@ def encode_turns(
     for turn in turns:
         if turn.get("content", "") is None and not turn.get("tool_calls"):
             turn["content"] = ""
-    return encode_chat(tokenizer, turns, template, where, tools)
+    return turns, tools
 
 
 def _check_calls(turns: Sequence[Mapping[str, Any]]) -> None:
@@ -107,10 +116,9 @@ def _abilities(tokenizer: Any, chat_template: str) -> Abilities:
     def shows(needle: str, messages: Messages, tools: Sequence[Mapping[str, Any]] | None = None) -> bool:
         """Tell whether the text in quotes is in the prompt, neither escaped nor as Python prints it."""
         try:
-            ids = encode_chat(tokenizer, messages, {}, "chat_template", tools)
+            text = render_chat(tokenizer, messages, {}, "chat_template", tools)
         except RequestError:
             return False
-        text = tokenizer.decode(ids)
         return needle in text and not any(f"{quote}{needle}" in text for quote in ("'", '\\"'))
 
     question: dict[str, Any] = {"role": "user", "content": "where?"}

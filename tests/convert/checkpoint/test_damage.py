@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from d2sd.build import build
 from d2sd.build.plan import make_plan
-from d2sd.bundle.chat import encode_chat
+from d2sd.bundle.turns import encode_turns
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.weights import INDEX, open_tensors, read_headers, write_tensors
 from d2sd.errors import CheckpointError
@@ -209,7 +209,7 @@ def test_a_tokenizer_either_works_or_is_refused_when_it_is_read(project: Path, k
         return
     assert tokenizer("w1 w2").input_ids == [1, 2]
     if tokenizer.chat_template:
-        assert encode_chat(tokenizer, [{"role": "user", "content": "w1"}], {}, "here")
+        assert encode_turns(tokenizer, [{"role": "user", "content": "w1"}], {}, "here")
 
 
 def _denied(monkeypatch: pytest.MonkeyPatch, name: str) -> None:

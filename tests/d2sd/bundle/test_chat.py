@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from d2sd.bundle import chat, turns
-from d2sd.bundle.chat import encode_chat, encode_prompt
+from d2sd.bundle.chat import encode_prompt, render_chat
 from d2sd.bundle.template_process import TemplateLimits, TemplateProcess
 from d2sd.bundle.turns import encode_turns
 from d2sd.convert.checkpoint.offline import load_tokenizer
@@ -41,10 +41,10 @@ def test_every_turn_of_a_conversation_is_in_the_prompt(folder: Path) -> None:
     turns = [("system", "w10"), ("user", "w11"), ("assistant", "w12"), ("user", "w13")]
     messages = [{"role": role, "content": content} for role, content in turns]
     known = tokenizer(folder, TEMPLATE)
-    assert encode_chat(known, messages, {}, "here") == [3, 10, 1, 11, 2, 12, 1, 13, 2]
-    assert encode_chat(known, messages[1:2], {"thinking": True}, "here") == [1, 11, 2, 9]
+    assert encode_turns(known, messages, {}, "here") == [3, 10, 1, 11, 2, 12, 1, 13, 2]
+    assert encode_turns(known, messages[1:2], {"thinking": True}, "here") == [1, 11, 2, 9]
     whole = known.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    assert encode_chat(known, messages, {}, "here") == whole
+    assert encode_turns(known, messages, {}, "here") == whole
 
 
 FAILING = {
@@ -62,7 +62,7 @@ FAILING = {
 def test_a_template_that_fails_is_named(folder: Path, template: str, named: str) -> None:
     known = tokenizer(folder, template)
     with pytest.raises(RequestError, match="chat template cannot be rendered") as caught:
-        encode_chat(known, [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+        encode_turns(known, [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
     assert caught.value.where == "bundle/target: chat_template"
     assert named.lower() in str(caught.value).lower()
 
@@ -76,9 +76,9 @@ def test_a_template_that_takes_too_long_is_named_and_the_next_is_rendered(
     limited = TemplateProcess(TemplateLimits(seconds=0.1))
     monkeypatch.setattr(chat, "PROCESS", limited)
     with pytest.raises(RequestError, match="cannot be rendered") as caught:
-        encode_chat(tokenizer(folder, NESTED), [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+        encode_turns(tokenizer(folder, NESTED), [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
     assert (caught.value.found, caught.value.where) == ("more than 0.1 s", "bundle/target: chat_template")
-    assert encode_chat(tokenizer(folder, TEMPLATE), [{"role": "user", "content": "w11"}], {}, "here") == [1, 11, 2]
+    assert encode_turns(tokenizer(folder, TEMPLATE), [{"role": "user", "content": "w11"}], {}, "here") == [1, 11, 2]
     limited.close()
 
 
@@ -87,19 +87,19 @@ def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(chat, "PROCESS", limited)
     known = tokenizer(folder, "{% for i in range(999) %}w1 {% endfor %}")
     with pytest.raises(RequestError, match=r"renders too much text(.|\n)*1,002 characters(.|\n)*at most 1,000"):
-        encode_chat(known, [{"role": "user", "content": "w1"}], {}, "here")
+        encode_turns(known, [{"role": "user", "content": "w1"}], {}, "here")
     limited.close()
 
 
 def test_a_tokenizer_with_several_templates_takes_the_one_for_tools(folder: Path) -> None:
     known = tokenizer(folder, TEMPLATE)
-    known.chat_template = {"default": "w1 {{ eos_token }}", "tool_use": "w2 {{ tools[0].name }}"}
-    turns, tools = [{"role": "user", "content": "w1"}], [{"name": "w5"}]
-    assert encode_chat(known, turns, {}, "here") == known("w1 " + known.eos_token).input_ids
-    assert encode_chat(known, turns, {}, "here", tools) == [2, 5]
+    known.chat_template = {"default": "w1 {{ eos_token }}", "tool_use": "w2 {{ tools[0].function.name }}"}
+    turns, tools = [{"role": "user", "content": "w1"}], [{"type": "function", "function": {"name": "w5"}}]
+    assert encode_turns(known, turns, {}, "here") == known("w1 " + known.eos_token).input_ids
+    assert encode_turns(known, turns, {}, "here", tools) == [2, 5]
     known.chat_template = {"other": "w1"}
     with pytest.raises(RequestError, match="multiple chat templates"):
-        encode_chat(known, turns, {}, "here")
+        encode_turns(known, turns, {}, "here")
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_a_tokenizer_with_several_templates_takes_the_one_for_tools(folder: Path
 )
 def test_malformed_messages_are_refused(folder: Path, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"messages"):
-        encode_chat(tokenizer(folder, TEMPLATE), messages, {}, "here")
+        encode_turns(tokenizer(folder, TEMPLATE), messages, {}, "here")
 
 
 def test_text_that_is_not_unicode_is_refused(folder: Path) -> None:
@@ -123,9 +123,9 @@ def test_text_that_is_not_unicode_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match="not Unicode"):
         encode_prompt(known, "w1 \udcff")
     with pytest.raises(RequestError, match=r"not Unicode(.|\n)*messages\[0\]\.content"):
-        encode_chat(known, [{"role": "user", "content": "w1 \ud800"}], {}, "here")
+        encode_turns(known, [{"role": "user", "content": "w1 \ud800"}], {}, "here")
     with pytest.raises(RequestError, match="not Unicode"):
-        encode_chat(tokenizer(folder, "{{ '\\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")
+        encode_turns(tokenizer(folder, "{{ '\\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")
 
 
 USER: Any = {"role": "user", "content": "Weather in Oslo?"}
@@ -231,11 +231,11 @@ def test_arguments_that_are_no_json_are_shown_as_they_are() -> None:
 def test_a_template_is_probed_once_whatever_the_variables(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
 
-    def counted(*given: Any) -> list[int]:
+    def counted(*given: Any) -> str:
         rendered.append(given)
-        return encode_chat(*given)
+        return render_chat(*given)
 
-    monkeypatch.setattr(turns, "encode_chat", counted)
+    monkeypatch.setattr(turns, "render_chat", counted)
     tokenizer = copy(tokens.tokenizer())
     tokenizer.chat_template = QWEN
     for number in range(3):
