@@ -44,8 +44,6 @@ from d2sd.policies import DrafterRole
 
 #: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
 UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
-#: `architectures` of SpecForge drafters whose config was a copy of a Qwen3 target's.
-TARGETS_OWN = "Qwen3ForCausalLM"
 _TOP = READ | INERT | KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
 _INSIDE = (
     KEYS
@@ -153,7 +151,7 @@ def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig
     dflash = config.part("dflash_config")
     for part, known in ((config, _TOP), (dflash, _INSIDE)):
         refuse_unknown(part, known)
-    config.only("architectures", ["DFlashDraftModel"], [TARGETS_OWN])
+    config.only("architectures", ["DFlashDraftModel"], ["Qwen3ForCausalLM"])  # SpecForge copies the target's config
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size = _either(config, dflash, "block_size", MAX_SIZE)
     num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)

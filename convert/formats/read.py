@@ -1,9 +1,7 @@
 """Reads any format into the canonical drafter: unknown and missing keys and tensors are refused.
 
     speculators    speculators_model_type: dflash
-    specforge      the DFlash layout (dflash_config) with keys of SpecForge's training, or the target's architecture
-    modelopt       the DFlash layout with the dtype under its old name and no remote code
-    z-lab          the DFlash layout otherwise
+    DFlash         dflash_config, or the architecture DFlashDraftModel: z-lab's, ModelOpt's and SpecForge's
 
 The format is detected from `config.json` alone. One reader reads all dialects of the DFlash layout
 (`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
@@ -24,9 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.dflash import TARGETS_OWN, check_target, read_layout
+from d2sd.convert.checkpoint.dflash import check_target, read_layout
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.layout import TRAINING, sort_columns
+from d2sd.convert.checkpoint.layout import sort_columns
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.unsupported import refuse_unsupported
 from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
@@ -37,7 +35,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
-Format = Literal["z-lab", "modelopt", "specforge", "speculators"]
+Format = Literal["DFlash", "speculators"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +154,7 @@ def detect(config: HFConfig) -> Format:
             raise config.refuse("This kind of speculator is not supported.", "speculators_model_type", "dflash")
         return "speculators"
     if "dflash_config" in values or values.get("architectures") == ["DFlashDraftModel"]:
-        if _is_specforge(config):
-            return "specforge"
-        return "modelopt" if _is_modelopt(config) else "z-lab"
+        return "DFlash"
     seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
     raise CheckpointError(
         "The drafter's format is not recognised.",
@@ -166,19 +162,3 @@ def detect(config: HFConfig) -> Format:
         found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
         expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
     )
-
-
-def _is_specforge(config: HFConfig) -> bool:
-    """Whether a DFlash layout has keys of SpecForge's training, or the target's architecture (trained with no config).
-
-    d2sd's own z-lab files have such keys too, and `is_causal`, which SpecForge never writes.
-    """
-    dflash = config.values.get("dflash_config")
-    inside = dflash.keys() if isinstance(dflash, dict) else set()
-    trained = bool(TRAINING & inside) and "is_causal" not in inside
-    return trained or config.values.get("architectures") == [TARGETS_OWN]
-
-
-def _is_modelopt(config: HFConfig) -> bool:
-    """Whether a DFlash layout names its dtype as ModelOpt does, and has no remote code."""
-    return "torch_dtype" in config.values and not {"dtype", "auto_map"} & config.values.keys()

@@ -34,6 +34,6 @@ def test_its_loader_reads_ours_and_drafts_the_same(built: Built, run: tuple[dict
 
 def test_what_it_exports_is_read_as_what_it_was(built: Built, run: tuple[dict[str, Tensor], Path]) -> None:
     drafter = read_drafter(run[1])
-    assert (drafter.source.format, drafter.config) == ("modelopt", built.drafter.config)
+    assert (drafter.format, drafter.config) == ("DFlash", built.drafter.config)
     for name, tensor in built.drafter.state_dict().items():
         assert torch.equal(drafter.tensors[name], tensor)

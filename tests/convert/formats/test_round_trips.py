@@ -50,7 +50,7 @@ def test_a_published_z_lab_directory(tmp_path: Path, metadata: dict[str, str] | 
     """Remote code, token ids, an integer theta, fields left out: what is written is explicit, and ours."""
     drafter = tiny_pair()[1]
     source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict(), metadata)
-    assert convert(source, "z-lab", tmp_path / "b") == ("z-lab", [])
+    assert convert(source, "z-lab", tmp_path / "b") == ("DFlash", [])
     DFLASH.write(tmp_path / "ours", drafter.config, drafter.state_dict())
     assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "ours")
 
@@ -63,7 +63,7 @@ def test_our_own_z_lab_directory_also_through_speculators(
     drafter = tiny_pair(role=role)[1]
     drafter = reduced(drafter) if vocabulary else drafter
     DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
-    assert convert(tmp_path / "a", "z-lab", tmp_path / "b") == ("z-lab", [])
+    assert convert(tmp_path / "a", "z-lab", tmp_path / "b") == ("DFlash", [])
     convert(tmp_path / "a", "speculators", tmp_path / "c", target=target)
     convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "d")
@@ -106,7 +106,7 @@ def test_across_formats_logits_are_equal(
     tokens = random_tokens(decoder, 1, 12)[0]
     expected = draft_logits(decoder, drafter, tokens[:11], int(tokens[11]))
     found, _ = convert(write_as(tmp_path / "a", form, decoder, drafter), to, tmp_path / "b", target=target)
-    assert found == form
+    assert found == ("speculators" if form == "speculators" else "DFlash")
     convert(tmp_path / "b", "z-lab", tmp_path / "c", target=target)
     torch.testing.assert_close(logits(decoder, tmp_path / "c"), expected, atol=1e-6, rtol=0)
     assert DFLASH.read_config(tmp_path / "c") == drafter.config

@@ -268,7 +268,7 @@ def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: 
 def test_specforges_markers(zlab: Path, key: str, value: str, role: str) -> None:
     edit(zlab, {f"dflash_config.{key}": value, "architectures": ["Qwen3ForCausalLM"]})
     drafter = read_drafter(zlab)
-    assert (drafter.format, drafter.config.role) == ("specforge", role)
+    assert (drafter.format, drafter.config.role) == ("DFlash", role)
 
 
 def test_a_recipe_error_says_to_sort_and_to_convert(zlab: Path, speculators: Path) -> None:
@@ -283,7 +283,7 @@ def test_modelopts_harmless_keys_are_harmless(tmp_path: Path) -> None:
     fields = modelopt_fields(DRAFTER)
     fields["dflash_config"] |= {"use_swa": False, "swa_window_size": None, "projector_type": None}
     drafter = read_drafter(write_foreign(tmp_path / "m", fields, DRAFTER.state_dict()))
-    assert (drafter.format, drafter.config) == ("modelopt", DRAFTER.config)
+    assert (drafter.format, drafter.config) == ("DFlash", DRAFTER.config)
 
 
 def test_a_target_must_have_what_drafters_borrow(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def convert(*arguments: object) -> Result:
 def test_there_and_back(source: Path, tmp_path: Path) -> None:
     target = write_tiny_target(tmp_path / "target", DECODER)
     there = convert(source, "--to", "speculators", "-o", tmp_path / "there", "--target", target)
-    assert (there.exit_code, there.stdout, there.stderr) == (0, f"{tmp_path / 'there'}\n", "read as z-lab\n")
+    assert (there.exit_code, there.stdout, there.stderr) == (0, f"{tmp_path / 'there'}\n", "read as DFlash\n")
     back = convert(tmp_path / "there", "--to", "z-lab", "-o", tmp_path / "back")
     assert back.exit_code == 0
     assert back.stderr == (
