@@ -35,7 +35,7 @@ def read_model(
         key, expected = version
         if not isinstance(values, dict) or key not in values:
             raise error(f"The {what} is damaged.", where=path, found=f"no key {key}", fix=fix)
-        if values[key] != expected:
+        if type(values[key]) is not int or values[key] != expected:  # exact: a bool is not accepted
             raise error(
                 f"The {what} has another schema version.",
                 where=f"{path}: {key}",

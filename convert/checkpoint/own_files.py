@@ -23,15 +23,22 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
 from d2sd.errors import CheckpointError
-from d2sd.io import read_json, write_json
+from d2sd.io import write_json
 from d2sd.schema import read_model
 
 DRAFT_VOCABULARY = "draft_vocab.json"
-_SCHEMA = 1
-_KEYS = {"d2sd_draft_vocab", "vocab_size", "ids"}
+_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+
+class _Vocabulary(BaseModel):
+    model_config = _STRICT
+
+    d2sd_draft_vocab: Literal[1]
+    vocab_size: int
+    ids: list[JsonValue]  # see `check_ids`
 
 
 def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) -> tuple[int, ...] | None:
@@ -42,25 +49,16 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
     path = directory / DRAFT_VOCABULARY
     if not path.exists():
         return None
-    values = read_json(path, error=CheckpointError)
-    if not isinstance(values, dict):
-        raise CheckpointError("The draft vocabulary is not a JSON object.", where=path, found=type(values).__name__)
-    for what, key, expected in (
-        ("The draft vocabulary has another schema version.", "d2sd_draft_vocab", _SCHEMA),
-        ("The draft vocabulary was made for another target.", "vocab_size", vocab_size),
-    ):
-        found = values.get(key)
-        if type(found) is not int or found != expected:  # exact: a bool is not accepted
-            raise CheckpointError(what, where=f"{path}: {key}", found=json.dumps(found)[:80], expected=expected)
-    odd = sorted(values.keys() ^ _KEYS)
-    if odd:
+    version = ("d2sd_draft_vocab", 1)
+    found = read_model(_Vocabulary, path, error=CheckpointError, what="draft vocabulary", version=version)
+    if found.vocab_size != vocab_size:
         raise CheckpointError(
-            "A key of the draft vocabulary is missing or unknown.",
-            where=f"{path}: {odd[0]}",
-            found=sorted(values),
-            expected=sorted(_KEYS),
+            "The draft vocabulary was made for another target.",
+            where=f"{path}: vocab_size",
+            found=found.vocab_size,
+            expected=vocab_size,
         )
-    return check_ids(f"{path}: ids", values["ids"], vocab_size, mask_token_id)
+    return check_ids(f"{path}: ids", found.ids, vocab_size, mask_token_id)
 
 
 def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:
@@ -69,7 +67,7 @@ def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_s
     if ids is None:
         path.unlink(missing_ok=True)
         return
-    values = {"d2sd_draft_vocab": _SCHEMA, "vocab_size": vocab_size, "ids": ids}
+    values = {"d2sd_draft_vocab": 1, "vocab_size": vocab_size, "ids": ids}
     path.write_text(json.dumps(values) + "\n", "utf-8")
 
 
@@ -111,7 +109,7 @@ Scale = Annotated[float, Field(ge=2.0**-126, lt=2.0**128)]
 
 
 class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+    model_config = _STRICT
 
     d2sd_fp8: Literal[1]
     input_scales: dict[str, Scale]
