@@ -37,7 +37,7 @@ from d2sd.convert.checkpoint.weights import (
 )
 from d2sd.convert.onnx.bodies import DrafterBody, FlexBody
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
@@ -62,8 +62,9 @@ class DrafterKind(Generic[Config, Model]):
     """A kind of drafter: its fields are what differs from kind to kind."""
 
     model: type[Model]
-    #: Reads `config.json`; for the role see `read_config`.
-    reader: Callable[[Path, Role | None], Config]
+    #: Reads the config and the draft vocabulary of a folder; raises `CheckpointError` naming file and key. A second
+    #: argument declares the role of a drafter whose config has none.
+    read_config: Callable[..., Config]
     #: Refuses a drafter, read from a folder, that was not made for this target, role or block size.
     check: Callable[[Config, DecoderConfig, DrafterRole, int, Path], None]
     #: Text of `config.json` with every field, the tensors' type and the `quantization_config`.
@@ -83,13 +84,6 @@ class DrafterKind(Generic[Config, Model]):
     #: Names of tensors: of a file -> of the module, None where it is unused; and back.
     our_name: Rename = _same
     file_name: Callable[[str], str] = _same
-
-    def read_config(self, directory: Path, declared: Role | None = None) -> Config:
-        """Read the config and the draft vocabulary; raises `CheckpointError` naming file and key.
-
-        `declared` is the role of a drafter whose config has none.
-        """
-        return self.reader(directory, declared)
 
     def shapes(self, config: Config, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a drafter's tensors."""
@@ -182,7 +176,7 @@ def _quantization(directory: Path) -> Quantization | None:
 
 DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     model=Drafter,
-    reader=dflash.read_drafter_config,
+    read_config=dflash.read_drafter_config,
     check=dflash.check_drafter,
     config_text=dflash.config_text,
     unquantized=dflash.UNQUANTIZED,
@@ -192,7 +186,7 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
 )
 FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     model=FlexHead,
-    reader=flexdraft.read_flex_config,
+    read_config=flexdraft.read_flex_config,
     check=flexdraft.check_flex,
     config_text=flexdraft.config_text,
     unquantized=flexdraft.UNQUANTIZED,
