@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from rich.cells import cell_len
+
 from d2sd.viz.nodes import Step
-from d2sd.viz.text import cells, cut, visible
+from d2sd.viz.text import cut, visible
 
 #: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, plus some padding.
 CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 34, 9
@@ -46,7 +48,7 @@ def arrange(step: Step) -> Layout:
     left = float(MARGIN)
     for depth in range(1 + max(node.depth for node in step.nodes)):
         here = [node for node in step.nodes if node.depth == depth]
-        width = max(cells(cut(visible(node.text), MOST_CELLS)) for node in here) * CELL + 2 * PAD
+        width = max(cell_len(cut(visible(node.text), MOST_CELLS)) for node in here) * CELL + 2 * PAD
         if any(node.source in ("first", "second") for node in here):
             width += NUMBER
         width = max(width, 44)

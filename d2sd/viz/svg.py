@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
+from rich.cells import cell_len
+
 from d2sd.viz.layout import BOX, CELL, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
 from d2sd.viz.nodes import Node, Step
-from d2sd.viz.text import asset, cells, cut, token_markup, visible
+from d2sd.viz.text import asset, cut, token_markup, visible
 
 _CAPTION = 34  # height of the caption line of a standalone picture
 _KEY_WIDTH = 860  # of a legend on a page, before it wraps
@@ -17,7 +19,7 @@ _BEND = 9  # radius of an edge's corners
 def standalone(step: Step, caption: str) -> str:
     """A complete SVG document: caption, tree and legend on a white card."""
     layout = arrange(step)
-    least = cells(caption) * 8.5 + 2 * MARGIN
+    least = cell_len(caption) * 8.5 + 2 * MARGIN
     width = max(layout.width, least, 760)
     keys, below, _ = legend([step], width - 2 * MARGIN)
     height = _CAPTION + layout.height + below
@@ -95,7 +97,9 @@ def _node(box: Box, node: Node, miss: bool) -> str:
     radius = BOX / 2 if node.source == "second" else 5
     shown = cut(visible(node.text), MOST_CELLS)
     # Fallback fonts may have glyphs of another width.
-    fitted = "" if shown.replace("·", "").isascii() else f' textLength="{cells(shown) * 7.2:.4g}" lengthAdjust="spacing'
+    fitted = (
+        "" if shown.replace("·", "").isascii() else f' textLength="{cell_len(shown) * 7.2:.4g}" lengthAdjust="spacing'
+    )
     fitted += 'AndGlyphs"' if fitted else ""
     number = ""
     if node.source in ("first", "second"):

@@ -7,6 +7,8 @@ from functools import cache
 from html import escape
 from importlib import resources
 
+from rich.cells import cell_len
+
 _SIGNS = {" ": "·", "\n": "⏎", "\t": "⇥", "\x7f": "␡"} | {
     chr(c): chr(0x2400 + c) for c in range(32) if c not in (9, 10)
 }
@@ -40,17 +42,11 @@ def visible(text: str) -> str:
 
 def cut(text: str, most: int) -> str:
     """At most `most` cells of a text; a longer one ends in an ellipsis."""
-    if cells(text) <= most:
+    if cell_len(text) <= most:
         return text
-    while text and cells(text) > most - 1:
+    while text and cell_len(text) > most - 1:
         text = text[:-1]
     return text + "…"
-
-
-def cells(text: str) -> int:
-    """Width in columns of a fixed-width font."""
-    marks = sum(unicodedata.category(c) in ("Mn", "Me") for c in text)
-    return len(text) - marks + sum(unicodedata.east_asian_width(c) in "WF" for c in text)
 
 
 def _sign(character: str) -> str:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner, Result
+from rich.cells import cell_len
 
 from d2sd.cli.main import main
 from d2sd.plugins.trees import Branches, Draft, accept, from_candidates, from_chain
@@ -30,7 +31,7 @@ from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
 from d2sd.viz.record import Recording
 from d2sd.viz.svg import inline, standalone
-from d2sd.viz.text import cells, cut, text_markup, token_markup, visible
+from d2sd.viz.text import cut, text_markup, token_markup, visible
 from d2sd.viz.words import mix, story
 from tests.convert.helpers import write_project
 from tests.tiny import random_tree
@@ -202,7 +203,7 @@ def test_what_cannot_be_seen_becomes_a_sign() -> None:
     assert visible("") == "∅"
     assert text_markup("a\n <b>\x00\u202e") == "a\n &lt;b&gt;␀‹202E›"
     assert token_markup("<" * 20, 4) == "&lt;&lt;&lt;…"
-    assert (cells("日本"), cells("e\u0301"), cut("日本語", 5), cut("abc", 3)) == (4, 1, "日本…", "abc")
+    assert (cell_len("日本"), cell_len("e\u0301"), cut("日本語", 5), cut("abc", 3)) == (4, 1, "日本…", "abc")
 
 
 def test_every_character_is_fit_for_xml() -> None:
@@ -223,7 +224,7 @@ def test_boxes_lie_apart_and_inside(seed: int) -> None:
         assert box.x >= 8
         assert box.x + box.width <= layout.width - 8
         assert 16 <= box.y <= layout.height - BOX - 8
-        assert box.width >= min(cells(visible(node.text)), 16) * 7.2 + 16 + 28 * (node.source in ("first", "second"))
+        assert box.width >= min(cell_len(visible(node.text)), 16) * 7.2 + 16 + 28 * (node.source in ("first", "second"))
         if node.parent >= 0:
             parent = layout.boxes[node.parent]
             assert box.x >= parent.x + parent.width + 20, "no room for the edge"
