@@ -249,7 +249,7 @@ def test_a_speculators_checkpoint_needs_its_target(speculators: Path, zlab: Path
 
 def test_a_second_drafter_that_does_not_say_so_is_refused_unless_declared(zlab: Path) -> None:
     for declared, role in ((None, "first"), ("variable_prefix", "variable_prefix")):
-        assert DFLASH.read_config(zlab, declared).role == role  # type: ignore[arg-type]
+        assert DFLASH.read_config(zlab, declared).role == role
     with pytest.raises(CheckpointError, match=r"training_mode(.|\n)*--role variable_prefix"):
         DFLASH.check(DFLASH.read_config(zlab), DECODER.config, DrafterRole.SECOND, 4, zlab)
     edit(zlab, {"dflash_config.training_mode": "dflash"})
