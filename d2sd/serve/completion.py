@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from d2sd.runtime.sequence import FinishReason, TokenLogprobs
@@ -42,20 +42,20 @@ class Completion:
         return [self, *self.others]
 
 
-def make_completion(answers: Sequence[tuple[Finished, str]], tokenizer: Any) -> Completion:
-    """Join the n finished requests of a prompt, each with its text."""
-    first, *others = (_one(sequence, index, text, tokenizer) for index, (sequence, text) in enumerate(answers))
+def make_completion(answers: Sequence[tuple[Finished, str]], show: Callable[[int], str]) -> Completion:
+    """Join the n finished requests of a prompt, each with its text; `show` turns a token id into text."""
+    first, *others = (_one(sequence, index, text, show) for index, (sequence, text) in enumerate(answers))
     return replace(first, others=tuple(others))
 
 
-def _one(sequence: Finished, index: int, text: str, tokenizer: Any) -> Completion:
+def _one(sequence: Finished, index: int, text: str, show: Callable[[int], str]) -> Completion:
     assert sequence.finish is not None
     request = sequence.request
     logprobs = prompt_logprobs = None
     if request.sampling.logprobs is not None:
-        logprobs = [_by_token(entry, tokenizer) for entry in sequence.logprobs]
+        logprobs = [by_token(entry, show) for entry in sequence.logprobs]
     if request.sampling.prompt_logprobs is not None:
-        prompt_logprobs = [None, *(_by_token(entry, tokenizer) for entry in sequence.prompt_logprobs)]
+        prompt_logprobs = [None, *(by_token(entry, show) for entry in sequence.prompt_logprobs)]
     return Completion(
         list(request.prompt),
         text,
@@ -69,8 +69,8 @@ def _one(sequence: Finished, index: int, text: str, tokenizer: Any) -> Completio
     )
 
 
-def _by_token(entry: TokenLogprobs, tokenizer: Any) -> dict[int, Logprob]:
-    """The chosen token first, then the likeliest ones."""
+def by_token(entry: TokenLogprobs, show: Callable[[int], str]) -> dict[int, Logprob]:
+    """The position's own token first, then the likeliest ones."""
     ranked = [(entry.token, entry.logprob, entry.rank)]
     ranked += [(token, logprob, rank) for rank, (token, logprob) in enumerate(entry.top, 1) if token != entry.token]
-    return {token: Logprob(logprob, rank, tokenizer.decode([token])) for token, logprob, rank in ranked}
+    return {token: Logprob(logprob, rank, show(token)) for token, logprob, rank in ranked}

@@ -112,7 +112,7 @@ class Session:
     def completions(self, groups: Sequence[Sequence[tuple[Finished, str]]]) -> list[Completion]:
         """The n completions of each prompt."""
         bundle, _ = self.open()
-        return [make_completion(group, bundle.tokenizer) for group in groups]
+        return [make_completion(group, lambda token: bundle.tokenizer.decode([token])) for group in groups]
 
     @property
     def stats(self) -> SequenceStats:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from d2sd.bundle.turns import TOOL_CALL
+from d2sd.serve.completion import by_token
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from d2sd.serve.openai.responses import EventStream
 from d2sd.serve.tools import ToolCall, parse_tool_calls
@@ -72,12 +74,7 @@ class Format(ABC):
 
     def _by_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """vLLM's form of a position: by token id, the position's own token first."""
-        ranked = [(entry.token, entry.logprob, entry.rank)]
-        ranked += [(token, value, rank) for rank, (token, value) in enumerate(entry.top, 1) if token != entry.token]
-        return {
-            str(token): {"logprob": value, "rank": rank, "decoded_token": self._show(token)}
-            for token, value, rank in ranked
-        }
+        return {str(token): asdict(one) for token, one in by_token(entry, self._show).items()}
 
     @abstractmethod
     def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
