@@ -61,7 +61,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(stages, "export_target", graph)
     monkeypatch.setattr(stages, "export_drafter", graph)
-    monkeypatch.setattr(stages, "export_flex", graph)
     monkeypatch.setattr(stages, "build_engines", engines)
     return made
 
