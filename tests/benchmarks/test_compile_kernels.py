@@ -36,13 +36,13 @@ def test_bounds_are_bounds() -> None:
     script: dict[str, Any] = runpy.run_path(str(SCRIPT))
     broken, most = script["broken"], script["MOST_SHARED"]
     good = script["Compiled"]("kernel", "", b"", 9, 7, shared=most, scratch=0, registers=255, spilled=0)
-    assert broken(good, 90) == []
+    assert broken("", good, 90) == []
     for fault in ({"shared": most + 1}, {"spilled": 20}, {"scratch": 8}, {"parameters": 8}):
-        assert len(broken(replace(good, **fault), 90)) == 1
-    assert broken(replace(good, shared=most + 32), 100) == []
+        assert len(broken("", replace(good, **fault), 90)) == 1
+    assert broken("", replace(good, shared=most + 32), 100) == []
     few = replace(good, registers=script["CHOSEN"], spilled=script["MOST_SPILLED"])
-    assert broken(few, 90) == []
-    assert broken(replace(few, spilled=few.spilled + 4), 90)
+    assert broken("", few, 90) == []
+    assert broken("", replace(few, spilled=few.spilled + 4), 90)
 
 
 def test_the_table_of_block_sizes_is_covered() -> None:

@@ -43,10 +43,10 @@ def tree_warps(nodes: int) -> int:
 
 
 def growth_warps(nodes: int, at_root: bool, lanes: int) -> int:
-    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do; those
-    of several lanes with four.
+    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do; small
+    ones of several lanes with eight.
     """
-    return 16 if nodes > 512 and at_root else 8 if lanes > 1 else tree_warps(nodes)
+    return 16 if (nodes > 512 and at_root) or (nodes <= 512 and lanes > 1) else tree_warps(nodes)
 
 
 def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
@@ -208,7 +208,7 @@ def growth_constants(
     padded, first = power(nodes), [0, *accumulate(counts)][:-1]
     wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
-    most = max(padded, 4096 if padded > 128 else 2048)
+    most = max(padded, 4096 if padded > 128 and len(wide) == 1 else 2048)  # more spill
     return {
         "SOURCES": tuple(zip(first, counts, widths, lanes, strict=True)),
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
