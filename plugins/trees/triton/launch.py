@@ -1,4 +1,5 @@
 """Launches the kernels of trees. Nothing here waits for the device: a CUDA graph can capture it."""
+# mypy: disable-error-code="import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from triton import next_power_of_2 as power  # type: ignore[import-untyped]
+from triton import next_power_of_2 as power
 
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
