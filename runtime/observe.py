@@ -67,8 +67,8 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
     lengths: list[int] = []
     if trace.branches is not None:
         lengths = trace.branches.prefix_len[row].tolist()
-        kept = trace.branches.tokens[row].tolist()
-        prefixes = [tokens[:length] for tokens, length in zip(kept, lengths, strict=True)]
+        branch_tokens = trace.branches.tokens[row].tolist()
+        prefixes = [tokens[:length] for tokens, length in zip(branch_tokens, lengths, strict=True)]
         rank = next((i for i, prefix in enumerate(prefixes) if prefix == best[:chain]), None)
     return StepObservation(
         trace.sequences[row],
@@ -88,13 +88,13 @@ def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: li
     branch_id = tree.branch_id[row, :nodes].tolist()
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
     on_path, has_child = set(path), set()
-    found = []
+    outcomes = []
     for node in range(1, nodes):
         above = parent[node]
         if above in on_path:
             branch = branch_id[node] if second is not None else 0
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
             drafter = second if branch and second is not None else trace.policy.first_drafter
-            found.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
+            outcomes.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
         has_child.add(above)
-    return found
+    return outcomes

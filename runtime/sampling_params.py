@@ -148,9 +148,9 @@ class SamplingParams:
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with another seed, which is not checked again."""
-        made = copy(self)
-        object.__setattr__(made, "seed", seed)
-        return made
+        params = copy(self)
+        object.__setattr__(params, "seed", seed)
+        return params
 
     @property
     def has_bias(self) -> bool:

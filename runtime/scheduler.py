@@ -118,9 +118,9 @@ class Scheduler:
             if len(self.running) < self._limits.max_batch and self._admit(first):
                 self._turn = max(self._turn, first.turn)
                 insort(self.running, self.waiting.pop(0), key=_rank)
-            elif (one := self._yielding()) is not None:
-                one.turn = first.turn + 1
-                self._preempt(one)
+            elif (victim := self._yielding()) is not None:
+                victim.turn = first.turn + 1
+                self._preempt(victim)
             else:
                 break
         prefill = self._prefill_chunks()
@@ -138,8 +138,8 @@ class Scheduler:
         client, most = max(counts.items(), key=lambda item: item[1], default=("", 0))
         if counts[first.client] or most < 2:
             return None
-        one = next(s for s in reversed(self.running) if s.request.client == client)
-        return one if one.request.priority >= first.priority else None
+        victim = next(s for s in reversed(self.running) if s.request.client == client)
+        return victim if victim.request.priority >= first.priority else None
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and new pages for the rest; False if there are too few."""
@@ -169,8 +169,8 @@ class Scheduler:
             keys, (first, written) = self._prefix_keys(sequence), divmod(sequence.cached, page_size)
             if not written and in_progress.intersection(keys[first : first + 1]):
                 continue
-            own = min(budget, least.pop(sequence.request.client, 0))
-            if chunk := min(sequence.pending, max(own, budget - sum(least.values()))):
+            share = min(budget, least.pop(sequence.request.client, 0))
+            if chunk := min(sequence.pending, max(share, budget - sum(least.values()))):
                 chunks.append((sequence, chunk))
                 budget -= chunk
                 in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
@@ -243,9 +243,9 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate pages for the tokens a step can commit; preempts the last sequences, at worst this one."""
-        wanted = self._missing(sequence)
-        while wanted > 0:
-            pages = self.pages.take(wanted)
+        missing = self._missing(sequence)
+        while missing > 0:
+            pages = self.pages.take(missing)
             if pages is not None:
                 sequence.pages += pages
                 return

@@ -105,8 +105,8 @@ class Sequence:
     @property
     def needs_prompt_rows(self) -> bool:
         """Whether prompt_logprobs are asked for and incomplete, so that every prompt token must be computed."""
-        asked = self.request.sampling.prompt_logprobs is not None
-        return asked and len(self.prompt_logprobs) < len(self.request.prompt) - 1
+        requested = self.request.sampling.prompt_logprobs is not None
+        return requested and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
     def _ends(self, token: int) -> bool:
         """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
@@ -142,13 +142,13 @@ class Sequence:
         """
         request = self.request
         self.cached += len(tokens)
-        taken, text = [], ""
+        appended, text = [], ""
         for token in tokens:
             self.error = self._problem(token)
             if self.error is not None:
                 self.finish = "error"
                 break
-            taken.append(token)
+            appended.append(token)
             self.tokens.append(token)
             length = len(self.tokens) - len(request.prompt)
             may_stop = length > request.sampling.min_tokens
@@ -166,7 +166,7 @@ class Sequence:
             text += self.text.flush()
             if self.text.stopped:  # the last characters, held back until now, complete a stop string
                 self.finish = "stop"
-        asked = request.sampling.logprobs
-        own = () if asked is None else tuple(entry.best(asked) for entry in logprobs[: len(taken)])
-        self.logprobs += own
-        return Output(self, tuple(taken), text, self.finish, own)
+        width = request.sampling.logprobs
+        reported = () if width is None else tuple(entry.best(width) for entry in logprobs[: len(appended)])
+        self.logprobs += reported
+        return Output(self, tuple(appended), text, self.finish, reported)

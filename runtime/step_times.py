@@ -85,20 +85,20 @@ def time_steps(
     """
     steps = steps or DecodeSteps(runner, limits)
     (off,) = (policy for policy in policies if isinstance(policy, Off))
-    found: dict[tuple[Policy, int], float] = {}
+    times: dict[tuple[Policy, int], float] = {}
     for bucket in reversed(buckets(limits.max_batch)):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)
-        plain = found[off, bucket] = _time(runner, off, batch, steps, clock)
+        plain = times[off, bucket] = _time(runner, off, batch, steps, clock)
         pruned: set[str] = set()
         for policy in policies:
             if policy is off or policy.name in pruned:
                 continue
-            seconds = found[policy, bucket] = _time(runner, policy, batch, steps, clock)
+            seconds = times[policy, bucket] = _time(runner, policy, batch, steps, clock)
             best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
             if seconds > best * plain:
                 pruned.add(policy.name)
         advance(1)
-    return found
+    return times
 
 
 def time_context(
@@ -115,17 +115,17 @@ def time_context(
 
 def time_pending(runner: ModelRunner) -> dict[DrafterRole, float]:
     """Seconds of a row of pending context, by drafter."""
-    found = {}
+    row_seconds = {}
     for role in runner.context.pending_rows:
-        taken = []
+        durations = []
         for _ in range(1 + _REPEATS):
             _wait(runner)
             start = time.perf_counter()
             runner.compute_context(role, _PENDING)
             _wait(runner)
-            taken.append(time.perf_counter() - start)
-        found[role] = min(taken[1:]) / _PENDING
-    return found
+            durations.append(time.perf_counter() - start)
+        row_seconds[role] = min(durations[1:]) / _PENDING
+    return row_seconds
 
 
 def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps, clock: Callable[[], float]) -> float:
@@ -133,14 +133,14 @@ def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps,
 
     The first run is a warm-up.
     """
-    taken = []
+    durations = []
     for _ in range(1 + _REPEATS):
         _wait(runner)
         start = clock()
         steps.run(policy, batch, graph=steps.graph_for(policy, batch))
         _wait(runner)
-        taken.append(clock() - start)
-    return min(taken[1:])
+        durations.append(clock() - start)
+    return min(durations[1:])
 
 
 def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:

@@ -74,10 +74,10 @@ class TextStream:
                 string.matched = 0
             return text
         ends = [(string, string.end_in(new)) for string in self._stop]
-        found = [(len(self._held) + end - len(string.text), len(string.text)) for string, end in ends if end]
-        if found:
+        matches = [(len(self._held) + end - len(string.text), len(string.text)) for string, end in ends if end]
+        if matches:
             self.stopped, self._held = True, ""
-            start, length = min(found)
+            start, length = min(matches)
             return text[: start + length if self._stop_visible else start]
         # Hold back the longest suffix that is a prefix of a stop string.
         hold = max((string.matched for string in self._stop), default=0)

@@ -133,21 +133,21 @@ class GraphDecoder(TargetModel):
         for count, members in groups.items():
             most = floor_bucket(self._max_requests(count))
             for some in (members[first : first + most] for first in range(0, len(members), most)):
-                own = tokens.new_zeros(bucket(len(some)), count)
-                table = chunks.page_table.new_zeros(len(own), chunks.page_table.shape[1])
-                context = chunks.context_len.new_zeros(len(own))
+                batch_tokens = tokens.new_zeros(bucket(len(some)), count)
+                table = chunks.page_table.new_zeros(len(batch_tokens), chunks.page_table.shape[1])
+                context = chunks.context_len.new_zeros(len(batch_tokens))
                 table[: len(some)], context[: len(some)] = chunks.page_table[some], chunks.context_len[some]
                 for row, request in enumerate(some):
-                    own[row, : lengths[request]] = tokens[0, spans[request]]
-                out = self._run(own, Rows.chain(count, table, context), pool)
+                    batch_tokens[row, : lengths[request]] = tokens[0, spans[request]]
+                out = self._run(batch_tokens, Rows.chain(count, table, context), pool)
                 parts |= {request: (out, row) for row, request in enumerate(some)}
-        found = [(*parts[request], length) for request, length in enumerate(lengths)]
+        places = [(*parts[request], length) for request, length in enumerate(lengths)]
         hidden, features = (
-            torch.cat([getattr(out, name)[row, :length] for out, row, length in found])[None]
+            torch.cat([getattr(out, name)[row, :length] for out, row, length in places])[None]
             for name in ("hidden", "features")
         )
         k, v = (
-            torch.cat([getattr(out, name)[:, row, :length] for out, row, length in found], 1)[:, None] for name in "kv"
+            torch.cat([getattr(out, name)[:, row, :length] for out, row, length in places], 1)[:, None] for name in "kv"
         )
         return DecoderOutput(hidden, features, k, v)
 
@@ -234,11 +234,11 @@ def graph_drafter(
     """The drafter with a graph in place of its layers; all else, such as a calibration network, is `drafter`'s."""
     if isinstance(drafter, DFlashModel):
         return GraphDrafter(drafter, session, page_size, context_rows)
-    made = copy.copy(drafter)
-    made._modules = made._modules.copy()  # the other's stay as they are
-    made.register_module("layers", nn.ModuleList())
-    made.register_module("compiled", GraphLayers(session))
-    return made
+    clone = copy.copy(drafter)
+    clone._modules = clone._modules.copy()  # the other's stay as they are
+    clone.register_module("layers", nn.ModuleList())
+    clone.register_module("compiled", GraphLayers(session))
+    return clone
 
 
 def _zeros(device: torch.device, *shape: int) -> Tensor:

@@ -184,9 +184,9 @@ def engine_runner(
     session = EngineSession(trt, file, target_io_spec(decoder.config.body, dtype))
     graphs = {}
     for role, (drafter, engine) in drafters.items():
-        own = EngineSession(trt, engine, drafter_io_spec(drafter.config, dtype))
+        drafter_session = EngineSession(trt, engine, drafter_io_spec(drafter.config, dtype))
         rows = max((profile["features"][2][1] for profile in engine.profiles), default=0) if drafter.has_context else 0
-        graphs[role] = graph_drafter(drafter, own, page_size, rows).to(device)
+        graphs[role] = graph_drafter(drafter, drafter_session, page_size, rows).to(device)
     graph = GraphDecoder(decoder, aux_layer_ids, session, partial(max_requests, file.profiles))
     runner = ModelRunner(graph.to(device), graphs, block_size=block_size)
     # A step runs one context with several shapes. What TensorRT prepares on the host when a shape changes is missing in

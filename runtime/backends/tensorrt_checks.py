@@ -129,20 +129,20 @@ def open_engine(trt: TensorRT, engine: EngineFile, errors: ErrorLog, capability:
 
 def check_io(trt: TensorRT, engine: EngineFile, opened: Any, surface: IOSpec) -> None:
     """Raise `BundleError` if the engine's I/O tensors are not those of `surface`."""
-    wanted = {("input", *item) for item in surface.inputs.items()} | {
+    expected = {("input", *item) for item in surface.inputs.items()} | {
         ("output", *item) for item in surface.outputs.items()
     }
-    found: set[tuple[Any, ...]] = set()
+    actual: set[tuple[Any, ...]] = set()
     for name in map(opened.get_tensor_name, range(opened.num_io_tensors)):
         side = "input" if opened.get_tensor_mode(name) == trt.module.TensorIOMode.INPUT else "output"
         kind = str(opened.get_tensor_dtype(name)).rpartition(".")[2]
-        found.add((side, name, TYPES.get(kind, kind)))
-    if found != wanted:
+        actual.add((side, name, TYPES.get(kind, kind)))
+    if actual != expected:
         raise BundleError(
             "Engine I/O tensors do not match this version of d2sd.",
             where=engine.path,
-            found=_listed(found - wanted),
-            expected=_listed(wanted - found),
+            found=_listed(actual - expected),
+            expected=_listed(expected - actual),
             fix=_AGAIN,
         )
     if opened.num_optimization_profiles != len(engine.profiles):

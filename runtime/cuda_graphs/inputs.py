@@ -50,10 +50,10 @@ class Link:
         requests = [sequence.request for sequence in sequences]
         limit = [len(request.prompt) + request.max_new_tokens - 1 for request in requests]
         stop = [sequence.stop_tokens[: STOP_TOKENS - 1] for sequence in sequences] + [[]] * len(padding)
-        found = torch.tensor(source + padding)
+        earlier_row = torch.tensor(source + padding)
         return Link(
-            late=found >= 0,
-            source=found.clamp(min=0),
+            late=earlier_row >= 0,
+            source=earlier_row.clamp(min=0),
             limit=torch.tensor(limit + [sys.maxsize] * len(padding)),
             stop=torch.tensor([[*tokens, *[NOT_FINITE] * (STOP_TOKENS - len(tokens))] for tokens in stop]),
         )
@@ -82,9 +82,9 @@ class StaticInputs:
 
         self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
         self._device, inputs = buffer(device=device)
-        own, inputs = _refilled(batch, inputs)
+        static_batch, inputs = _refilled(batch, inputs)
         sampling, inputs = _refilled(batch.sampling, inputs)
-        self._batch = replace(own, sampling=sampling)
+        self._batch = replace(static_batch, sampling=sampling)
         self.link, inputs = _refilled(Link.pack([], size), inputs)
         self.draft = Draft(*inputs) if inputs else None
 
@@ -93,8 +93,8 @@ class StaticInputs:
 
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
-        own = replace(self._batch.sampling.with_filters(sampling.any_filter), any_sampled=sampling.any_sampled)
-        return replace(self._batch, sampling=own)
+        own_sampling = replace(self._batch.sampling.with_filters(sampling.any_filter), any_sampled=sampling.any_sampled)
+        return replace(self._batch, sampling=own_sampling)
 
     def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:
         """Copy the values of these host tensors to the device; does not wait.
@@ -115,8 +115,8 @@ class StaticInputs:
 
 def _tensors(batch: Batch, link: Link, draft: Draft | None) -> list[Tensor]:
     """The tensors of a step's inputs."""
-    own = [value for state in (batch, batch.sampling, link) for _, value in _fields(state)]
-    return own if draft is None else [*own, draft.tokens, draft.logprob]
+    tensors = [value for state in (batch, batch.sampling, link) for _, value in _fields(state)]
+    return tensors if draft is None else [*tensors, draft.tokens, draft.logprob]
 
 
 def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:

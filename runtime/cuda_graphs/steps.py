@@ -133,12 +133,12 @@ class DecodeSteps:
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
-        given = inputs.batch(sampling)
+        batch = inputs.batch(sampling)
         self._runner.context.reserve(self._most, self._pages)
 
         def run() -> StepResult:
             return captured_step(
-                self._runner, policy, given, inputs.link, self._handover, self._calibration, inputs.draft
+                self._runner, policy, batch, inputs.link, self._handover, self._calibration, inputs.draft
             )
 
         inputs.clear()  # what runs before the capture then writes to the scratch page alone

@@ -162,10 +162,10 @@ class DrafterContext:
             return
         with torch.inference_mode():
             drafters = self._queues.keys() & set(drafters)
-            taken = drafters if self._left is not None and len(self._left.keep) == requests else ()
-            self._queue_left(but=taken)
+            injecting = drafters if self._left is not None and len(self._left.keep) == requests else ()
+            self._queue_left(but=injecting)
             self._flush(drafters)
-            if drafters and not taken:
+            if drafters and not injecting:
                 self._memory.keep.zero_()
         yield
         self._left = self._part(requests, length)

@@ -82,9 +82,9 @@ def main() -> None:
     for line in sys.stdin:
         grammar, limits, seconds, slowest = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, inside llguidance too
-        found = problem(tokenizer, grammar, limits, slowest)
+        reason = problem(tokenizer, grammar, limits, slowest)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.write(json.dumps(reason) + "\n")
         sys.stdout.flush()
 
 

@@ -46,12 +46,12 @@ class StructuredOutputsParams:
     def __post_init__(self) -> None:
         if self.json_object is False:
             object.__setattr__(self, "json_object", None)
-        given = [name for name in FORMS if getattr(self, name) is not None]
-        if len(given) != 1:
+        forms = [name for name in FORMS if getattr(self, name) is not None]
+        if len(forms) != 1:
             raise RequestError(
                 "Structured output takes one form.",
                 where="structured_outputs",
-                found=", ".join(given) or "none",
+                found=", ".join(forms) or "none",
                 expected="one of json, regex, choice, grammar, json_object",
             )
         if self.json_object and self.disable_any_whitespace:

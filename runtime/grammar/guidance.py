@@ -97,15 +97,15 @@ class GuidanceMatcher:
         if not 0 <= token < self._vocab_size or token in self.end_tokens or self._left < 0:
             return False  # llguidance does not recover from a token outside the vocabulary
         begun = thread_time()
-        taken = self._matcher.try_consume_tokens([token])
+        consumed = self._matcher.try_consume_tokens([token])
         if self._matcher.is_error() and self._restart():
-            taken = self._matcher.try_consume_tokens([token])
+            consumed = self._matcher.try_consume_tokens([token])
         self._pay(begun)
-        if taken == 1:
+        if consumed == 1:
             self._tokens.append(token)
             if len(self._tokens) > self._farthest:
                 self._farthest, self._left = len(self._tokens), self._left + _EACH
-        return bool(taken == 1)
+        return bool(consumed == 1)
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
@@ -144,9 +144,9 @@ class GuidanceTokenizer:
         self._vocab_size = max(vocab_size, len(tokenizer))
         try:
             definition = _definition(tokenizer)
-            made = LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
+            grammar_tokenizer = LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
             ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
-            readable = made.decode_bytes(ids) == _PROBE.encode()
+            readable = grammar_tokenizer.decode_bytes(ids) == _PROBE.encode()
         except (ValueError, AttributeError):
             readable = False
         if not readable:
@@ -156,7 +156,7 @@ class GuidanceTokenizer:
                 found=type(tokenizer).__name__,
                 expected="a fast tokenizer whose tokens are bytes or SentencePiece",
             )
-        self._tokenizer = made
+        self._tokenizer = grammar_tokenizer
         about = {"definition": definition, "vocab_size": self._vocab_size, "end_tokens": sorted(end_tokens)}
         self._trial = Trial(about)
 
@@ -211,9 +211,9 @@ def _definition(tokenizer: Any) -> str:
     backend.no_truncation()
     definition = json.loads(backend.to_str())
     decoder = definition.get("decoder") or {}
-    for one in decoder.get("decoders", ()):
-        if one["type"] == "ByteLevel":
-            definition["decoder"] = one
+    for stage in decoder.get("decoders", ()):
+        if stage["type"] == "ByteLevel":
+            definition["decoder"] = stage
     return json.dumps(definition)
 
 

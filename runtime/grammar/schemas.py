@@ -24,10 +24,10 @@ def with_options(schema: Mapping[str, Any], *, compact: bool, closed: bool) -> M
     that is nested too deeply.
     """
     try:
-        made = _closed(schema) if closed else schema
+        adjusted = _closed(schema) if closed else schema
     except RecursionError:
         raise RequestError("The schema is nested too deeply.", where="structured_outputs.json") from None
-    return {"x-guidance": _COMPACT, **made} if compact else made
+    return {"x-guidance": _COMPACT, **adjusted} if compact else adjusted
 
 
 def text_with_options(schema: str, *, compact: bool, closed: bool) -> str:
@@ -35,10 +35,10 @@ def text_with_options(schema: str, *, compact: bool, closed: bool) -> str:
     if not compact and not closed:
         return schema
     try:
-        made = json.loads(schema)
+        parsed = json.loads(schema)
     except (ValueError, RecursionError):
         return schema  # compiling it says what is wrong
-    return json.dumps(with_options(made, compact=compact, closed=closed)) if isinstance(made, dict) else schema
+    return json.dumps(with_options(parsed, compact=compact, closed=closed)) if isinstance(parsed, dict) else schema
 
 
 def _closed(schema: Any, alone: bool = True) -> Any:
@@ -48,19 +48,19 @@ def _closed(schema: Any, alone: bool = True) -> Any:
     others; so does this one unless it is `alone`.
     """
     if isinstance(schema, Sequence) and not isinstance(schema, str):  # `items` of older drafts
-        return [_closed(one, alone) for one in schema]
+        return [_closed(subschema, alone) for subschema in schema]
     if not isinstance(schema, Mapping):
         return schema
     names = "properties" in schema or "patternProperties" in schema
-    made = dict(schema)
+    result = dict(schema)
     for key, value in schema.items():
         if key in _NAMED and isinstance(value, Mapping):
-            made[key] = {name: _closed(one) for name, one in value.items()}
+            result[key] = {name: _closed(subschema) for name, subschema in value.items()}
         elif key in _ONE:
-            made[key] = _closed(value)
+            result[key] = _closed(value)
         elif key in _SEVERAL and isinstance(value, Sequence):
             together = key != "prefixItems" and (names or not alone or (key == "allOf" and len(value) > 1))
-            made[key] = [_closed(one, alone=not together) for one in value]
+            result[key] = [_closed(subschema, alone=not together) for subschema in value]
     if names and alone and not _COMBINING & schema.keys():
-        made.setdefault("additionalProperties", False)
-    return made
+        result.setdefault("additionalProperties", False)
+    return result

@@ -58,10 +58,10 @@ class StepGrammar:
             *draft.tokens.shape[-2:],
         )  # [C, K, S, M]; a first pass is one branch that keeps nothing
         offered = zip(draft.tokens[rows].view(blocks).tolist(), draft.logprob[rows].view(blocks).tolist(), strict=True)
-        kept: list[list[Path]] = [[()] for _ in self._walkers] if branches is None else _prefixes(branches, rows)
+        kept_paths: list[list[Path]] = [[()] for _ in self._walkers] if branches is None else _prefixes(branches, rows)
         led = [
             [_lead(walker, *branch, width) for branch in zip(prefixes, *both, strict=True)]
-            for walker, prefixes, both in zip(self._walkers.values(), kept, offered, strict=True)
+            for walker, prefixes, both in zip(self._walkers.values(), kept_paths, offered, strict=True)
         ]
         for column, place in ((tokens, 0), (logprob, 1)):
             values = [[branch[place] for branch in request] for request in led]
@@ -76,12 +76,12 @@ class StepGrammar:
         rows = torch.tensor(list(self._walkers), device=tree.tokens.device)
         proposed = larger.valid[rows] & (larger.score[rows] > -math.inf)
         columns = torch.stack([larger.tokens[rows], larger.parent[rows], proposed.long()], 1).tolist()  # [C, 3, F]
-        kept, found = torch.zeros(proposed.shape, dtype=torch.bool), TreePaths()
+        kept_nodes, paths = torch.zeros(proposed.shape, dtype=torch.bool), TreePaths()
         for number, ((row, walker), nodes) in enumerate(zip(self._walkers.items(), columns, strict=True)):
             inside = _inside(walker, nodes, tree.tokens.shape[1])
-            kept[number, list(inside)] = True
-            found[row] = {path: node for node, path in enumerate(inside.values())}
-        return replace_rows(tree, rows, larger, kept.to(rows.device)), found
+            kept_nodes[number, list(inside)] = True
+            paths[row] = {path: node for node, path in enumerate(inside.values())}
+        return replace_rows(tree, rows, larger, kept_nodes.to(rows.device)), paths
 
     def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
         """The tokens that may follow every node: [B, N, W] int32 on the host, a bit for a token, the lowest first.
@@ -119,8 +119,8 @@ def _prefixes(branches: Branches, rows: Tensor) -> list[list[Path]]:
     """Kept tokens of every branch of these requests."""
     lengths = branches.prefix_len[rows].tolist()
     return [
-        [tuple(tokens[:length]) for tokens, length in zip(of_request, own, strict=True)]
-        for of_request, own in zip(branches.tokens[rows].tolist(), lengths, strict=True)
+        [tuple(tokens[:length]) for tokens, length in zip(of_request, branch_lengths, strict=True)]
+        for of_request, branch_lengths in zip(branches.tokens[rows].tolist(), lengths, strict=True)
     ]
 
 

@@ -104,8 +104,8 @@ class Trial:
 
 def _python() -> str:
     """This environment's interpreter, in a program that embeds Python too, as Triton's does."""
-    own = Path(sys.executable or "")
-    return str(own) if own.name.startswith("python") else str(Path(sys.prefix, "bin", "python3"))
+    executable = Path(sys.executable or "")
+    return str(executable) if executable.name.startswith("python") else str(Path(sys.prefix, "bin", "python3"))
 
 
 def _start() -> subprocess.Popen[str]:

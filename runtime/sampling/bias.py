@@ -91,23 +91,23 @@ class TokenBias:
         params: SequenceOf[SamplingParams], texts: SequenceOf[Text], vocab_size: int, device: str
     ) -> TokenBias | None:
         """None where no request has an entry."""
-        made = [
+        biased = [
             (row, t, t.entries or Entries.of(p, t, vocab_size, device))
             for row, (p, t) in enumerate(zip(params, texts, strict=True))
             if p.has_bias
         ]
-        found = [(row, text, entries) for row, text, entries in made if entries is not None]
-        if not found:
+        requests = [(row, text, entries) for row, text, entries in biased if entries is not None]
+        if not requests:
             return None
-        parts = [entries for *_, entries in found]
+        parts = [entries for *_, entries in requests]
         width = max(entries.longest for entries in parts)
         tail = torch.full((len(params), width), _NONE)
-        for row, text, entries in found:
+        for row, text, entries in requests:
             last = text.tokens[max(len(text.tokens) - entries.longest, 0) :] if entries.longest else ()
             tail[row, width - len(last) :] = torch.tensor(last, dtype=torch.long)
         sizes = [len(entries.token) for entries in parts]
         shifted = (e.entry + start for e, start in zip(parts, accumulate(sizes, initial=0), strict=False))
-        rows = torch.tensor([row for row, *_ in found])
+        rows = torch.tensor([row for row, *_ in requests])
         return TokenBias(
             row=rows.repeat_interleave(torch.tensor(sizes)).to(device),
             token=torch.cat([e.token for e in parts]),
@@ -149,17 +149,17 @@ class TokenBias:
         number = rows.new_full((len(self.tail),), -1)
         number[rows] = torch.arange(len(rows), device=rows.device)
         row = number[self.row]
-        kept = row >= 0
-        of_kept = kept[self.entry]
+        selected = row >= 0
+        of_selected = selected[self.entry]
         return replace(
             self,
-            row=row[kept],
-            token=self.token[kept],
-            bias=self.bias[kept],
-            until=self.until[kept],
-            length=self.length[kept],
-            before=self.before[of_kept],
-            entry=(kept.cumsum(0) - 1)[self.entry[of_kept]],
-            back=self.back[of_kept],
+            row=row[selected],
+            token=self.token[selected],
+            bias=self.bias[selected],
+            until=self.until[selected],
+            length=self.length[selected],
+            before=self.before[of_selected],
+            entry=(selected.cumsum(0) - 1)[self.entry[of_selected]],
+            back=self.back[of_selected],
             tail=self.tail[rows],
         )

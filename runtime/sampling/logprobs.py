@@ -24,9 +24,9 @@ def pack_logprobs(logits: Tensor, tokens: Tensor, width: int) -> Tensor:
     log-probabilities.
     """
     top, ids = _likeliest(logits, min(width, logits.shape[-1]))
-    own = logits.gather(-1, tokens[..., None])
-    rank = (logits > own).sum(-1, keepdim=True) + 1
-    logprobs = torch.cat([own, top], dim=-1) - logits.logsumexp(-1, keepdim=True)
+    token_logit = logits.gather(-1, tokens[..., None])
+    rank = (logits > token_logit).sum(-1, keepdim=True) + 1
+    logprobs = torch.cat([token_logit, top], dim=-1) - logits.logsumexp(-1, keepdim=True)
     return torch.cat([rank, ids, logprobs.view(torch.int32).long()], dim=-1)
 
 
@@ -40,8 +40,8 @@ def _likeliest(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         return top, ids
     size, last = logits.shape[-1], top[..., -1:]
     descending = torch.arange(size, 0, -1, dtype=torch.float32, device=logits.device)  # exact below 2^24
-    found, equal = descending.where(logits == last, 0.0).topk(width, dim=-1)  # the first of those that equal the last
-    tokens = torch.cat([ids.where(top > last, size), equal.where(found > 0, size)], dim=-1)  # size: no token
+    ties, equal = descending.where(logits == last, 0.0).topk(width, dim=-1)  # the first of those that equal the last
+    tokens = torch.cat([ids.where(top > last, size), equal.where(ties > 0, size)], dim=-1)  # size: no token
     values = torch.cat([top, last.expand_as(top)], dim=-1).where(tokens < size, -torch.inf)
     tokens, order = tokens.sort(dim=-1)
     values, best = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
@@ -54,8 +54,8 @@ def unpack_logprobs(rows: Tensor, tokens: list[int]) -> list[TokenLogprobs]:
     width = (rows.shape[1] - 2) // 2
     floats: list[list[float]] = rows[:, 1 + width :].int().view(torch.float32).tolist()
     return [
-        TokenLogprobs(token, own, rank, tuple(zip(ids, top, strict=True)))
-        for token, (rank, *ids), (own, *top) in zip(tokens, rows[:, : 1 + width].tolist(), floats, strict=False)
+        TokenLogprobs(token, logprob, rank, tuple(zip(ids, top, strict=True)))
+        for token, (rank, *ids), (logprob, *top) in zip(tokens, rows[:, : 1 + width].tolist(), floats, strict=False)
     ]
 
 
@@ -101,13 +101,13 @@ def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, head: Callable[[Tens
 
     Tokens that were reported before, ahead of a preemption, are left out. Reads the result back to the host.
     """
-    asked, found = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
-    assert asked is not None
-    if not isinstance(found, PromptLogprobs):
-        sequence.prompt_logprobs = found = PromptLogprobs()
+    width, prompt_logprobs = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
+    assert width is not None
+    if not isinstance(prompt_logprobs, PromptLogprobs):
+        sequence.prompt_logprobs = prompt_logprobs = PromptLogprobs()
     last = min(sequence.cached + len(hidden) + 1, len(sequence.request.prompt))
-    for start in range(1 + len(found), last, _ROWS):  # the position of a token to report
+    for start in range(1 + len(prompt_logprobs), last, _ROWS):  # the position of a token to report
         tokens = sequence.tokens[start : min(start + _ROWS, last)]
         row = start - 1 - sequence.cached
         logits = head(hidden[row : row + len(tokens)].contiguous())
-        found.add(pack_logprobs(logits, torch.tensor(tokens, device=logits.device), asked).cpu(), tokens)
+        prompt_logprobs.add(pack_logprobs(logits, torch.tensor(tokens, device=logits.device), width).cpu(), tokens)

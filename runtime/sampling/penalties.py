@@ -50,8 +50,8 @@ class Penalties:
         if not any(p.has_penalty for p in params):
             return None
         flat, answered = [], []  # tokens of all texts as places in [B, V], and which are of answers
-        for row, (one, text) in enumerate(zip(params, texts, strict=True)):
-            if one.has_penalty:
+        for row, (request_params, text) in enumerate(zip(params, texts, strict=True)):
+            if request_params.has_penalty:
                 flat.append(torch.tensor(text.tokens, dtype=torch.long) + row * vocab_size)
                 answered.append(torch.arange(len(text.tokens)) >= text.prompt_len)
         places = torch.cat(flat).to(device)
@@ -80,5 +80,5 @@ class Penalties:
     def after(self, token: Tensor) -> Penalties:
         """The penalties once `token` [B] has been appended to the answers."""
         index = token[:, None]
-        one = torch.ones_like(index, dtype=self.count.dtype)
-        return replace(self, seen=self.seen.scatter(1, index, True), count=self.count.scatter_add(1, index, one))
+        ones = torch.ones_like(index, dtype=self.count.dtype)
+        return replace(self, seen=self.seen.scatter(1, index, True), count=self.count.scatter_add(1, index, ones))
