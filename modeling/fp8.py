@@ -55,13 +55,13 @@ class Fp8Linear(nn.Module):
     @classmethod
     def of(cls, layer: nn.Linear, input_scale: float, weight_scale: Tensor) -> Fp8Linear:
         """`layer` with its weights rounded."""
-        made = cls(layer.in_features, layer.out_features, layer.bias is not None)
+        fp8_layer = cls(layer.in_features, layer.out_features, layer.bias is not None)
         weight = layer.weight.detach()
-        made.weight_scale = weight_scale.clone()
-        made.input_scale = torch.tensor(input_scale, device=weight.device)
-        made.weight = nn.Parameter(to_pages(weight, made.weight_scale), requires_grad=False)
-        made.bias = layer.bias
-        return made
+        fp8_layer.weight_scale = weight_scale.clone()
+        fp8_layer.input_scale = torch.tensor(input_scale, device=weight.device)
+        fp8_layer.weight = nn.Parameter(to_pages(weight, fp8_layer.weight_scale), requires_grad=False)
+        fp8_layer.bias = layer.bias
+        return fp8_layer
 
     def forward(self, x: Tensor) -> Tensor:
         if not use_fp8_gemm(x):
@@ -116,8 +116,8 @@ def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
     layers = {name: cast("nn.Linear", model.get_submodule(name)) for name in input_scales}
     largest: dict[str, Tensor] = {}
     for name, layer in layers.items():
-        product, found = _JOINED.sub("", name), layer.weight.detach().abs().max()
-        largest[product] = torch.maximum(largest.get(product, found), found)
+        product, maximum = _JOINED.sub("", name), layer.weight.detach().abs().max()
+        largest[product] = torch.maximum(largest.get(product, maximum), maximum)
     for name, layer in layers.items():
         parent, _, last = name.rpartition(".")
         scale = largest[_JOINED.sub("", name)].float() / LARGEST

@@ -59,16 +59,16 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     or these layers cannot be fused, they stay, after a warning.
     Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`, or if `exact`.
     """
-    own = plain(model)
-    if own is None:
+    eager = plain(model)
+    if eager is None:
         return
     compiled = target.compiled if isinstance(target, Decoder) else None
     shared = compiled if isinstance(compiled, FusedLayers) else None
     if target is not None and shared is None:
         return
-    fp8 = any(isinstance(one, Fp8Linear | Fp8Cache) for one in model.modules())
-    weight = own.norm.weight
-    if not dispatch.use_fused_layers(weight, own.config.body.head_dim, fp8=fp8, unlike=_unlike(own.layers)):
+    fp8 = any(isinstance(module, Fp8Linear | Fp8Cache) for module in model.modules())
+    weight = eager.norm.weight
+    if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=fp8, unlike=_unlike(eager.layers)):
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.",
@@ -77,8 +77,8 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
             )
         return
     context = isinstance(model, Drafter)
-    layers = FusedLayers(own.config.body, own.layers, own.norm, context=context, target=shared, exact=exact)
-    replace_layers(own, layers)
+    layers = FusedLayers(eager.config.body, eager.layers, eager.norm, context=context, target=shared, exact=exact)
+    replace_layers(eager, layers)
     if isinstance(model, Drafter):
         model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
     elif exact and isinstance(model, Decoder):
@@ -189,10 +189,10 @@ class _PassWithContext(_Pass):
         count, context = self._count, self._committed
         q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v)
         shape = 1, *context.keep.shape, *self.k.shape[2:]
-        k, v = (made[:, :count].view(shape) for made in (self.k, self.v))
+        k, v = (rows[:, :count].view(shape) for rows in (self.k, self.v))
         pool = self._pool.from_layer(index, index + 1)
         pool.write(k, v, context.page_table, context.positions, context.keep)
-        own_q, own_k, own_v = (made[count:].view(*self._shape, *made.shape[1:]) for made in (q, self.k[0], self.v[0]))
+        own_q, own_k, own_v = (rows[count:].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
         return own_q, own_k, own_v
 
 
@@ -206,7 +206,7 @@ def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product
 def _share_input_scale(layers: nn.ModuleList) -> None:
     """One scale, the largest, for the inputs of the FP8 qkv products of all layers: a context is quantized once."""
     attentions = [layer.self_attn for layer in cast("Sequence[Layer]", layers)]
-    parts: list[nn.Module] = [part for one in attentions for part in (one.q_proj, one.k_proj, one.v_proj)]
+    parts: list[nn.Module] = [part for attn in attentions for part in (attn.q_proj, attn.k_proj, attn.v_proj)]
     quantized = [part for part in parts if isinstance(part, Fp8Linear)]
     if quantized:
         largest = torch.stack([part.input_scale for part in quantized]).max()
@@ -256,7 +256,7 @@ class FusedLayers(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the weights of all products."""
-        products = [product for one in self._layers for product in (one.qkv, one.o, one.gate_up, one.down)]
+        products = [product for layer in self._layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
         return sum(product.weight.nbytes for product in products)
 
     @property
@@ -265,7 +265,7 @@ class FusedLayers(nn.Module):
         heads = [layer.heads for layer in self._layers]
         if heads[0].k_scale is None:
             return None
-        k, v = (torch.cat([cast("Tensor", getattr(one, name)) for one in heads]) for name in ("k_scale", "v_scale"))
+        k, v = (torch.cat([cast("Tensor", getattr(head, name)) for head in heads]) for name in ("k_scale", "v_scale"))
         return k, v
 
     def forward(

@@ -34,7 +34,7 @@ class ContextProduct:
         bias = None
         if products[0].bias is not None:
             bias = torch.stack([cast("Tensor", product.bias)[queries:] for product in products])
-        k_norm = [one.k_norm for one in heads if one.k_norm is not None]
+        k_norm = [head.k_norm for head in heads if head.k_norm is not None]
         first = heads[0]
         self._heads = Heads(
             0,
@@ -44,8 +44,8 @@ class ContextProduct:
             k_norm=torch.cat(k_norm) if k_norm else None,
             bias=bias,
             scales=scales,
-            k_scale=None if first.k_scale is None else torch.cat([cast("Tensor", one.k_scale) for one in heads]),
-            v_scale=None if first.v_scale is None else torch.cat([cast("Tensor", one.v_scale) for one in heads]),
+            k_scale=None if first.k_scale is None else torch.cat([cast("Tensor", head.k_scale) for head in heads]),
+            v_scale=None if first.v_scale is None else torch.cat([cast("Tensor", head.v_scale) for head in heads]),
         )
 
     def __call__(self, context: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:

@@ -139,9 +139,9 @@ class KVPool:
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""
-        pool, kept = copy.copy(self), slice(first, stop)
-        pool.k, pool.v = self.k[kept], self.v[kept]
-        pool.scales = None if self.scales is None else (self.scales[0][kept], self.scales[1][kept])
+        pool, layers = copy.copy(self), slice(first, stop)
+        pool.k, pool.v = self.k[layers], self.v[layers]
+        pool.scales = None if self.scales is None else (self.scales[0][layers], self.scales[1][layers])
         return pool
 
     def write(

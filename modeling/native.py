@@ -172,14 +172,14 @@ class NativeLayers(nn.Module):
 def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear, nn.Module]:
     """The product that makes keys and values [2·L·Hkv·D] of a context, and the norm of its keys [L, B, C, Hkv, D]."""
     attentions = [layer.self_attn for layer in layers]
-    parts = [one.k_proj for one in attentions] + [one.v_proj for one in attentions]
+    parts = [attn.k_proj for attn in attentions] + [attn.v_proj for attn in attentions]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     product = library.PackedLinear.of(torch.cat([part.weight for part in parts]), bias)
-    norms = [one.k_norm for one in attentions if isinstance(one.k_norm, RMSNorm)]
+    norms = [attn.k_norm for attn in attentions if isinstance(attn.k_norm, RMSNorm)]
     if not norms:
         return product, nn.Identity()
     norm = RMSNorm(1, eps)
-    norm.weight = nn.Parameter(torch.stack([one.weight.detach() for one in norms])[:, None, None, None])
+    norm.weight = nn.Parameter(torch.stack([k_norm.weight.detach() for k_norm in norms])[:, None, None, None])
     return product, norm
 
 
@@ -226,15 +226,15 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
-    weight = next((one for one in model.parameters() if one.dtype != torch.float8_e4m3fn), None)
+    weight = next((parameter for parameter in model.parameters() if parameter.dtype != torch.float8_e4m3fn), None)
     if weight is None:
         return
-    own = plain(model)
-    if own is not None and supported(own.config.body, own.layers, weight.dtype):
+    eager = plain(model)
+    if eager is not None and supported(eager.config.body, eager.layers, weight.dtype):
         shared = target.compiled if isinstance(target, Decoder) else None
         assert shared is None or isinstance(shared, NativeLayers)
-        layers, context = cast("Sequence[Layer]", own.layers), isinstance(model, Drafter)
-        replace_layers(own, NativeLayers(own.config.body, layers, own.norm, context=context, target=shared))
+        layers, context = cast("Sequence[Layer]", eager.layers), isinstance(model, Drafter)
+        replace_layers(eager, NativeLayers(eager.config.body, layers, eager.norm, context=context, target=shared))
     elif not library.available():
         _say_why(str(library.load()))
     for parent in list(model.modules()):

@@ -54,8 +54,8 @@ class Product(nn.Module):
             if self.scales is not None:
                 return linear(rows, self.weight, dtype=torch.float32)
             scales = self.input_scale, self._weight_scale
-            made = linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
-            return made.view(*x.shape[:-1], -1)
+            output = linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
+            return output.view(*x.shape[:-1], -1)
         if self.scales is not None:
             return sums(rows, self.weight, self._one)
         out: Tensor = torch._scaled_mm(
@@ -80,5 +80,5 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
 
 def sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> Tensor:
     """FP8 x [R, in] and weight [out, in] -> x Wᵀ [R, out] in fp32, unscaled. `one` is 1."""
-    found: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, out=out)
-    return found
+    product: Tensor = torch._scaled_mm(x, weight.t(), scale_a=one, scale_b=one, out_dtype=torch.float32, out=out)
+    return product

@@ -199,14 +199,14 @@ class FlexHead(DraftModel):
         [L, B, S, Hkv, D] fp32 of the target's last layers, which are computed again: for training, where the target's
         pages are not kept.
         """
-        own = next(cast("DraftLayer", self.layers[0]).shared[0].parameters())
+        parameter = next(cast("DraftLayer", self.layers[0]).shared[0].parameters())
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 
         with torch.autocast(features.device.type, enabled=False):
-            x = features.to(own.dtype)
+            x = features.to(parameter.dtype)
             cos_sin, pairs = self.rotary(positions, x.dtype), []
             for index, layer in enumerate(cast("Iterable[DraftLayer]", self.layers)):
                 x, k, v = layer.shared[0](x, cos_sin, index, attend)

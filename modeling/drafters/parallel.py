@@ -36,7 +36,7 @@ def verify_and_draft(
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], 1)
-        k, v = (torch.cat([own[split + index], new], 1) for own, new in ((out.k, k), (out.v, v)))
+        k, v = (torch.cat([nodes[split + index], masks], 1) for nodes, masks in ((out.k, k), (out.v, v)))
         return attend_all(index, q, k, v)[:, count:]
 
     positions = behind.positions[:, count:]
@@ -54,6 +54,6 @@ def rows_behind(rows: Rows, size: int) -> Rows:
     positions = (rows.positions[:, :, None] + 1 + slots).flatten(1)
     of_block = torch.arange(count, device=device).repeat_interleave(size)
     masks = torch.cat([rows.attn_mask[:, of_block], (of_block[:, None] == of_block).expand(len(positions), -1, -1)], 2)
-    own = F.pad(rows.attn_mask, (0, count * size))
-    attn_mask = torch.cat([own, masks], 1)
+    row_mask = F.pad(rows.attn_mask, (0, count * size))
+    attn_mask = torch.cat([row_mask, masks], 1)
     return Rows(torch.cat([rows.positions, positions], 1), attn_mask, rows.page_table, rows.context_len)
