@@ -66,12 +66,12 @@ def cascade_attention(
     if exact:
         from d2sd.plugins.cascade_attention.triton.exact import exact_attention_triton
 
-        asked = mask if isinstance(mask, ChunkMask) else mask.order
-        return exact_attention_triton(q, k, v, context, asked, scale=scale)
+        kernel_mask = mask if isinstance(mask, ChunkMask) else mask.order
+        return exact_attention_triton(q, k, v, context, kernel_mask, scale=scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
-    asked = mask if isinstance(mask, ChunkMask) else mask.words
-    return cascade_attention_triton(q, k, v, context, asked, scale=scale, arrived=lambda: mask.arrived)
+    kernel_mask = mask if isinstance(mask, ChunkMask) else mask.words
+    return cascade_attention_triton(q, k, v, context, kernel_mask, scale=scale, arrived=lambda: mask.arrived)
 
 
 @dataclass(frozen=True)

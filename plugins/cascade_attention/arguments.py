@@ -60,9 +60,9 @@ class ChunkMask:
     ) -> Iterator[tuple[Tensor, Tensor, Tensor, PagedContext]]:
         """The rows [1, n, ...] and the context of each prompt, one after the other."""
         for request, span in enumerate(self.spans()):
-            one = slice(request, request + 1)
-            own = replace(context, page_table=context.page_table[one], context_len=context.context_len[one])
-            yield q[:, span], k[:, span], v[:, span], own
+            row = slice(request, request + 1)
+            prompt_context = replace(context, page_table=context.page_table[row], context_len=context.context_len[row])
+            yield q[:, span], k[:, span], v[:, span], prompt_context
 
 
 def counters(device: torch.device) -> Tensor:

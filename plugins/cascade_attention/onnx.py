@@ -111,5 +111,5 @@ def functions() -> tuple[Any, ...]:
         all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
         return Cascade(q, k, v, all_k, all_v, inside, attn_mask)
 
-    made = (PagedContext, Before, Unpacked, Attend, Cascade, TreeCascadeAttention, BlockDraftAttention)
-    return tuple(function.to_function_proto() for function in made)
+    scripts = (PagedContext, Before, Unpacked, Attend, Cascade, TreeCascadeAttention, BlockDraftAttention)
+    return tuple(function.to_function_proto() for function in scripts)

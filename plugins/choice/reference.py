@@ -227,6 +227,6 @@ def _threshold(key: Tensor, weight: Tensor, limit: Tensor) -> Tensor:
         weights = bins[..., 1:-1]
         larger = above + weights.flip(-1).cumsum(-1).flip(-1) - weights
         chosen = ((weights > 0) & (larger < limit)).int().argmax(-1, keepdim=True)  # the first of equals
-        above, found = larger.gather(-1, chosen), first + chosen.int()
-        first = found << 8
-    return found
+        above, smallest = larger.gather(-1, chosen), first + chosen.int()
+        first = smallest << 8
+    return smallest

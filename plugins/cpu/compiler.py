@@ -32,9 +32,9 @@ _SECONDS = 120
 
 def compiler() -> list[str] | None:
     """The command of a C compiler for this processor, or None."""
-    asked = os.environ.get(COMMAND)
-    if asked is not None:
-        return [*shlex.split(asked), "-march=native"] if asked.strip() else None
+    setting = os.environ.get(COMMAND)
+    if setting is not None:
+        return [*shlex.split(setting), "-march=native"] if setting.strip() else None
     if shutil.which("cc"):
         return ["cc", "-march=native"]
     if find_spec("ziglang"):
@@ -86,16 +86,16 @@ def _folder(name: str) -> Path:
 def _compile(command: list[str], library: Path) -> None:
     """Build in a temporary file and rename, so that two processes may build at once."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
+        temporary = Path(folder) / library.name
         subprocess.run(
-            [*command, str(_SOURCES / "layers.c"), "-o", str(made), "-lm"],
+            [*command, str(_SOURCES / "layers.c"), "-o", str(temporary), "-lm"],
             check=True,
             capture_output=True,
             encoding="utf-8",
             errors="replace",
             timeout=_SECONDS,
         )
-        made.replace(library)
+        temporary.replace(library)
 
 
 def processor() -> str:

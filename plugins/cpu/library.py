@@ -83,11 +83,11 @@ class Memory(Structure):
 @cache
 def load() -> ctypes.CDLL | str:
     """The library, or the reason why there is none."""
-    found = build()
-    if not isinstance(found, Path):
-        return found
+    built = build()
+    if not isinstance(built, Path):
+        return built
     try:
-        library = ctypes.CDLL(str(found))
+        library = ctypes.CDLL(str(built))
     except OSError as error:
         return str(error)
     library.d2sd_layers.argtypes = [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int]

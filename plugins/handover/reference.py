@@ -10,8 +10,8 @@ def begin_reference(
     anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`begin`."""
-    given = torch.stack([anchor, context_len, active])
-    anchor, context_len, active = torch.where(late, state[:, source], given)
+    inputs = torch.stack([anchor, context_len, active])
+    anchor, context_len, active = torch.where(late, state[:, source], inputs)
     return anchor, context_len, active.bool()
 
 

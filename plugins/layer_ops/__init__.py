@@ -62,8 +62,8 @@ def add_rms_norm(
         scale: 0-dim fp32; with it the result is quantized, fp8(norm / scale).
         out: [R, E], contiguous, of the result's type; receives the result. None: a new tensor.
     """
-    made: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale, out=out)
-    return made
+    normed: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale, out=out)
+    return normed
 
 
 def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:

@@ -31,8 +31,8 @@ def add_rms_norm(
         if total is not None:
             total.copy_(x)
     normed = weight * _normed(x, eps)
-    made = normed if scale is None else quantize(normed, scale)
-    return made if out is None else out.copy_(made)
+    result = normed if scale is None else quantize(normed, scale)
+    return result if out is None else out.copy_(result)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -26,12 +26,12 @@ def run(
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
     from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 
-    given = [_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True)]
+    inputs = [_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True)]
     out = _tensor(*described[0], output_at)
     # not ExternalStream: for the default stream's handle, 0, it creates a new stream
     theirs = torch.cuda.get_stream_from_external(stream, out.device)
     with torch.cuda.stream(theirs):
-        q, k, v, *new, k_pages, v_pages, page_table, context_len, attn_mask = given
+        q, k, v, *new, k_pages, v_pages, page_table, context_len, attn_mask = inputs
         if name == BLOCK:
             # The new rows' K/V are written past the committed context before the block reads it; nothing is written
             # where `new_len` is 0. The runtime commits the same rows again later, so this write need not persist: if

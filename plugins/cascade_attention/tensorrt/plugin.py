@@ -74,10 +74,10 @@ def _plugin(trt: Any, name: str) -> type[Any]:
         def get_output_data_types(self, types: list[Any]) -> list[Any]:
             return [types[0]]
 
-        def get_output_shapes(self, given: list[Any], shape_inputs: list[Any], exprs: Any) -> list[Any]:
+        def get_output_shapes(self, shapes: list[Any], shape_inputs: list[Any], exprs: Any) -> list[Any]:
             out = trt.DimsExprs(4)
             for axis in range(4):
-                out[axis] = given[0][axis]
+                out[axis] = shapes[0][axis]
             return [out]
 
         def supports_format_combination(self, place: int, descriptions: list[Any], count: int) -> bool:
@@ -87,15 +87,15 @@ def _plugin(trt: Any, name: str) -> type[Any]:
                 return False
             if place < count and inputs[place] in _INTEGERS:
                 return bool(described.type == trt.DataType.INT32)
-            wanted = descriptions[0].desc.type
+            q_type = descriptions[0].desc.type
             if place == 0:
                 return described.type in (trt.DataType.HALF, trt.DataType.BF16, trt.DataType.FLOAT)
-            return bool(described.type == wanted)
+            return bool(described.type == q_type)
 
-        def configure_plugin(self, given: list[Any], out: list[Any]) -> None:
-            del given, out
+        def configure_plugin(self, inputs: list[Any], out: list[Any]) -> None:
+            del inputs, out
 
-        def get_workspace_size(self, given: list[Any], out: list[Any]) -> int:
+        def get_workspace_size(self, inputs: list[Any], out: list[Any]) -> int:
             return 0  # partial results of a split context are in PyTorch's allocator, which a CUDA graph captures too
 
         def get_valid_tactics(self) -> list[int]:
@@ -112,13 +112,13 @@ def _plugin(trt: Any, name: str) -> type[Any]:
         def set_tactic(self, tactic: int) -> None:
             del tactic
 
-        def on_shape_change(self, given: list[Any], out: list[Any]) -> None:
-            del given, out
+        def on_shape_change(self, inputs: list[Any], out: list[Any]) -> None:
+            del inputs, out
 
         def enqueue(
             self,
-            given: list[Any],
-            made: list[Any],
+            specs: list[Any],
+            outputs: list[Any],
             inputs_at: list[int],
             outputs_at: list[int],
             workspace: int,
@@ -126,11 +126,11 @@ def _plugin(trt: Any, name: str) -> type[Any]:
         ) -> None:
             from d2sd.plugins.cascade_attention.tensorrt.enqueue import run
 
-            del made, workspace
+            del outputs, workspace
             if self._phase == trt.TensorRTPhase.BUILD:
                 return  # the builder times layers on random inputs, and random page tables point out of bounds
             run(
-                name, [(tuple(d.dims), str(d.type).rpartition(".")[2]) for d in given], inputs_at, outputs_at[0], stream
+                name, [(tuple(d.dims), str(d.type).rpartition(".")[2]) for d in specs], inputs_at, outputs_at[0], stream
             )
 
     return Plugin

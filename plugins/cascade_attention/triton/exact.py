@@ -69,7 +69,7 @@ def exact_attention_triton(
     Chunks of prompts run one after the other.
     """
     if isinstance(mask, ChunkMask):
-        out = torch.cat([attend(*one, None) for one in mask.alone(q, k, v, context)], 1)
+        out = torch.cat([attend(*prompt, None) for prompt in mask.alone(q, k, v, context)], 1)
     else:
         out = attend(q, k, v, context, mask)
     return out if scale is None else quantize(out, scale)
@@ -86,8 +86,8 @@ def attend(
     if part >= rows:
         return _launch(q, k, v, context, order, 0, splits)
     parts = [
-        _launch(one, k, v, context, None if order is None else order[:, first : first + part], first, splits)
-        for first, one in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
+        _launch(queries, k, v, context, None if order is None else order[:, first : first + part], first, splits)
+        for first, queries in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
     ]
     return torch.cat(parts, 1)
 

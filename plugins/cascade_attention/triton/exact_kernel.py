@@ -50,10 +50,10 @@ def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, W
 @triton.jit
 def _paged(paged, scale, mask, TYPE: tl.constexpr, FP8: tl.constexpr):
     """Tile of pages in q's type: FP8 times its scale, rounded once. Masked lanes are 0."""
-    found = tl.load(paged, mask=mask, other=0.0)
+    tile = tl.load(paged, mask=mask, other=0.0)
     if FP8:
-        return (found.to(tl.float32) * scale).to(TYPE)
-    return found.to(TYPE)
+        return (tile.to(tl.float32) * scale).to(TYPE)
+    return tile.to(TYPE)
 
 
 @triton.jit

@@ -126,10 +126,10 @@ def launch(
 def _capability() -> int:
     """Compute capability that Triton compiles for, such as 90; 0 where there is none, as in the interpreter."""
     try:
-        found: int = triton.runtime.driver.active.get_current_target().arch
+        capability: int = triton.runtime.driver.active.get_current_target().arch
     except RuntimeError:
         return 0
-    return found
+    return capability
 
 
 def pack_mask_triton(attn_mask: Tensor) -> Tensor:

@@ -78,5 +78,5 @@ def choose_splits(programs: int, context_slots: int, processors: int) -> int:
     `programs` is the grid without a split, B · Hkv · row tiles; `context_slots` is M·Z, the bucket, not the length,
     which is on the device. The kernel divides the true length among the parts.
     """
-    wanted = min(MOST_SPLITS, processors // programs, context_slots // LEAST_SHARE)
-    return 1 << max(wanted, 1).bit_length() - 1
+    splits = min(MOST_SPLITS, processors // programs, context_slots // LEAST_SHARE)
+    return 1 << max(splits, 1).bit_length() - 1

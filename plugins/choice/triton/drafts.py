@@ -176,8 +176,8 @@ def _log_sum(best, total):
     """Logarithm of a sum, from partial maxima and sums relative to them."""
     largest_one = tl.max(best, axis=0)
     base = tl.where(tl.abs(largest_one) == float("inf"), 0.0, largest_one)
-    own = tl.where(tl.abs(best) == float("inf"), 0.0, best)
-    return base + tl.log(tl.sum(total * exp(own - base), axis=0))
+    part_base = tl.where(tl.abs(best) == float("inf"), 0.0, best)
+    return base + tl.log(tl.sum(total * exp(part_base - base), axis=0))
 
 
 @triton.jit
@@ -227,8 +227,8 @@ def pool_kernel(
             top = tl.max(scores, axis=0)
             top = tl.where(tl.abs(top) == float("inf"), 0.0, top)
             total = top + tl.log(tl.sum(exp(scores - top), axis=0))
-    own = scores - total
+    log_q = scores - total
     # NaN, of an overflow, proposes nothing; +inf becomes the largest number, as in `nan_to_num`
-    own = tl.where(own != own, float("-inf"), tl.where(own == float("inf"), 3.4028234663852886e38, own))
+    log_q = tl.where(log_q != log_q, float("-inf"), tl.where(log_q == float("inf"), 3.4028234663852886e38, log_q))
     tl.store(tokens + row * WIDTH + rank, token, mask=rank < WIDTH)
-    tl.store(logprob + row * WIDTH + rank, own, mask=rank < WIDTH)
+    tl.store(logprob + row * WIDTH + rank, log_q, mask=rank < WIDTH)

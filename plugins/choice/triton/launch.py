@@ -60,7 +60,7 @@ def candidates_triton(
     tokens = torch.empty(batch, count, slots, width, dtype=torch.long, device=device)
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
-    given = (
+    arguments = (
         [None] * 5
         if sampling is None
         else [sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p]
@@ -77,7 +77,7 @@ def candidates_triton(
             num_warps=WARPS,
         )
         pool_kernel[(rows,)](
-            logits, maxima, partial, ids, None if sampling is None else context_len, *given, tokens, logprob, vocab,
+            logits, maxima, partial, ids, None if sampling is None else context_len, *arguments, tokens, logprob, vocab,
             ROWS=count * slots, SLOTS=slots, **constants, SAMPLED=sampling is not None,
             MIN_P=sampling is not None and sampling.any_min_p, TOP_K=sampling is not None and sampling.any_top_k,
             TOP_P=sampling is not None and sampling.any_top_p, num_warps=pool_warps(pool),
@@ -92,20 +92,20 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
     partial = torch.empty(batch * nodes, blocks, dtype=torch.long, device=logits.device)
     chosen = torch.empty(batch, nodes, dtype=torch.long, device=logits.device)
     logits = logits.contiguous()
-    given: list[Tensor | None] = [None] * 5
+    arguments: list[Tensor | None] = [None] * 5
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         if sampling is not None:
-            given = [sampling.temperature, sampling.seed, context_len, depth.contiguous(), None]
+            arguments = [sampling.temperature, sampling.seed, context_len, depth.contiguous(), None]
             flags = {"MIN_P": sampling.any_min_p, "TOP_K": sampling.any_top_k, "TOP_P": sampling.any_top_p}
             if any(flags.values()):
-                given[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
+                arguments[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
                 threshold_kernel[(batch * nodes,)](
                     logits,
                     sampling.temperature,
                     sampling.min_p,
                     sampling.top_k,
                     sampling.top_p,
-                    given[-1],
+                    arguments[-1],
                     vocab,
                     ROWS=nodes,
                     BLOCK=BLOCK,
@@ -114,7 +114,7 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
                 )
         scores_kernel[(batch * nodes, blocks)](
             logits,
-            *given,
+            *arguments,
             partial,
             vocab,
             ROWS=nodes,

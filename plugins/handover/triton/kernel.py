@@ -73,10 +73,10 @@ def begin_triton(
     (rows,) = anchor.shape
     new_anchor, new_context_len = torch.empty(2, rows, dtype=torch.long, device=anchor.device).unbind(0)
     new_active = torch.empty(rows, dtype=torch.bool, device=anchor.device)
-    given = (x.contiguous() for x in (anchor, context_len, active, late, source))
+    inputs = (x.contiguous() for x in (anchor, context_len, active, late, source))
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         begin_kernel[(1,)](
-            *given, state, new_anchor, new_context_len, new_active, state.shape[1], rows, BP=power(rows), num_warps=1
+            *inputs, state, new_anchor, new_context_len, new_active, state.shape[1], rows, BP=power(rows), num_warps=1
         )
     return new_anchor, new_context_len, new_active
 
@@ -88,9 +88,9 @@ def end_triton(
     active [B] bool, tokens [B, G] int64, stop [B, S] int64.
     """
     rows, size = tokens.shape
-    given = context_len.contiguous(), active.contiguous(), tokens.contiguous(), count
+    inputs = context_len.contiguous(), active.contiguous(), tokens.contiguous(), count
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
         end_kernel[(1,)](
-            *given, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows,
+            *inputs, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows,
             BP=power(rows), G=size, GP=power(size), STOPS=stop.shape[1], num_warps=END_WARPS,
         )  # fmt: skip

@@ -28,13 +28,13 @@ def linear_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     lane = tl.arange(0, BLOCK_K)
-    real, made = row < rows, column < OUT
+    real, written = row < rows, column < OUT
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in tl.range(0, IN, BLOCK_K, num_stages=STAGES):
         known = start + lane < IN
         a = tl.load(x + row[:, None] * IN + start + lane[None, :], mask=real[:, None] & known[None, :], other=0.0)
         b = tl.load(
-            weight + column[:, None] * IN + start + lane[None, :], mask=made[:, None] & known[None, :], other=0.0
+            weight + column[:, None] * IN + start + lane[None, :], mask=written[:, None] & known[None, :], other=0.0
         )
         if WIDEN:
             a, b = a.to(tl.float32), b.to(tl.float32)
@@ -43,5 +43,5 @@ def linear_kernel(
     if x_scale is not None:
         sums = (sums * (tl.load(x_scale) * tl.load(weight_scale))).to(TYPE).to(tl.float32)
     if bias is not None:
-        sums += tl.load(bias + column, mask=made, other=0.0).to(tl.float32)[None, :]
-    tl.store(out + row[:, None] * OUT + column[None, :], sums.to(TYPE), mask=real[:, None] & made[None, :])
+        sums += tl.load(bias + column, mask=written, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + row[:, None] * OUT + column[None, :], sums.to(TYPE), mask=real[:, None] & written[None, :])
