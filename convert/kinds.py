@@ -129,8 +129,8 @@ class DrafterKind(Generic[Config, Model]):
         `input_scales`: of layers in 16 bits that d2sd runs in FP8.
         """
         expected = self.shapes(config, quantization)
-        given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        assert given == expected, f"not this drafter's tensors: {sorted(given.items() ^ expected.items())}"
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        assert shapes == expected, f"not this drafter's tensors: {sorted(shapes.items() ^ expected.items())}"
         (dtype,) = {tensor.dtype for name, tensor in tensors.items() if stored_as(name, expected) == "unquantized"}
         named = {self.file_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(directory / "model.safetensors", named)

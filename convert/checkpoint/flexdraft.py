@@ -101,17 +101,17 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
 
 def _block(config: HFConfig) -> HFConfig:
     """`flexdraft_config`, or under the release's key; refused if both are there and differ."""
-    given = [key for key in (KEY, RELEASED_KEY) if config.values.get(key) is not None]
-    if not given:
+    keys = [key for key in (KEY, RELEASED_KEY) if config.values.get(key) is not None]
+    if not keys:
         raise CheckpointError(
             "The checkpoint is not a FlexDraft head.",
             where=f"{config.where}: {KEY}",
             expected=f"{KEY}, or {RELEASED_KEY} as released",
         )
-    one, *other = (config.part(key) for key in given)
-    if other and one.values != other[0].values:
-        raise config.refuse(f"{KEY} and {RELEASED_KEY} disagree.", RELEASED_KEY, json.dumps(one.values))
-    return one
+    block, *other = (config.part(key) for key in keys)
+    if other and block.values != other[0].values:
+        raise config.refuse(f"{KEY} and {RELEASED_KEY} disagree.", RELEASED_KEY, json.dumps(block.values))
+    return block
 
 
 def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
@@ -135,18 +135,18 @@ def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
 
 def check_flex(config: FlexConfig, target: DecoderConfig, _role: DrafterRole, block_size: int, where: Path) -> None:
     """Refuse a head that was made for another target or block size."""
-    deep, own = config.body, target.body
+    deep, target_body = config.body, target.body
     pairs: list[tuple[str, object, object]] = [
         ("model_type", config.family, target.family),
-        ("num_target_layers", config.num_target_layers, own.num_layers),
+        ("num_target_layers", config.num_target_layers, target_body.num_layers),
         ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", deep.hidden_size, own.hidden_size),
-        ("intermediate_size", deep.intermediate_size, own.intermediate_size),
-        ("num_attention_heads", deep.num_heads, own.num_heads),
-        ("num_key_value_heads", deep.num_kv_heads, own.num_kv_heads),
-        ("head_dim", deep.head_dim, own.head_dim),
-        ("rms_norm_eps", deep.rms_norm_eps, own.rms_norm_eps),
-        ("attention_bias", (deep.qkv_bias, deep.o_bias), (own.qkv_bias, own.o_bias)),
+        ("hidden_size", deep.hidden_size, target_body.hidden_size),
+        ("intermediate_size", deep.intermediate_size, target_body.intermediate_size),
+        ("num_attention_heads", deep.num_heads, target_body.num_heads),
+        ("num_key_value_heads", deep.num_kv_heads, target_body.num_kv_heads),
+        ("head_dim", deep.head_dim, target_body.head_dim),
+        ("rms_norm_eps", deep.rms_norm_eps, target_body.rms_norm_eps),
+        ("attention_bias", (deep.qkv_bias, deep.o_bias), (target_body.qkv_bias, target_body.o_bias)),
     ]
     check_geometry(pairs, config, target, where)
     check_block_size(config, block_size, where)

@@ -48,10 +48,10 @@ def convert_gguf(gguf: Path, directory: Path) -> None:
         model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     settings = directory / "tokenizer_config.json"
-    kept = read_json(settings, error=CheckpointError)
+    tokenizer_config = read_json(settings, error=CheckpointError)
     # where and how this process loaded it, and ids that repeat the token names
     dropped = ("is_local", "local_files_only", "bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
-    write_json(settings, {key: value for key, value in kept.items() if key not in dropped})
+    write_json(settings, {key: value for key, value in tokenizer_config.items() if key not in dropped})
     write_json(directory / "generation_config.json", {"eos_token_id": _stop_tokens(tokenizer, end)})
 
 

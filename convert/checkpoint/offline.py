@@ -67,9 +67,9 @@ def _check_ids(file: Path) -> None:
     added = values.get("added_tokens") if isinstance(values, dict) else None
     model = values.get("model") if isinstance(values, dict) else None
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    found = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
-    found += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
-    if too_large := [number for number in found if isinstance(number, int) and number >= _MAX_ID]:
+    ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
+    ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
+    if too_large := [number for number in ids if isinstance(number, int) and number >= _MAX_ID]:
         raise CheckpointError(
             "A token id is out of range.", where=file, found=too_large[0], expected=f"below {_MAX_ID:,}"
         )
@@ -80,13 +80,13 @@ def _check_special_tokens(file: Path) -> None:
     values = read_json(file, error=CheckpointError, what="tokenizer") if file.is_file() else None
     pending = [value for name, value in values.items() if "token" in name] if isinstance(values, dict) else []
     while pending:
-        one = pending.pop()
-        if isinstance(one, str) and len(one) > _MAX_TOKEN:
+        entry = pending.pop()
+        if isinstance(entry, str) and len(entry) > _MAX_TOKEN:
             raise CheckpointError(
                 "A special token is too long.",
                 where=file,
-                found=f"{len(one):,} characters: {one[:20]}...",
+                found=f"{len(entry):,} characters: {entry[:20]}...",
                 expected=f"at most {_MAX_TOKEN:,}",
             )
-        if isinstance(one, dict | list):
-            pending += one.values() if isinstance(one, dict) else one
+        if isinstance(entry, dict | list):
+            pending += entry.values() if isinstance(entry, dict) else entry

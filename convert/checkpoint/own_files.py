@@ -50,15 +50,15 @@ def read_draft_vocabulary(directory: Path, vocab_size: int, mask_token_id: int) 
     if not path.exists():
         return None
     version = ("d2sd_draft_vocab", 1)
-    found = read_model(_Vocabulary, path, error=CheckpointError, what="draft vocabulary", version=version)
-    if found.vocab_size != vocab_size:
+    vocabulary = read_model(_Vocabulary, path, error=CheckpointError, what="draft vocabulary", version=version)
+    if vocabulary.vocab_size != vocab_size:
         raise CheckpointError(
             "The draft vocabulary was made for another target.",
             where=f"{path}: vocab_size",
-            found=found.vocab_size,
+            found=vocabulary.vocab_size,
             expected=vocab_size,
         )
-    return check_ids(f"{path}: ids", found.ids, vocab_size, mask_token_id)
+    return check_ids(f"{path}: ids", vocabulary.ids, vocab_size, mask_token_id)
 
 
 def write_draft_vocabulary(directory: Path, ids: tuple[int, ...] | None, vocab_size: int) -> None:

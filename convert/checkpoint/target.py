@@ -160,12 +160,12 @@ def write_target(
     if "model.safetensors" not in weight_map.values():
         write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
     dtype = str(DTYPES[precision]).removeprefix("torch.")
-    kept = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
-    kept |= {"architectures": [_FAMILIES[config.family][1]], "dtype": dtype}
+    fields = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
+    fields |= {"architectures": [_FAMILIES[config.family][1]], "dtype": dtype}
     if quantization is not None:
-        separate, kept[KEY] = described(quantization)
+        separate, fields[KEY] = described(quantization)
         write_json(directory / FILE, separate)
-    write_json(directory / "config.json", kept)
+    write_json(directory / "config.json", fields)
     _copy_text_side(text_side or source, directory)
 
 
@@ -180,12 +180,12 @@ def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Token ids that end an answer, from `generation_config.json`, or from `config.json` without it."""
     path = directory / "generation_config.json"
     path = path if path.is_file() else directory / "config.json"
-    found = HFConfig.of_file(path).values.get("eos_token_id")
-    if found is None:
+    eos_token_id = HFConfig.of_file(path).values.get("eos_token_id")
+    if eos_token_id is None:
         raise CheckpointError("No stop tokens.", where=f"{path}: eos_token_id", expected="one token id, or a list")
-    ids = found if isinstance(found, list) else [found]
+    ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
     if not ids or not all(type(token) is int for token in ids):
-        raise CheckpointError("Stop tokens are not ids.", where=f"{path}: eos_token_id", found=found)
+        raise CheckpointError("Stop tokens are not ids.", where=f"{path}: eos_token_id", found=eos_token_id)
     return tuple(ids)
 
 
@@ -230,13 +230,13 @@ def _hf_name(ours: str) -> str:
 
 def _check_tied_head(source: Path, config: DecoderConfig) -> None:
     """A tied checkpoint may also store its head; one that differs from the embedding would be dropped silently."""
-    found = read_headers(source)
-    if not config.tie_word_embeddings or "lm_head.weight" not in found:
+    stored = read_headers(source)
+    if not config.tie_word_embeddings or "lm_head.weight" not in stored:
         return
-    head, embedding = (read_tensor(found[name].file, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    head, embedding = (read_tensor(stored[name].file, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
     if not torch.equal(head, embedding):
         raise CheckpointError(
             "The head differs from the embedding, but the config ties them.",
-            where=f"{found['lm_head.weight'].file}: lm_head.weight",
+            where=f"{stored['lm_head.weight'].file}: lm_head.weight",
             fix="set tie_word_embeddings to false in config.json",
         )

@@ -85,15 +85,15 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
             found=weight_map,
             expected="names of tensors and of their files",
         )
-    found: dict[str, TensorInfo] = {}
+    headers: dict[str, TensorInfo] = {}
     for name in sorted(set(weight_map.values())):
         if PurePath(name).name != name or "\0" in name:
             raise CheckpointError("A shard is outside its checkpoint.", where=index, found=ascii(name))
-        found |= _read_header(directory / name)
-    if found.keys() != weight_map.keys():
-        odd = sorted(found.keys() ^ weight_map.keys())
+        headers |= _read_header(directory / name)
+    if headers.keys() != weight_map.keys():
+        odd = sorted(headers.keys() ^ weight_map.keys())
         raise CheckpointError("The index and the shards disagree.", where=index, found=_some(odd))
-    return found
+    return headers
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
@@ -193,12 +193,12 @@ def read_tensors(
     FP8 tensors and their scales are not converted. All headers are checked before the first file is read; NaN and
     infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
     """
-    found = read_headers(directory)
-    names = check_headers(directory, found, expected, rename)
-    for file in sorted({info.file for info in found.values()}):
+    headers = read_headers(directory)
+    names = check_headers(directory, headers, expected, rename)
+    for file in sorted({info.file for info in headers.values()}):
         tensors: dict[str, Tensor] = {}
         with open_tensors(file) as handle:
-            for name in sorted(n for n in names if found[n].file == file):
+            for name in sorted(n for n in names if headers[n].file == file):
                 kind = stored_as(names[name], expected)
                 tensor: Tensor = handle.get_tensor(name)
                 tensor = tensor.to(dtype) if kind == "unquantized" else tensor

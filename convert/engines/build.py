@@ -112,18 +112,18 @@ def configure(trt: TensorRT, builder: Any, job: Job) -> Any:
     return config
 
 
-def _check_plugins(job: Job, found: int) -> None:
+def _check_plugins(job: Job, plugin_layers: int) -> None:
     """Check that every attention node became our plugin: as an ONNX function it would run, but slowly."""
     import onnx
 
     nodes = onnx.load(job.graph, load_external_data=False).graph.node
-    wanted = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
-    if found != wanted:
+    expected = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
+    if plugin_layers != expected:
         raise BuildError(
             "Not every attention node became a plugin layer.",
             where=job.graph,
-            found=f"{found} plugin layers",
-            expected=wanted,
+            found=f"{plugin_layers} plugin layers",
+            expected=expected,
         )
 
 
@@ -201,8 +201,8 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
         return None
     libraries = find_spec("tensorrt_rtx_libs")
     folders = libraries.submodule_search_locations if libraries else None
-    found = [file for each in folders or () for file in sorted(Path(each).glob("libtensorrt_rtx.so.*"))]
-    if not found:
+    files = [file for each in folders or () for file in sorted(Path(each).glob("libtensorrt_rtx.so.*"))]
+    if not files:
         raise BuildError(
             "TensorRT-RTX's parser cannot find the library that it loads for plugins.",
             where="engines",
@@ -212,7 +212,7 @@ def unversioned_library(name: Builder, folder: Path) -> Path | None:
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libtensorrt_rtx.so"
     link.unlink(missing_ok=True)
-    link.symlink_to(found[0])
+    link.symlink_to(files[0])
     return folder
 
 

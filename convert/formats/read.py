@@ -65,9 +65,9 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     form = detect(raw)
     _check_files(folder)
     config = read_config(raw, form, target.config.body.num_layers if target else None, declared)
-    found = read_headers(folder)
-    extra = {name: found[name] for name in EXTRA if form == "speculators" and name in found}
-    tensors = _body_tensors(folder, config, found, extra)
+    headers = read_headers(folder)
+    extra = {name: headers[name] for name in EXTRA if form == "speculators" and name in headers}
+    tensors = _body_tensors(folder, config, headers, extra)
     notes = _declaration(raw, form, config, declared)
     if form == "speculators":
         size, dtype = speculators.draft_vocab_size(raw), tensors["fc.weight"].dtype
@@ -85,7 +85,7 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
         notes.append(f"layer ids {list(ids)} and the columns of fc.weight with them are put in ascending order")
     if target is not None:
         check_target(config, target.config, folder)
-    return CanonicalDrafter(config, tensors, form, folder, (*notes, *_unread_files(folder, found)))
+    return CanonicalDrafter(config, tensors, form, folder, (*notes, *_unread_files(folder, headers)))
 
 
 def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, declared: Role | None) -> DrafterConfig:
@@ -106,9 +106,9 @@ def _check_files(folder: Path) -> None:
 
 
 def _body_tensors(
-    folder: Path, config: DrafterConfig, found: Mapping[str, TensorInfo], extra: Mapping[str, TensorInfo]
+    folder: Path, config: DrafterConfig, headers: Mapping[str, TensorInfo], extra: Mapping[str, TensorInfo]
 ) -> dict[str, Tensor]:
-    dtypes = {info.dtype for name, info in found.items() if name not in extra or name in (EMBEDDING, HEAD)}
+    dtypes = {info.dtype for name, info in headers.items() if name not in extra or name in (EMBEDDING, HEAD)}
     dtype = _DTYPES.get(min(dtypes, default="F32"), torch.float32)  # other types are refused by name below
     tensors: dict[str, Tensor] = {}
     for _, part in read_tensors(folder, DFLASH.shapes(config), dtype, lambda name: None if name in extra else name):
@@ -121,14 +121,14 @@ def _body_tensors(
 
 
 def _declaration(raw: HFConfig, form: Format, config: DrafterConfig, declared: Role | None) -> list[str]:
-    own = raw.values.get("d2sd" if form == "speculators" else "dflash_config") or {}
-    silent = not any(own.get(key) for key in ("training_mode", "loss_type"))
+    section = raw.values.get("d2sd" if form == "speculators" else "dflash_config") or {}
+    silent = not any(section.get(key) for key in ("training_mode", "loss_type"))
     return [f"the role {config.role} is declared, not read: the config has no role"] if declared and silent else []
 
 
-def _unread_files(folder: Path, found: Mapping[str, TensorInfo]) -> list[str]:
+def _unread_files(folder: Path, headers: Mapping[str, TensorInfo]) -> list[str]:
     """Name the files that are not read: code is never run or copied, pickles are never opened."""
-    read = {info.file.name for info in found.values()} | {
+    read = {info.file.name for info in headers.values()} | {
         "config.json",
         "draft_vocab.json",
         "model.safetensors.index.json",

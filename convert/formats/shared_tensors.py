@@ -39,19 +39,19 @@ def read_target_parts(path: Path) -> TargetParts:
     folder = path / "target" if (path / MANIFEST).is_file() else path
     raw = HFConfig.read(folder)
     config = parse_target_config(raw)
-    found = read_headers(folder)
-    wanted = {"model.embed_tokens.weight"} | (set() if config.tie_word_embeddings else {HEAD})
-    for name in sorted(wanted):
+    headers = read_headers(folder)
+    required = {"model.embed_tokens.weight"} | (set() if config.tie_word_embeddings else {HEAD})
+    for name in sorted(required):
         shape = (config.vocab_size, config.body.hidden_size)
-        if name not in found or found[name].shape != shape:
+        if name not in headers or headers[name].shape != shape:
             raise CheckpointError(
                 "The target lacks a tensor that drafters share.",
                 where=f"{folder}: {name}",
-                found=list(found[name].shape) if name in found else "no such tensor",
+                found=list(headers[name].shape) if name in headers else "no such tensor",
                 expected=list(shape),
             )
-    embedding = read_tensor(found["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
-    head = embedding if config.tie_word_embeddings else read_tensor(found[HEAD].file, HEAD)
+    embedding = read_tensor(headers["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
+    head = embedding if config.tie_word_embeddings else read_tensor(headers[HEAD].file, HEAD)
     architectures = raw.get("architectures", list, [])
     return TargetParts(folder, architectures, config, embedding, head)
 

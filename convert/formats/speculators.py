@@ -86,16 +86,16 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
     `num_target_layers` is the target's where it is known.
     """
     nested = config.part("transformer_layer_config")
-    own = HFConfig(config.get("d2sd", dict, {}), f"{config.where}: d2sd")
-    for part, known in ((config, _TOP), (nested, _NESTED), (own, _OWN)):
+    section = HFConfig(config.get("d2sd", dict, {}), f"{config.where}: d2sd")
+    for part, known in ((config, _TOP), (nested, _NESTED), (section, _OWN)):
         refuse_unknown(part, known)
     _check_speculation(config)
     config.only("architectures", ["DFlashSpeculator"], ["DFlashDraftModel"], None)
     nested = HFConfig({**_defaults(nested), **nested.values}, nested.where)
     body, vocab_size = read_body(nested), nested.size("vocab_size")
     config.only("target_hidden_size", None, body.hidden_size)
-    role, base = read_role(own, declared)
-    layers = _target_layers(config, own, num_target_layers)
+    role, base = read_role(section, declared)
+    layers = _target_layers(config, section, num_target_layers)
     return DrafterConfig(
         body=body,
         vocab_size=vocab_size,
@@ -184,8 +184,8 @@ def _check_speculation(config: HFConfig) -> None:
     part.only("algorithm", "dflash")
     drafts = config.size("block_size") - 1
     for method in part.get("proposal_methods", list, []):
-        found = method.get("speculative_tokens") if isinstance(method, dict) else None
-        if found is not None and not (type(found) is int and 1 <= found <= drafts):
+        count = method.get("speculative_tokens") if isinstance(method, dict) else None
+        if count is not None and not (type(count) is int and 1 <= count <= drafts):
             raise part.refuse(
                 "A block cannot draft that many tokens.", "proposal_methods", f"1 to {drafts}, block_size - 1"
             )
@@ -200,10 +200,10 @@ def _layer_ids(config: HFConfig, num_target_layers: int) -> tuple[int, ...]:
     return ids
 
 
-def _target_layers(config: HFConfig, own: HFConfig, known: int | None) -> int:
-    written = own.layers("num_target_layers") if "num_target_layers" in own.values else None
+def _target_layers(config: HFConfig, section: HFConfig, known: int | None) -> int:
+    written = section.layers("num_target_layers") if "num_target_layers" in section.values else None
     if written is not None and known not in (None, written):
-        raise own.refuse("The drafter was made for another target.", "num_target_layers", known)
+        raise section.refuse("The drafter was made for another target.", "num_target_layers", known)
     layers = written or known
     if layers is None:
         raise CheckpointError(
@@ -221,17 +221,17 @@ _TYPES = {"t2d": "BOOL", "d2t": "I64"}
 def read_extra(
     config: DrafterConfig,
     size: int,
-    found: Mapping[str, TensorInfo],
+    headers: Mapping[str, TensorInfo],
     target: TargetParts | None,
     dtype: torch.dtype,
     where: str,
 ) -> tuple[tuple[int, ...] | None, list[str]]:
     """Return the draft vocabulary, and notes on the copies; raises `CheckpointError`.
 
-    `found` are the extra tensors' headers, `size` is draft_vocab_size of the config at `where`, `dtype` the drafter's.
+    `headers` are of the extra tensors, `size` is draft_vocab_size of the config at `where`, `dtype` the drafter's.
     """
-    _check_headers(config, size, found)
-    missing = [name for name in ("t2d", "d2t") if name not in found]
+    _check_headers(config, size, headers)
+    missing = [name for name in ("t2d", "d2t") if name not in headers]
     if missing and (size != config.vocab_size or len(missing) == 1):
         raise CheckpointError(
             "A draft vocabulary needs both of its tensors.",
@@ -239,10 +239,10 @@ def read_extra(
             found=size,
             expected=f"{' and '.join(missing)} among the tensors, or {config.vocab_size} as vocab_size",
         )
-    copies = {name: read_tensor(info.file, name) for name, info in found.items()}
+    copies = {name: read_tensor(info.file, name) for name, info in headers.items()}
     ids = None
     if not missing:
-        file = str(found["d2t"].file)
+        file = str(headers["d2t"].file)
         ids = from_tensors(copies, size, config.vocab_size, file)
         if size == config.vocab_size:
             ids = None  # all tokens, which needs no vocabulary
@@ -253,7 +253,7 @@ def read_extra(
         return ids, []
     if target is None:
         return ids, [f"{' and '.join(dropped)}: dropped unchecked; pass --target to compare with the target's"]
-    check_copies(copies, target, ids, dtype, str(found[dropped[0]].file))
+    check_copies(copies, target, ids, dtype, str(headers[dropped[0]].file))
     return ids, [f"{' and '.join(dropped)}: equal to the target's, dropped"]
 
 
@@ -263,10 +263,10 @@ def extra_tensors(config: DrafterConfig, target: TargetParts, dtype: torch.dtype
     return shared_copies(target, ids, dtype) | (to_tensors(ids, config.vocab_size) if ids else {})
 
 
-def _check_headers(config: DrafterConfig, size: int, found: Mapping[str, TensorInfo]) -> None:
+def _check_headers(config: DrafterConfig, size: int, headers: Mapping[str, TensorInfo]) -> None:
     hidden = config.body.hidden_size
     shapes = {EMBEDDING: (config.vocab_size, hidden), HEAD: (size, hidden), "t2d": (config.vocab_size,), "d2t": (size,)}
-    for name, info in found.items():
+    for name, info in headers.items():
         kind = _TYPES.get(name, info.dtype)
         if info.shape != shapes[name] or info.dtype != kind:
             raise CheckpointError(

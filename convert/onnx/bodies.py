@@ -190,8 +190,8 @@ def _zero() -> Tensor:
 
 def lower_fp8_to_qdq(body: nn.Module, dtype: torch.dtype) -> None:
     """Replace every FP8 layer of a body, in place, by QuantizeLinear and DequantizeLinear."""
-    made: dict[type[nn.Module], Any] = {Fp8Linear: _QuantizedLinear, Fp8Cache: _QuantizedCache}
+    replacements: dict[type[nn.Module], Any] = {Fp8Linear: _QuantizedLinear, Fp8Cache: _QuantizedCache}
     for parent in list(body.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) in made:
-                setattr(parent, name, made[type(child)](child, dtype))
+            if type(child) in replacements:
+                setattr(parent, name, replacements[type(child)](child, dtype))

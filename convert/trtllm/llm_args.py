@@ -177,14 +177,14 @@ def check_llm_args(bundle: Path) -> list[str]:
             raise BundleError("Not valid YAML.", where=folder / name, found=error) from None
         if not isinstance(values, dict):
             raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)
-        given = check_arguments(values, str(folder / name)).speculative_config
+        speculative_config = check_arguments(values, str(folder / name)).speculative_config
         drafter = HFConfig.read(bundle / "drafter_first")
         limit = drafter.size("block_size") - 1
-        if given is not None and not 1 <= (given.max_draft_len or 0) <= limit:
+        if speculative_config is not None and not 1 <= (speculative_config.max_draft_len or 0) <= limit:
             raise BundleError(
                 "The drafter was not trained for this many draft tokens.",
                 where=f"{folder / name}: speculative_config.max_draft_len",
-                found=given.max_draft_len,
+                found=speculative_config.max_draft_len,
                 expected=f"1 to {limit}",
             )
     return names
