@@ -90,8 +90,8 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     depth = len(target.layers) - body.num_layers
     sources = cast("list[Layer]", list(target.layers)[depth:])
     for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
-        wanted = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
-        left = layer.load_state_dict({k: v.float() for k, v in wanted.items()}, strict=False).missing_keys
+        weights = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
+        left = layer.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False).missing_keys
         assert all("_norm." in name for name in left), f"the target's layer lacks {left}"
         if not target.config.body.qk_norm:
             normed = source.input_layernorm(sample[:, -body.hidden_size :].to(source.input_layernorm.weight.dtype))

@@ -61,8 +61,8 @@ def flex_head(geometry: FlexGeometry, target: Decoder, data: TrainingData, seed:
     for zero in (first.bias, last.weight, last.bias):
         zero.zero_()
     for layer, source in zip(head.layers, list(target.layers)[head.config.split_layer :], strict=True):
-        wanted = cast("Layer", source).self_attn.state_dict()
-        cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in wanted.items()})
+        weights = cast("Layer", source).self_attn.state_dict()
+        cast("Layer", layer).self_attn.load_state_dict({name: tensor.float() for name, tensor in weights.items()})
     if head.anchor_projection is not None:
         head.anchor_projection.weight.copy_(_projection(target, data))
     return head
@@ -72,8 +72,8 @@ def _projection(target: Decoder, data: TrainingData) -> Tensor:
     """[E, E]: least squares with a ridge, which decides where the sample has fewer tokens than dimensions."""
     device = target.embed_tokens.weight.device
     sample = [data[i] for i in range(min(_SAMPLE, len(data)))]
-    embedded = torch.cat([target.embed_tokens(one.tokens[1:].to(device)) for one in sample]).double()
-    features = torch.cat([one.features[1:] for one in sample]).to(device).double()
+    embedded = torch.cat([target.embed_tokens(sequence.tokens[1:].to(device)) for sequence in sample]).double()
+    features = torch.cat([sequence.features[1:] for sequence in sample]).to(device).double()
     gram = embedded.T @ embedded
     gram += 0.01 * gram.diagonal().mean() * torch.eye(len(gram), device=device)
     weight: Tensor = torch.linalg.solve(gram, embedded.T @ features).T

@@ -38,8 +38,8 @@ def attend_sparse(drafter: Drafter, features: Tensor, positions: Tensor) -> Atte
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         # cast to one dtype: under autocast norms and products return different ones
         all_k, all_v = (
-            torch.cat([context[index].to(v.dtype), own.to(v.dtype)], dim=1).transpose(1, 2)  # [B, Hkv, S + T, D]
-            for context, own in ((keys, k), (values, v))
+            torch.cat([context[index].to(v.dtype), rows.to(v.dtype)], dim=1).transpose(1, 2)  # [B, Hkv, S + T, D]
+            for context, rows in ((keys, k), (values, v))
         )
         out = run(q.to(v.dtype).transpose(1, 2), all_k, all_v, block_mask=mask, enable_gqa=True)
         return out.transpose(1, 2)

@@ -103,7 +103,7 @@ def load_state(folder: Path, drafter: DraftModel, optimizer: Optimizer, identity
         with open_tensors(path) as handle:
             saved = _Saved.model_validate_json(handle.metadata()[_KEY])
             tensors = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
-        step, found = saved.step, saved.identity
+        step, saved_identity = saved.step, saved.identity
     except (CheckpointError, KeyError, TypeError) as error:  # the last two: of another program
         raise D2SDError(
             "the training checkpoint cannot be read",
@@ -112,7 +112,7 @@ def load_state(folder: Path, drafter: DraftModel, optimizer: Optimizer, identity
             fix="correct that, or delete the file to begin again",
         ) from None
     for what, mine in identity.items():
-        now, then = json.loads(json.dumps(mine)), found.get(what, {})
+        now, then = json.loads(json.dumps(mine)), saved_identity.get(what, {})
         if changed := [key for key in then | now if then.get(key) != now.get(key)]:
             raise D2SDError(
                 f"the {what} changed since this training began",

@@ -38,9 +38,9 @@ def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: in
     slope, offset = torch.ones(2, drafters, slots, 2), torch.zeros(2, drafters, slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
         groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
-        for one in observed:
-            key = one.drafter, one.distance, int(one.sibling)
-            groups.setdefault(key, []).append((one.logprob, one.accepted))
+        for outcome in observed:
+            key = outcome.drafter, outcome.distance, int(outcome.sibling)
+            groups.setdefault(key, []).append((outcome.logprob, outcome.accepted))
         for key, pairs in groups.items():
             x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
             y = torch.tensor([accepted for _, accepted in pairs], dtype=torch.float64)
@@ -73,23 +73,23 @@ def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[f
         return total
 
     search.step(loss)  # type: ignore[no-untyped-call]
-    found = weights.tolist()
-    return found[0] if slope is None else slope, found[-1]
+    solution = weights.tolist()
+    return solution[0] if slope is None else slope, solution[-1]
 
 
 def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: int) -> list[NodeOutcome]:
     """The nodes with calibrated probabilities; `warm` is 0 for T = 0, 1 for T = 1."""
-    found = []
-    for one in judged:
-        key = warm, one.drafter, one.distance, int(one.sibling)
-        odds = calibration.slope[key] * logit(torch.tensor(one.logprob)) + calibration.offset[key]
-        found.append(one._replace(logprob=float(logsigmoid(odds))))
-    return found
+    outcomes = []
+    for outcome in judged:
+        key = warm, outcome.drafter, outcome.distance, int(outcome.sibling)
+        odds = calibration.slope[key] * logit(torch.tensor(outcome.logprob)) + calibration.offset[key]
+        outcomes.append(outcome._replace(logprob=float(logsigmoid(odds))))
+    return outcomes
 
 
 def drafter_error(outcomes: Iterable[NodeOutcome], drafter: int) -> float:
     """Expected calibration error of one drafter's nodes (`DrafterRole`); 0 without any."""
-    bins = reliability_bins((one.prob, one.accepted) for one in outcomes if one.drafter == drafter)
+    bins = reliability_bins((outcome.prob, outcome.accepted) for outcome in outcomes if outcome.drafter == drafter)
     return calibration_error(bins) or 0.0
 
 
@@ -142,7 +142,7 @@ def fit_calibration(
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _gain(steps, tree=facts.grows)
-            nodes += [node for one in steps for node in one.judged if node.drafter not in roles]
+            nodes += [node for step in steps for node in step.judged if node.drafter not in roles]
             roles += [role for role in FACTS[watched].drafters if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
@@ -172,20 +172,20 @@ def watch(
 
 
 def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[DrafterRole]) -> dict[str, float]:
-    found = {}
+    errors = {}
     for warm, nodes in enumerate(outcomes):
         for drafter in roles:
             name = f"calibration error of {drafter.name.lower()} at T = {warm}"
-            found[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
-            found[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
-    return found
+            errors[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
+            errors[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
+    return errors
 
 
 def _gain(observations: list[StepObservation], *, tree: bool) -> list[float]:
     """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
     accepted = [
-        [node.node for node in one.judged if node.accepted] if tree else list(range(1, one.chain + 1))
-        for one in observations
+        [node.node for node in step.judged if node.accepted] if tree else list(range(1, step.chain + 1))
+        for step in observations
     ]
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)

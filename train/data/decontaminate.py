@@ -49,10 +49,10 @@ def words(text: str) -> list[str]:
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def runs(found: Sequence[str], length: int) -> Iterator[Run]:
+def runs(words: Sequence[str], length: int) -> Iterator[Run]:
     """Every run of `length` consecutive words; a shorter text is one run of all its words."""
-    size = min(length, len(found))
-    return zip(*(found[start : len(found) - size + 1 + start] for start in range(size)), strict=True)
+    size = min(length, len(words))
+    return zip(*(words[start : len(words) - size + 1 + start] for start in range(size)), strict=True)
 
 
 class PromptFilter:
@@ -60,12 +60,12 @@ class PromptFilter:
 
     def __init__(self, excluded: Iterable[str], markers: Collection[str] = ()) -> None:
         """`excluded` are all prompts of evaluations; `markers` the strings of the tokenizer's special tokens."""
-        texts = [found for found in map(words, excluded) if len(found) >= _LEAST]  # "Why?" alone is in every other
+        texts = [text for text in map(words, excluded) if len(text) >= _LEAST]  # "Why?" alone is in every other
         self._markers = [marker for marker in markers if marker]
         self._runs: dict[int, set[Run]] = defaultdict(set)
-        for found in texts:
-            self._runs[min(RUN, len(found))].update(runs(found, RUN))
-        self._whole = [f" {' '.join(found)} " for found in texts]
+        for text in texts:
+            self._runs[min(RUN, len(text))].update(runs(text, RUN))
+        self._whole = [f" {' '.join(text)} " for text in texts]
 
     def judge(self, jobs: Sequence[Job]) -> tuple[list[Job], dict[str, Reason]]:
         """(the jobs to answer, id -> why not, for the others), both in the order of `jobs`.
@@ -84,22 +84,22 @@ class PromptFilter:
         """Why this text is dropped regardless of the others; None if it is kept."""
         if any(marker in text for marker in self._markers):  # tokenizers would encode it as the special token
             return "holds chat markers"
-        found = words(text)
-        if sum(any(map(str.isalpha, word)) for word in found) < _LEAST:
+        text_words = words(text)
+        if sum(any(map(str.isalpha, word)) for word in text_words) < _LEAST:
             return "too short"
-        if self._excluded(found):
+        if self._excluded(text_words):
             return "shares words with an excluded prompt"
-        parts = list(runs(found, _SHINGLE))
+        parts = list(runs(text_words, _SHINGLE))
         if 100 * len(set(parts)) < _DIFFERENT * len(parts):
             return "repeats itself"
         return None
 
-    def _excluded(self, found: Sequence[str]) -> bool:
+    def _excluded(self, words: Sequence[str]) -> bool:
         """Whether it shares RUN consecutive words with an excluded prompt; for shorter texts, all words."""
-        if len(found) < RUN and any(f" {' '.join(found)} " in text for text in self._whole):
+        if len(words) < RUN and any(f" {' '.join(words)} " in text for text in self._whole):
             return True
         return any(
-            not known.isdisjoint(runs(found, length)) for length, known in self._runs.items() if len(found) >= length
+            not known.isdisjoint(runs(words, length)) for length, known in self._runs.items() if len(words) >= length
         )
 
 

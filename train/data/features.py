@@ -181,7 +181,7 @@ def read_progress(path: Path) -> CacheProgress | None:
 
 def _done(progress_file: Path, identity: dict[str, Any]) -> int:
     """Sequences finished by an earlier run over the same data; 0 if the data differ."""
-    found = read_progress(progress_file)
-    if found is None or found.done > identity["sequences"] or not (found.model_extra or {}).items() <= identity.items():
+    saved = read_progress(progress_file)
+    if saved is None or saved.done > identity["sequences"] or not (saved.model_extra or {}).items() <= identity.items():
         return 0
-    return found.done
+    return saved.done

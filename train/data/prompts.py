@@ -71,17 +71,17 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
     `path` is a file or the folder with the files of all processes. An opening without a turn yet stays an opening.
     Raises D2SDError for a damaged line, and for a turn that does not begin with its opening (from another recipe).
     """
-    found = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, TurnLine)}
-    taken, dropped = [], {}
+    turns = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, TurnLine)}
+    remaining, dropped = [], {}
     for job in jobs:
-        if job.kind is None or job.id not in found:
-            taken.append(job)
+        if job.kind is None or job.id not in turns:
+            remaining.append(job)
             continue
-        where, turn = found[job.id]
+        where, turn = turns[job.id]
         if turn.text is None:
             dropped[job.id] = turn.dropped or ""
         elif turn.text.startswith(job.text):
-            taken.append(Job(job.id, turn.text))
+            remaining.append(Job(job.id, turn.text))
         else:
             raise D2SDError(
                 "a self-written turn begins with another opening",
@@ -90,7 +90,7 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
                 expected=job.text,
                 fix="restore data.self_written.openings, or train into another --work folder",
             )
-    return taken, dropped
+    return remaining, dropped
 
 
 def append_turn(out: TextIO, turn: Turn) -> None:

@@ -103,8 +103,8 @@ def match_responses(prompts: Mapping[str, Sequence[int]], responses: Iterable[Re
 
     Raises D2SDError if a prompt differs from the one that was answered.
     """
-    found = {response.id: response for response in responses}
-    chosen = [found[name] for name in prompts if name in found]
+    by_id = {response.id: response for response in responses}
+    chosen = [by_id[name] for name in prompts if name in by_id]
     for response in chosen:
         if response.prompt_ids != list(prompts[response.id]):
             raise D2SDError(

@@ -127,8 +127,8 @@ class _Fused(torch.autograd.Function):
         parts = []
         for rows in _chunks(len(hidden), len(head.weight)):
             banned = None if forbidden is None else forbidden[rows]
-            own = _rows_of(added, rows)
-            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, own))
+            correction = _rows_of(added, rows)
+            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction))
         stats = [torch.cat(column) for column in zip(*parts, strict=True)]
         ctx.mark_non_differentiable(*stats[3:])
         return tuple(stats)
@@ -142,9 +142,9 @@ class _Fused(torch.autograd.Function):
         for rows in _chunks(len(hidden), len(head.weight)):
             of_log_q, of_cross, of_overlap = (gradient[rows, None] for gradient in gradients[:3])
             banned = None if forbidden is None else forbidden[rows]
-            own = _rows_of(added, rows)
+            correction = _rows_of(added, rows)
             logits = head.logits(hidden[rows], banned)
-            q = (logits if own is None else logits + own.logits(head.weight.dtype)).softmax(-1)
+            q = (logits if correction is None else logits + correction.logits(head.weight.dtype)).softmax(-1)
             p = head.logits(target_hidden[rows], banned).softmax(-1)
             # overlap grows with q where q < p; at equality the derivative is 0.5, as in autograd
             below = torch.where(q == p, 0.5, (q < p).float())
@@ -156,10 +156,10 @@ class _Fused(torch.autograd.Function):
             dz.scatter_add_(1, labels[rows, None], of_log_q)
             dz = dz.to(head.weight.dtype)
             out[rows] = (dz @ head.weight).to(out.dtype)
-            if own is not None:
+            if correction is not None:
                 of_inner, of_weight, of_bias = of_added
-                of_inner[rows] = dz @ own.weight.to(dz.dtype)  # type: ignore[index]
-                of_weight += dz.T @ own.inner.to(dz.dtype)  # type: ignore[operator]
+                of_inner[rows] = dz @ correction.weight.to(dz.dtype)  # type: ignore[index]
+                of_weight += dz.T @ correction.inner.to(dz.dtype)  # type: ignore[operator]
                 of_bias += dz.sum(0)  # type: ignore[operator]
         learnt = (None if of is None else of.to(part.dtype) for of, part in zip(of_added, added, strict=True))
         return out, None, None, None, None, *learnt

@@ -58,12 +58,12 @@ class Candidates:
         head: Tensor, always: Tensor, negatives: int, dtype: torch.dtype, generator: torch.Generator
     ) -> Candidates:
         """head [V, E]; always [V] bool on the CPU; `negatives` of the other ids are drawn."""
-        kept, others = always.nonzero()[:, 0], (~always).nonzero()[:, 0]
+        always_ids, others = always.nonzero()[:, 0], (~always).nonzero()[:, 0]
         drawn = others[torch.randperm(len(others), generator=generator)[:negatives]]
-        ids = torch.cat([kept, drawn])
+        ids = torch.cat([always_ids, drawn])
         correction = torch.zeros(len(ids))
         if len(drawn):
-            correction[len(kept) :] = math.log(len(others) / len(drawn))
+            correction[len(always_ids) :] = math.log(len(others) / len(drawn))
         index = torch.full((len(always),), -1)
         index[ids] = torch.arange(len(ids))
         device = head.device

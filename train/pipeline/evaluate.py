@@ -82,7 +82,7 @@ class Evaluator:
             method=method,
             rows=engine.policy.num_nodes,
             requests=[AcceptedLengths(id=name, accepted=lengths) for name, lengths in accepted.values()],
-            calibration={drafter: reliability_bins(found) for drafter, found in outcomes.items()},
+            calibration={drafter: reliability_bins(pairs) for drafter, pairs in outcomes.items()},
         )
 
     @cached_property

@@ -72,8 +72,8 @@ def finish(
             "target": {"sha256 before and after training": target},
         },
     )
-    for name, found in methods.items():
-        say(f"{name}: {found['tau']:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
+    for name, figures in methods.items():
+        say(f"{name}: {figures['tau']:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
     prompts = {"prompts": list(evaluator.requests), "last": _CALIBRATION_PROMPTS}
     calibration = _cached(work / NAME, inputs | prompts, calibrated)
     write_calibration(out / NAME, CalibrationFile.model_validate(calibration))
@@ -84,7 +84,7 @@ def _cached(path: Path, inputs: object, make: Callable[[], dict[str, Any]]) -> d
     fingerprint_of_inputs = digest(inputs)
     try:
         match read_json(path, error=D2SDError):
-            case {"inputs": str(found), "result": dict(result)} if found == fingerprint_of_inputs:
+            case {"inputs": str(fingerprint), "result": dict(result)} if fingerprint == fingerprint_of_inputs:
                 return result
     except D2SDError:
         pass

@@ -73,8 +73,8 @@ class TrainLog:
 
     def add_evaluation(self, step: int, evaluations: Sequence[Evaluation]) -> None:
         """Log the evaluation of each method after this step."""
-        tau = {one.method: round(one.tau, 4) for one in evaluations}
-        self._add({"step": step, "tau": tau, "cells": [one.model_dump(mode="json") for one in evaluations]})
+        tau = {evaluation.method: round(evaluation.tau, 4) for evaluation in evaluations}
+        self._add({"step": step, "tau": tau, "cells": [cell.model_dump(mode="json") for cell in evaluations]})
 
     def restart_clock(self) -> None:
         """Exclude the time since the last line from the next line's seconds."""
@@ -91,10 +91,10 @@ class TrainLog:
         """Remove this row and later ones, logged by an interrupted run."""
         order = row["step"], "cells" in row
         lines, rows = whole_lines(self._path), _rows(self._path, _LogLine)
-        kept = [line for line, one in zip(lines, rows, strict=True) if one.order < order]
+        earlier = [line for line, logged in zip(lines, rows, strict=True) if logged.order < order]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(self._path) as partial:
-            partial.write_bytes(b"".join(line + b"\n" for line in kept))
+            partial.write_bytes(b"".join(line + b"\n" for line in earlier))
         self._begun = True
 
 

@@ -55,9 +55,9 @@ def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:
     done = len(finished_ids(work).keys() & {job.id for job in jobs})
     screened = read_screened(work)
     known = screened is not None and screened.planned == len(jobs)
-    asked = screened.asked if screened is not None and known else len(jobs)
-    left = _left(pace(work, KIND), asked - done)
-    yield "answers", f"{done:,} of {'' if known else 'at most '}{asked:,} prompts answered{left}"
+    total = screened.asked if screened is not None and known else len(jobs)
+    left = _left(pace(work, KIND), total - done)
+    yield "answers", f"{done:,} of {'' if known else 'at most '}{total:,} prompts answered{left}"
 
 
 def _features(recipe: TrainRecipe, work: Path, target: Part | None) -> str:

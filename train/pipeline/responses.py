@@ -113,12 +113,12 @@ class ResponseGenerator:
             for reason, count in reasons.most_common():
                 self.say(f"prompts left out: {count:,} ({reason})")
             write_json(self.work / SCREENED, {"planned": planned, "asked": len(requests), "left out": dict(reasons)})
-        found = read_responses(
+        answers = read_responses(
             self.work,
             vocab_size=self.bundle.target.config.vocab_size,
             max_tokens=data.max_prompt_tokens + data.max_new_tokens,
         )
-        return match_responses({name: request.prompt for name, request in requests.items()}, found)
+        return match_responses({name: request.prompt for name, request in requests.items()}, answers)
 
     def _check_settings(self) -> None:
         """Raise D2SDError if the responses on disk were generated with other settings than the recipe's."""
@@ -181,19 +181,19 @@ class ResponseGenerator:
 
     def _requests(self, jobs: list[Job]) -> dict[str, Request]:
         """Requests by job id, without those whose prompt is too long."""
-        data, found = self.recipe.data, {}
+        data, requests = self.recipe.data, {}
         with self.progress("prompts", len(jobs)) as advance:
             for job in jobs:
                 request = chat_request(self.bundle, job.text, response_sampling(job.id, data), data.max_new_tokens)
                 if len(request.prompt) <= data.max_prompt_tokens:
-                    found[job.id] = request
+                    requests[job.id] = request
                 advance(1)
-        return found
+        return requests
 
     def _opening(self, job: Job) -> Request:
         """A request that completes the opening of a user turn."""
-        wanted, tokenizer = job.kind, self.bundle.tokenizer
-        assert wanted is not None
+        kind, tokenizer = job.kind, self.bundle.tokenizer
+        assert kind is not None
         if not tokenizer.chat_template:
             raise D2SDError("self-written turns need a chat template; the target has none", where="data.self_written")
         turns = [{"role": "user", "content": _SPLIT}]
@@ -201,9 +201,9 @@ class ResponseGenerator:
         text = render_chat(tokenizer, turns, template, f"{self.bundle.path}: chat_template", generation_prompt=False)
         before = text.split(_SPLIT)[0]
         ids = tokenizer(before + job.text, add_special_tokens=False).input_ids
-        sampling = SamplingParams(wanted.temperature, seed=zlib.crc32(job.id.encode()))
+        sampling = SamplingParams(kind.temperature, seed=zlib.crc32(job.id.encode()))
         stops = frozenset(self.bundle.stop_token_ids)
-        return Request(tuple(ids), wanted.max_tokens, sampling, stops, () if wanted.end is None else (wanted.end,))
+        return Request(tuple(ids), kind.max_tokens, sampling, stops, () if kind.end is None else (kind.end,))
 
     def _continuation(self, sequence: Sequence, job: Job) -> str:
         """The target's text after the opening, special tokens included: the prompt filter looks for them."""

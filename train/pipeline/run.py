@@ -161,7 +161,7 @@ class Training:
         def evaluated(method: PolicyName) -> Evaluation:
             used = {each: drafters[each] for each in FACTS[method].drafters}
             dtype = self.evaluator.dtype
-            written = {each: as_written(one, self.vocabulary, dtype) for each, one in used.items()}
+            written = {each: as_written(drafter, self.vocabulary, dtype) for each, drafter in used.items()}
             return self.evaluator.evaluate(method, written)
 
         baseline = cache(evaluated)
@@ -172,9 +172,9 @@ class Training:
         self._train(role.key, settings, drafter, first, evaluate)
         return drafter
 
-    def _report(self, name: DrafterName, step: int, steps: int, found: list[Evaluation]) -> None:
+    def _report(self, name: DrafterName, step: int, steps: int, evaluations: list[Evaluation]) -> None:
         """Print one line per evaluation, also without a terminal, where progress bars are hidden."""
-        tau = ", ".join(f"{one.method} {one.tau:.3f}" for one in found)
+        tau = ", ".join(f"{evaluation.method} {evaluation.tau:.3f}" for evaluation in evaluations)
         _, each, _ = seconds_each(self.run.work, name)
         left = f", about {(steps - step) * each / 60:.0f} min left" if each and step < steps else ""
         self.run.say(f"{name} drafter: step {step:,} of {steps:,}, tau {tau}{left}", err=True)
@@ -200,10 +200,10 @@ class Training:
 
             def evaluate(step: int) -> None:
                 if self.run.dist.is_main:
-                    found = run_evaluation()
-                    log.add_evaluation(step, found)
+                    evaluations = run_evaluation()
+                    log.add_evaluation(step, evaluations)
                     self.run.draw_curves()
-                    self._report(name, step, settings.steps, found)
+                    self._report(name, step, settings.steps, evaluations)
                     log.restart_clock()
                 self.run.dist.barrier()
 
