@@ -1,4 +1,4 @@
-"""What runs beside the threads until they wait for it: copies to shared memory (cp.async) and products (wgmma).
+"""Copies to shared memory (cp.async) and products (wgmma) run beside the threads until they wait for them.
 
 Both are committed in groups, and `wait_group N` waits for all groups but the latest N.
 """

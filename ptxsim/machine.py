@@ -155,7 +155,7 @@ class Machine:
         return self.all_lanes if mask is None else np.flatnonzero(mask)
 
     def at(self, lanes: Array) -> Lanes:
-        """What memory must know of those that access it."""
+        """Return what memory must know of those that access it."""
         block = self.block[lanes]
         return Lanes(block, self.warp[lanes], self.shared.epoch[block] * self.blocks + block)
 

@@ -1,4 +1,4 @@
-"""What a warp does with 8 x 8 and 16 x 16 matrices: ldmatrix, stmatrix, mma.sync.
+"""Warps move and multiply 8 x 8 and 16 x 16 matrices: ldmatrix, stmatrix, mma.sync.
 
 A lane holds numbers 2c and 2c + 1 of row r of an 8 x 8 matrix in one register, r = lane // 4, c = lane % 4. Products
 are summed in fp64 and rounded once: tensor cores keep fewer bits, which ones NVIDIA does not say.

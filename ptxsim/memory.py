@@ -68,14 +68,14 @@ class GlobalMemory:
             self.owner[part], self.writable[part] = np.where(tensor.used, number, _NONE), tensor.writable
 
     def address(self, number: int) -> int:
-        """Of a tensor."""
+        """Return a tensor's address."""
         return BASE + self.places[number]
 
     def named(self, name: str) -> int:
         return [tensor.name for tensor in self.tensors].index(name)
 
     def data(self, number: int) -> Array:
-        """What the tensor holds now."""
+        """Return what the tensor holds now."""
         place = self.places[number]
         return self.bytes[place : place + self.tensors[number].data.size]
 
@@ -161,7 +161,7 @@ class GlobalMemory:
 
 
 class LocalMemory:
-    """Of all lanes. What was not written must not be read."""
+    """Local memory of all lanes. Bytes that were not written must not be read."""
 
     def __init__(self, lanes: int, size: int) -> None:
         self.bytes, self.written = np.zeros((lanes, size), np.uint8), np.zeros((lanes, size), bool)

@@ -14,11 +14,11 @@ NEVER, SEVERAL = -1, -2
 
 
 class Fault(Exception):  # what a GPU would do in silence
-    """What a kernel must not do. The message ends with the instruction."""
+    """A kernel did what it must not do. The message ends with the instruction."""
 
 
 class Order:
-    """Of bytes of one memory. `at` is places of bytes [accesses, bytes]; `epoch` and `warp` are of the accesses."""
+    """Order of accesses to one memory. `at` is places of bytes [accesses, bytes]; `epoch`, `warp`: of the accesses."""
 
     def __init__(self, memory: str, size: int) -> None:
         self.memory = memory

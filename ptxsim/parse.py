@@ -126,7 +126,7 @@ def parse(ptx: str) -> Kernel:
 
 
 def _statements(body: str) -> list[str]:
-    """What semicolons end, without comments and without directives, which have none."""
+    """Split at semicolons, without comments and without directives, which have none."""
     lines = (re.sub(r"//.*", "", line) for line in body.splitlines())
     return "\n".join(line for line in lines if not line.strip().startswith(_IGNORED)).split(";")
 

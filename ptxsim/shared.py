@@ -17,7 +17,7 @@ from ptxsim.values import Array
 
 
 class SharedMemory:
-    """Of all blocks, one behind the other. `at` is places of bytes in it, [accesses, bytes]."""
+    """Shared memory of all blocks, one behind the other. `at` is places of bytes in it, [accesses, bytes]."""
 
     def __init__(self, blocks: int, size: int) -> None:
         self.blocks, self.size = blocks, max(size, 16)
@@ -88,7 +88,7 @@ class SharedMemory:
         self.fenced.reshape(self.blocks, self.size)[blocks] = True
 
     def load_async(self, at: Array, block: Array) -> Array:
-        """What a wgmma reads, [blocks, bytes]: in flight from here to `end_async`."""
+        """Return what a wgmma reads, [blocks, bytes]: in flight from here to `end_async`."""
         if self.copying[at].any():
             raise Fault("wgmma reads shared memory while cp.async is in flight")
         if not self.written[at].all():

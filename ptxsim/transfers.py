@@ -88,7 +88,7 @@ def prepare_atomic(instruction: Instruction) -> Step:
 
 @executes("bar")
 def prepare_barrier(instruction: Instruction) -> Step:
-    """Of a block, or of a warp."""
+    """Prepare a barrier of a block, or of a warp."""
     of_warp = instruction.parts[1] == "warp"
     if not of_warp and instruction.text != "bar.sync 0":
         raise Unsupported(instruction.text)

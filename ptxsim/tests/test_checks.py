@@ -1,4 +1,4 @@
-"""What must not pass in silence: for each rule a few lines that break it, and the same lines put right."""
+"""Faults must not pass in silence: for each rule a few lines that break it, and the same lines put right."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def test_products_in_order_pass(lines: str) -> None:
 
 
 def test_copies_are_of_the_generic_proxy() -> None:
-    """What Triton 3.6.0 leaves out: a fence between cp.async and wgmma, after the wait."""
+    """Triton 3.6.0 leaves out a fence between cp.async and wgmma, after the wait."""
     copied = "ld.param.b64 %rd0, [kernel_param_0];" + "".join(
         f"cp.async.cg.shared.global [%r2 + {start}], [%rd0 + 0], 0x10;" for start in (0, 2048)
     )

@@ -1,4 +1,4 @@
-"""What a launch makes of its tensors: which it may write, which overlap, and what lies between their numbers."""
+"""A launch knows of its tensors which it may write, which overlap, and what lies between their numbers."""
 
 from __future__ import annotations
 

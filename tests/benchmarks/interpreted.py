@@ -61,7 +61,7 @@ def test_a_wrong_kernel_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_peers_are_checked_before_they_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a CPU cannot run has its reason; what is wrong has no time; the call goes on behind both."""
+    """Peers that a CPU cannot run have a reason; wrong ones have no time; the call goes on behind both."""
     row = kernels.time_shape(TINY, nothing, "cpu")
     assert set(row["times"]) == {"ours", "sdpa math", "flash, no mask", "gather"}, row["reasons"]
     assert set(row["reasons"]) == {"sdpa efficient", "sdpa cudnn", "flashinfer"}

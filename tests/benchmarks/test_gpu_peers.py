@@ -1,4 +1,4 @@
-"""What the GPU suite gives to peers means what the op's specification means; what it counts is what is there."""
+"""The GPU suite gives peers what the op's specification means, and counts what is there."""
 
 from __future__ import annotations
 

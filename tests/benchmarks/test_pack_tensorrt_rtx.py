@@ -1,4 +1,4 @@
-"""What the pack script decides without packing: sizes of parts, and how parts are put together again."""
+"""The pack script decides, without packing, the sizes of parts and how parts are put together again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_no_part_exceeds_its_room(tmp_path: Path) -> None:
 
 
 def make_parts(out: Path, library: bytes, engine: str, room: int) -> list[Path]:
-    """What `pack` leaves, of small stand-ins: the library in pieces of 3000 bytes, parts of at most `room`."""
+    """Write what `pack` leaves, from small stand-ins: the library in pieces of 3000 bytes, parts of at most `room`."""
     files = out / "all"
     files.mkdir(parents=True)
     packed = lzma.compress(library, filters=[{"id": lzma.FILTER_X86}, {"id": lzma.FILTER_LZMA2, "preset": 9}])

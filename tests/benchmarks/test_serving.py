@@ -260,7 +260,7 @@ async def test_errors_in_a_stream_are_read(server: Running) -> None:
 
 
 def test_usage_in_every_chunk(server: Running) -> None:
-    """What guidellm asks for."""
+    """guidellm asks for the usage in every chunk."""
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": "w5 w7", "max_tokens": 6, "stream": True, "stream_options": options}
     lines = server.http.post("/v1/completions", json=body).text.split("\n\n")

@@ -18,7 +18,7 @@ pytestmark = needs("modelopt")
 
 @pytest.fixture(scope="module")
 def run(built: Built, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Tensor], Path]:
-    """What it said, and what it exported."""
+    """Return the tensors of ModelOpt's run, and the folder that it exported."""
     work = tmp_path_factory.mktemp("modelopt")
     given, out = write_prompt(work / "in.safetensors", built.decoder), work / "out.safetensors"
     run_child("modelopt", "modelopt_child.py", built.first, built.target, given, out, work / "exported")

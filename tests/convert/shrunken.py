@@ -35,7 +35,7 @@ class Checkpoints:
 
     @property
     def second(self) -> DrafterConfig:
-        """Of the first one's shape, as `d2sd train` makes it."""
+        """The second drafter has the first one's shape, as `d2sd train` makes it."""
         return replace(self.first, role="variable_prefix", prefix_weight_base=0.9)
 
     def shrunken(self) -> Checkpoints:

@@ -1,4 +1,4 @@
-"""What deploy/ holds, read for the tests: documents, containers, commands, queries."""
+"""Read deploy/ for the tests: documents, containers, commands, queries."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @torch.inference_mode()
 def logits(model: Decoder) -> torch.Tensor:
-    """Of chunks, then of a tree behind each."""
+    """Return the logits of chunks, then of a tree behind each."""
     tokens, dtype = random_tokens(model, 2, 13), model.embed_tokens.weight.dtype
     pool, table = pool_for(model.config.body, 2, 13, dtype=dtype, fp8=kv_scales(model))
     rows = Chunks.of([6, 6], table, torch.zeros(2, dtype=torch.long), pool.page_size)

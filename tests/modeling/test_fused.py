@@ -206,7 +206,7 @@ def products(native: FusedLayers) -> list[Product]:
 
 
 def weights_of(layers: nn.ModuleList) -> list[Tensor]:
-    """Of all products, in FP8 or not."""
+    """Return the weights of all products, in FP8 or not."""
     tensors = [*layers.named_parameters(), *layers.named_buffers()]
     return [tensor for name, tensor in tensors if name.endswith("proj.weight")]
 

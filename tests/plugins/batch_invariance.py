@@ -1,4 +1,4 @@
-"""What a batch-invariant product and attention are asked: the same row alone, among others, in a tree, in a chunk.
+"""Batch-invariant products and attention compute a row alike alone, among others, in a tree and in a chunk.
 
 The checks raise AssertionError. They run over the kernels' launchers, under Triton's interpreter and as PTX.
 """

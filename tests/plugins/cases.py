@@ -35,7 +35,7 @@ Touched = Callable[[dict[str, Any], int], tuple[dict[str, int], int]]
 
 @dataclass(frozen=True)
 class Kernel:
-    """What the proofs must know of one kernel."""
+    """A kernel, with all that the proofs must know of it."""
 
     kernel: Any
     #: Arguments that it writes. It reads the others, and of its own results those of `reads_back`.

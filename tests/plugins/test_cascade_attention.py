@@ -283,7 +283,7 @@ def test_chain_shaped_tree_is_the_causal_path() -> None:
 
 
 def test_every_path_of_a_tree_is_a_causal_chain() -> None:
-    """What a node reads is what it would read if its path were all there is."""
+    """A node reads what it would read if its path were all there is."""
     parents = random_tree(8, seed=3)
     call = make(Shape(contexts=(6,), rows=8), lambda rows, seed: ancestor_mask(parents))
     out = call.run()

@@ -75,7 +75,7 @@ def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
 
 
 def test_a_pool_commits_a_path() -> None:
-    """What a caller may gather itself: rows of the path, side by side."""
+    """A caller may as well gather the rows of the path itself, side by side."""
     k, v = rows(6)
     pools = [KVPool(2, 7, 4, 3, 8, dtype=torch.float32, device="cpu") for _ in "ab"]
     pools[0].write(k, v, TABLE, POSITIONS, KEEP, PATH)

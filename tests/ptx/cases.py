@@ -29,7 +29,7 @@ def call_of(case: Attention, seed: int = 0) -> Call:
 def run(
     case: Attention, capability: int, call: Call | None = None, edit: Edit | None = None, limit: int = 3_000_000
 ) -> tuple[Tensor, Tensor, Call, list[Launch]]:
-    """What the PTX gives, what the specification says, the call over plain pages, and the launches."""
+    """Return the PTX's result, the specification's result, the call over plain pages, and the launches."""
     call = call or call_of(case)
     plain = read_back(call) if case.fp8 else call
     with executed_as_ptx(capability, edit, limit) as launches:

@@ -69,7 +69,7 @@ def mutants(ptx: str) -> list[Mutant]:
 
 
 def verdict(case: Attention, capability: int, *left_out: Mutant) -> str:
-    """What became of the kernel without these lines: a fault's message, "wrong numbers" or "survives"."""
+    """Say what becomes of the kernel without these lines: a fault's message, "wrong numbers" or "survives"."""
     without = {mutant.line for mutant in left_out}
 
     def edit(name: str, ptx: str) -> str:
@@ -109,7 +109,7 @@ def test_every_synchronisation_is_needed(name: str, capability: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["D64", pytest.param("D128", marks=pytest.mark.full)])
 def test_of_two_barriers_behind_the_loop_one_is_needed(name: str) -> None:
-    """What `_EXIT` says: without the other, too, it is a race."""
+    """`_EXIT` gives the reason: if both barriers are left out, there is a race."""
     found = {(m.kind, m.number): m for m in mutants(kernel(CASES[name], 90))}
     said = verdict(CASES[name], 90, found["bar.sync", 2], found["bar.sync", 3])
     assert said.startswith("shared race: write after another warp's read")

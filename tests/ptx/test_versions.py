@@ -18,7 +18,7 @@ FAULT = "fault: wgmma reads what threads or cp.async wrote without fence.proxy.a
 
 
 def said(folder: Path | None, size: int) -> str:
-    """What the child prints, with the Triton of this folder or the installed one."""
+    """Return what the child prints, with the Triton of this folder or the installed one."""
     path = os.pathsep.join(str(part) for part in (folder, ROOT) if part)
     done = subprocess.run(
         [sys.executable, "-m", "tests.ptx.version_child", str(size)],

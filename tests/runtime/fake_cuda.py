@@ -82,7 +82,7 @@ class Captures:
 
 
 def unpack(result: StepResult, host: Tensor) -> list[Committed]:
-    """As `StepResult.unpack`, with counts and tokens that the fake tensors do not have."""
+    """Unpack as `StepResult.unpack` does, with counts and tokens that the fake tensors do not have."""
     batch, longest = result.accepted.tokens.shape
     counts = [random.randint(1, longest) for _ in range(batch)]
     return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]

@@ -24,7 +24,7 @@ Dims = tuple[int | str, ...]
 
 @dataclass(slots=True)
 class _Graph:
-    """What a fake engine is of; a dimension that is a name is one size wherever it stands."""
+    """The network of a fake engine; a dimension that is a name is one size wherever it stands."""
 
     inputs: dict[str, Dims]
     outputs: dict[str, Dims]

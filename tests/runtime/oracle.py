@@ -1,4 +1,4 @@
-"""What the runtime must agree with, written again the slow way: scalars, dictionaries and loops.
+"""The runtime must agree with this oracle, written the slow way: scalars, dictionaries and loops.
 
 Only the noise is the runtime's own, and test_noise.py compares that with the integers below.
 """
@@ -175,7 +175,7 @@ def chain_worth(first: Slots) -> list[float]:
 
 
 def tree_worth(first: Slots) -> dict[Path, float]:
-    """What a second pass behind each path of the first pass's tree is worth, paths given without the anchor.
+    """Return the worth of a second pass behind each path of the first pass's tree; paths are without the anchor.
 
     Along the best chain the probability that it ends there, elsewhere the probability of getting there. There is no
     restart at the anchor, and none where nothing is left to draft.

@@ -1,4 +1,4 @@
-"""What a caller sees: endings, streams, cancellation, refusals."""
+"""Callers of the engine see endings, streams, cancellation and refusals."""
 
 from __future__ import annotations
 

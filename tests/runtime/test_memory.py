@@ -147,6 +147,6 @@ def test_pools_that_no_device_holds_are_refused() -> None:
 
 
 def honest_page_bytes() -> int:
-    """Of pages of 4 tokens: 2 layers of the target and 1 of each drafter, K and V, 2 heads of 8 numbers of 4 bytes."""
+    """A page has 4 tokens of 2 layers of the target and 1 of each drafter: K and V, 2 heads of 8 numbers of 4 bytes."""
     body = honest().target.config.body
     return 2 * (2 + 1 + 1) * 4 * body.num_kv_heads * body.head_dim * 4

@@ -1,4 +1,4 @@
-"""What is read off a step, against a loop over paths of tokens."""
+"""Observations of a step equal those of a loop over paths of tokens."""
 
 from __future__ import annotations
 

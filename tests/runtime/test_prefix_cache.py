@@ -132,7 +132,7 @@ def add(scheduler: Scheduler, number: int, prompt: list[int], new: int = 8, **op
 
 
 class Pools:
-    """What the models' pools would hold: for each written place the whole prefix it was computed from."""
+    """Record what the models' pools would hold: for each written place the whole prefix it was computed from."""
 
     def __init__(self, scheduler: Scheduler, page_size: int) -> None:
         self.scheduler, self.page_size = scheduler, page_size
@@ -150,7 +150,7 @@ class Pools:
             assert self.holds[place] == tuple(one.tokens[: position + 1])
 
     def step(self, dice: random.Random) -> None:
-        """What the engine does, with tokens 0 and 1 as answers."""
+        """Step as the engine does, with tokens 0 and 1 as answers."""
         schedule = self.scheduler.schedule()
         for page in schedule.discarded:  # before anything is written
             for slot in range(self.page_size):
@@ -292,7 +292,7 @@ def test_next_turn_computes_only_what_is_new() -> None:
 
 
 def test_same_prompt_leaves_the_anchors_page_to_be_computed() -> None:
-    """Of 9 tokens two full pages are taken, of 8 only one: a hit on the anchor's page would have to be written."""
+    """9 tokens reuse two full pages, 8 only one: a hit on the anchor's page would have to be written."""
     for length, hits in ((9, 8), (8, 4), (5, 4), (4, 0), (1, 0)):
         scheduler, run = made()
         for number in (0, 1):

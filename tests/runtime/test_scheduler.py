@@ -33,7 +33,7 @@ def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0, clie
 
 
 def play(scheduler: Scheduler, schedule: Schedule, dice: random.Random) -> None:
-    """What the engine does with a schedule: compute the chunks, commit 1 .. BLOCK tokens, take out the finished."""
+    """Play the engine's part of a schedule: compute the chunks, commit 1 .. BLOCK tokens, take out the finished."""
     for running, count in schedule.prefill:
         running.cached += count
     for running in schedule.decode:

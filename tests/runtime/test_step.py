@@ -1,4 +1,4 @@
-"""What one step hands from verb to verb: who is asked to draft, how it is straightened, what is left out."""
+"""A step hands its results from verb to verb: who is asked to draft, how it is straightened, what is left out."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ GEOMETRY = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer
 
 
 class Killed(BaseException):
-    """What ends a run from outside; no code of ours may catch it."""
+    """This exception ends a run from outside; no code of ours may catch it."""
 
 
 @cache
@@ -36,7 +36,7 @@ def target() -> Decoder:
 
 @cache
 def greedy_responses(count: int = 4, prompt: int = 5, length: int = 16) -> list[Response]:
-    """What the target says to random prompts."""
+    """Return the target's greedy answers to random prompts."""
     prompts = random_tokens(target(), count, prompt, seed=3).tolist()
     return [Response(f"a{i}", ids, greedy_text(target(), ids, length)) for i, ids in enumerate(prompts)]
 

@@ -1,4 +1,4 @@
-"""What test_world.py starts with torchrun: both drafters' trainings by all processes. Argument: the output folder."""
+"""test_world.py starts this with torchrun: all processes train both drafters. Argument: the output folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def train_both(folder: Path, dist: Dist | None = None) -> tuple[dict[str, Said],
 
 
 def threads() -> int:
-    """Of this process."""
+    """Count the threads of this process."""
     return len(list(Path("/proc/self/task").iterdir()))
 
 

@@ -41,7 +41,7 @@ def reduced(drafter: Drafter) -> Drafter:
 
 
 def body(drafter: Drafter) -> dict[str, Any]:
-    """What all layouts have in common."""
+    """Return the keys that all layouts have in common."""
     config = drafter.config.body
     return {
         "attention_bias": False,

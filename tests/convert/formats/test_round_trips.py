@@ -1,4 +1,4 @@
-"""What is read and written again is the same: our own files in bytes, those of others in logits."""
+"""Files that are read and written again stay the same: our own in bytes, those of others in logits."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decode
 
 
 def test_other_formats_become_explicit(tmp_path: Path, decoder: Decoder, target: Path) -> None:
-    """What our own writer would write of the same drafter, whoever it comes from."""
+    """Converted files equal those that our own writer writes of the same drafter, whoever it comes from."""
     drafter = tiny_pair()[1]
     DFLASH.write(tmp_path / "ours", drafter.config, drafter.state_dict())
     for form in ("modelopt", "speculators"):

@@ -1,4 +1,4 @@
-"""What runs a bundle: graphs in ONNX Runtime write what PyTorch writes, and a build notices a graph that does not."""
+"""Backends run a bundle: graphs in ONNX Runtime give what PyTorch gives, and a build notices a graph that does not."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def ended(bundle: Path) -> Result:
 
 
 def tokens_a_step(bundle: Bundle, policy: PolicyName, temperature: float) -> float:
-    """Of a tree of 64 rows, over all steps of all prompts."""
+    """Return tokens per step of a tree of 64 rows, over all steps of all prompts."""
     engine = make_engine(bundle, policy=policy, row_budget=64, calibrated=False)
     sequences = engine.generate(
         chat_request(bundle, text, SamplingParams(temperature, seed=seed), LENGTH)

@@ -1,4 +1,4 @@
-"""What `serve`, `worker` and `triton` refuse before they load anything."""
+"""`serve`, `worker` and `triton` refuse bad arguments before they load anything."""
 
 from __future__ import annotations
 

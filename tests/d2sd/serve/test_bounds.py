@@ -1,4 +1,4 @@
-"""What no context can hold is refused before the tokenizer, the engine or a type check works on it."""
+"""Requests that no context can hold are refused before the tokenizer, the engine or a type check works on them."""
 
 from __future__ import annotations
 

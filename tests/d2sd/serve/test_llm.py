@@ -36,7 +36,7 @@ def idle(llm: LLM) -> bool:
 
 
 def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, length: int) -> list[list[int]]:
-    """What the engine generates without speculation, one request at a time."""
+    """Return what the engine generates without speculation, one request at a time."""
     loaded = load_bundle(bundle)
     engine = make_engine(loaded, policy="off", max_batch=1)
     stop = frozenset(loaded.stop_token_ids)

@@ -100,7 +100,7 @@ def test_an_answer_ends_where_its_last_tree_does(server: Running) -> None:
 
 
 def visit(*visits: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """What a visitor of the page sees after each answer, and what its script sent; see page_script.mjs."""
+    """Return what a visitor of the page sees after each answer, and what its script sent; see page_script.mjs."""
     if not (node := shutil.which("node")):
         pytest.skip("needs node")
     harness = Path(__file__).with_name("page_script.mjs")

@@ -53,7 +53,7 @@ class Attention:
 
     @property
     def name(self) -> str:
-        """What `make kernels` prints."""
+        """The name that `make kernels` prints."""
         more = " split" * (self.splits > 1) + " to fp8" * self.quantized + " chunks" * self.chunks
         return f"attention {self.kind}{'/fp8' * self.fp8} D={self.size} tile={self.tile.rows}{more}"
 

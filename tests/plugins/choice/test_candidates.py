@@ -1,4 +1,4 @@
-"""What drafters propose: blocks that restart, and candidates that follow the target's noise where it samples."""
+"""Drafters propose blocks that restart, and candidates that follow the target's noise where it samples."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def proposed(logits: Tensor, params: list[SamplingParams], width: int) -> Draft:
 
 
 def noise_at(params: SamplingParams, row: int, slot: int, vocab: int) -> list[float]:
-    """What the target adds to its scores for the token in `slot` behind the anchor of request `row`."""
+    """Return what the target adds to its scores for the token in `slot` behind the anchor of request `row`."""
     number = params.seed or 0
     seed = number - 2**64 if number >= 2**63 else number
     place = torch.tensor([[10 * (row + 1) + 1 + slot]])

@@ -16,7 +16,7 @@ RUN = "from d2sd.plugins.cpu import library; print(library.load())"
 
 
 def loaded(cache: Path, command: str | None, path: str | None = None) -> str:
-    """What a new process says of the library."""
+    """Return what a new process says of the library."""
     settings = {"XDG_CACHE_HOME": str(cache), "PATH": os.environ["PATH"] if path is None else path}
     if command is not None:
         settings[compiler.COMMAND] = command

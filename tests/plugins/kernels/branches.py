@@ -56,7 +56,7 @@ def confidences(draw: torch.Generator, *shape: int) -> Tensor:
 
 
 def drafted(draw: torch.Generator, slots: int, count: int, vocab: int) -> tuple[Draft, Branches, Draft]:
-    """Of five requests. Slices, as a draft of several candidates gives them; most branches keep the first draft's."""
+    """Draw five requests. Slices, as a draft of several candidates gives them; most branches keep the first draft's."""
     tokens = torch.randint(0, vocab, (5, slots, 2), generator=draw)
     first = Draft(tokens, confidences(draw, 5, slots, 2))
     kept = tokens[:, None, :, 0].expand(-1, count, -1)

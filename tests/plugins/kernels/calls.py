@@ -1,4 +1,4 @@
-"""What the tests of this folder share: where kernels run, and the fused attention with what it may be off by.
+"""The tests of this folder share where kernels run, and the fused attention with what it may be off by.
 
 The same tests run the kernels under Triton's interpreter (TRITON_INTERPRET=1) on a CPU, compiled on a GPU, and as
 executed PTX on a CPU: tests/ptx/ imports them and sets DEVICE.

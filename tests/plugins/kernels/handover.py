@@ -49,7 +49,7 @@ def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, L
 def run(
     monkeypatch: pytest.MonkeyPatch, fused: bool, state: Tensor, batch: Batch, link: Link, result: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """What the step is given, and the state after it."""
+    """Return what the step is given, and the state after it."""
     run_kernels(monkeypatch, kernels.OP, on=fused)
     where = there if fused else lambda given: given
     handover = Handover(state.shape[1], calls.DEVICE if fused else "cpu")

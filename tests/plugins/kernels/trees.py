@@ -47,7 +47,7 @@ def specification(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of equal scores the first one, which `topk` leaves open."""
+    """Make `topk` take the first of equal scores, which it leaves open."""
 
     def topk(x: Tensor, k: int, dim: int = -1) -> Any:
         found = x.sort(dim=dim, descending=True, stable=True)
@@ -162,7 +162,7 @@ def test_sources(
 
 
 def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `tree_branches` takes all slots but the last."""
+    """`tree_branches` takes such a slice: all slots but the last."""
     first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)
     sliced = Draft(first.tokens[:, :-1], first.logprob[:, :-1])
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), [Source(sliced)], 9))

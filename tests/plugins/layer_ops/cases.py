@@ -22,7 +22,7 @@ def norm(kind: str, width: int, *, fp8: bool) -> None:
 
 
 def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> None:
-    """Of a layer, or keys and values of a drafter's context; of FP8 products over FP8 pages, with a bias."""
+    """Launch the heads of a layer, or keys and values of a drafter's context; in FP8 over FP8 pages, with a bias."""
     queries = 0 if context else KV_HEADS * GROUP
     columns = (queries + 2 * KV_HEADS) * size
     one, factors = some("fp32", 2), (some(kind, 2, columns), some("fp32", 2, 3))

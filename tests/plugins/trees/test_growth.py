@@ -38,7 +38,7 @@ def grown(made: Passes, rows: int) -> Tree:
 @STEADY
 @given(passes(), st.integers(1, 150))
 def test_one_pass_equals_a_heap(made: Passes, rows: int) -> None:
-    """Of one request and of several; with equal scores, certain tokens, tokens not proposed, rows to spare."""
+    """Draws have one request or several; with equal scores, certain tokens, tokens not proposed, rows to spare."""
     tree = best_first_tree(made.batch.anchor, [Source(made.first)], rows)
     assert tree.tokens.shape == (len(made), rows)
     for row in range(len(made)):
@@ -189,7 +189,7 @@ def candidate_sets(draw: st.DrawFn) -> list[list[list[int]]]:
 
 
 def scores_for(candidates: list[list[list[int]]]) -> list[list[list[float]]]:
-    """Of each candidate's paths, all different, so that it shows whose a node carries; the second candidate has none.
+    """Return scores that differ in all paths of candidates, so that a node shows whose it has; the second has none.
 
     A node without a score is a node all the same: its candidate has put it there.
     """
@@ -218,7 +218,7 @@ def test_merge_equals_a_dictionary_of_paths(candidates: list[list[list[int]]], b
 def test_nodes_that_are_not_kept_make_room_for_later_ones(
     candidates: list[list[list[int]]], budget: int, dice: random.Random
 ) -> None:
-    """Of the last request a third of the nodes goes, and with each all behind it; the others keep every bit."""
+    """A third of the last request's nodes goes, and with each all behind it; the others keep every bit."""
     tokens, scores = torch.tensor(candidates), torch.tensor(scores_for(candidates))
     usual, larger = (from_candidates(tokens, scores, rows) for rows in (budget, max(budget, 21)))
     last = len(candidates) - 1

@@ -47,7 +47,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("pages", [None, 11])
 @pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])
 def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
-    """Of all that run, every seventh step. With 11 pages some are preempted."""
+    """The pages of all running requests are compared, every seventh step. With 11 pages some are preempted."""
     runner = runner_of(*copies()[:3])
     engine = make_engine(runner, policy, pages=pages, prefix_cache=False)
     requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0

@@ -1,4 +1,4 @@
-"""What a CUDA graph asks of a decode step: nothing is read back, and the same kernels run whatever the tensors hold."""
+"""A CUDA graph needs a decode step that reads nothing back and runs the same kernels whatever the tensors hold."""
 
 from __future__ import annotations
 

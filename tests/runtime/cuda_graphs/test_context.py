@@ -1,4 +1,4 @@
-"""What a captured step leaves to the drafters of the next: in its memory, or copied before that is overwritten."""
+"""A captured step leaves rows to the drafters of the next: in its memory, or copied before that is overwritten."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def static(requests: int = 4) -> DrafterContext:
 
 
 def store(context: DrafterContext, rows: CommittedRows) -> None:
-    """What a captured step does that commits these rows."""
+    """Commit these rows as a captured step does."""
     context.begin(len(rows.keep), ())
     context.add(rows)
     context.end()
@@ -226,7 +226,7 @@ def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, 
 
 
 def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple[int, ...]]) -> None:
-    """What is queued before them is injected first; the other drafter has both in its queue."""
+    """Rows that were queued before them are injected first; the other drafter has both in its queue."""
     context = runner_with_pages().context
     context.reserve(1, 4)
     context.add(left([1], 1))

@@ -227,7 +227,7 @@ def exact(kind: SamplingParams) -> dict[tuple[int, ...], float]:
 
 @cache
 def chosen(kind: SamplingParams) -> tuple[tuple[int, ...], ...]:
-    """What `choose` says for every seed, all seeds in one batch."""
+    """Return the tokens of `choose` for every seed, all seeds in one batch."""
     seeds = [SamplingParams(kind.temperature, kind.top_p, kind.top_k, seed) for seed in range(SEEDS)]
     sampling = Sampling.of(seeds, VOCAB, "cpu")
     zero = torch.zeros(SEEDS, dtype=torch.long)

@@ -77,7 +77,7 @@ def test_both_modes_draft_the_same() -> None:
 
 
 def test_switching_modes_costs_a_draft_and_no_text() -> None:
-    """As `auto` switches: parallel, sequential and plain steps in turns."""
+    """The engine switches as `auto` does: parallel, sequential and plain steps in turns."""
     request = Request((3, 1, 4), 30)
     expected = make_engine(honest(), "off").generate([request])[0].answer
     engine = make_engine(honest(), "flex")

@@ -1,4 +1,4 @@
-"""What the target says of every answer: kept or computed anew, and which part of a cache another run keeps."""
+"""The target's features of every answer are kept or computed anew; another run keeps a part of a cache."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_digest_knows_every_token_and_their_order() -> None:
 
 
 def test_frequent_ids() -> None:
-    """Of the answers alone; of equally frequent ids the lowest; a part counts its own."""
+    """Only answers count; of equally frequent ids the lowest is taken; a part counts its own."""
     answers = [Response("x", [4, 4, 4], [7, 7, 7, 5, 5, 9]), Response("y", [4], [2, 9, 3])]
     data = TrainingData(answers, 1, lambda number: torch.zeros(6, 64))
 

@@ -113,7 +113,7 @@ def test_a_line_that_is_no_turn_is_named(tmp_path: Path, line: str) -> None:
 
 
 def test_prompts_kept_do_not_depend_on_the_order_of_the_turns_or_their_writer(tmp_path: Path) -> None:
-    """Of two near-duplicates the one earlier in the plan stays, not the one written first."""
+    """The near-duplicate earlier in the plan stays, not the one written first."""
     own = SelfWritten(name="own", count=40, openings=["Tell me at length about"])
     plan = plan_prompts([(FILE, None)], data(self_written=[own]))
     says = {f"self/own/{i}": f"Tell me at length about the number {i // 2} and the moon" for i in range(40)}

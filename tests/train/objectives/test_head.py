@@ -116,7 +116,7 @@ def test_values_equal_the_formulas(twin: Twin) -> None:
 
 @TWINS
 def test_gradients_equal_central_differences(twin: Twin) -> None:
-    """Of the formulas in double precision, coordinate by coordinate, in rows apart from the kink at p = q."""
+    """The differences are of the formulas in double precision, by coordinate, in rows apart from the kink at p = q."""
     given, upstream = case(12, 9, 5, 2.0, torch.float32), upstream_of(12)
     assert given.forbidden is not None
     _, gradient = given.run(twin, upstream)

@@ -76,7 +76,7 @@ def test_real_tokens_where_visible_and_masks_behind(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("least", [1, 2, 3])
 def test_learns_from_the_slots_behind_what_it_sees(least: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of slots inside the sequence; padding and visible tokens teach nothing."""
+    """The loss learns from slots inside the sequence; padding and visible tokens teach nothing."""
     data = exact_features(greedy_responses())
     packed = pack_blocks([data[0], data[1]], [torch.arange(4, 20), torch.tensor([18, 19])], BLOCK)
     visible = least + torch.arange(packed.tokens[..., 0].numel()).view(2, -1) % (BLOCK - least)

@@ -70,7 +70,7 @@ def softmax(row: list[float]) -> list[float]:
 
 
 def weight(kind: Objective, q: list[float], slots: list[int], shown: int, slot: int) -> float:
-    """Of one slot; q [G] of the labels, `slots` the used ones of the block."""
+    """Return the weight of one slot; q [G] of the labels, `slots` the used ones of the block."""
     if kind.slots == "uniform":
         return 1.0
     if kind.slots == "decay":
@@ -137,7 +137,7 @@ def test_terms_equal_their_formulas(name: str, kind: Objective) -> None:
 @pytest.mark.parametrize("kind", WEIGHTINGS, ids=NAMES)
 @pytest.mark.parametrize("name", TERMS)
 def test_gradients_equal_central_differences(name: str, kind: Objective) -> None:
-    """Of the loops, with weights, λ and guesses held where they were: these are detached."""
+    """The differences are of the loops; weights, λ and guesses, which are detached, are held where they were."""
     given = blocks()
     moved = given.drafter.clone().requires_grad_()
     value = objective(given.stats(moved), given.labels, given.visible, given.used, only(kind, name))[name]

@@ -1,4 +1,4 @@
-"""What becomes of a turn that the target wrote: where it ends, and what stays in it."""
+"""The pipeline cuts a turn that the target wrote: where it ends, and what stays in it."""
 
 from __future__ import annotations
 

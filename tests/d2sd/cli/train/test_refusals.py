@@ -1,4 +1,4 @@
-"""What `d2sd train` refuses, before hours of work."""
+"""`d2sd train` refuses bad input before hours of work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `d2sd train` leaves: the pair, its log, its answers, its figures, its calibration."""
+"""`d2sd train` leaves the pair, its log, its answers, its figures and its calibration."""
 
 from __future__ import annotations
 

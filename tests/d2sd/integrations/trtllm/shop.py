@@ -113,7 +113,7 @@ class Server:
 
 
 def block_logits(decoder: Decoder, drafter: Drafter, text: list[int], block: list[int]) -> Tensor:
-    """What a drafter says of slots 1 .. γ-1 of a block behind `text[:-1]`, all computed anew: [γ-1, V]."""
+    """Return a drafter's logits [γ-1, V] for slots 1 .. γ-1 of a block behind `text[:-1]`, all computed anew."""
     context = torch.tensor([text[:-1]])
     pool, table = pool_for(drafter.config.body, 1, len(text) + len(block))
     target, pages = pool_for(decoder.config.body, 1, len(text))

@@ -1,4 +1,4 @@
-"""What the adapter uses of Dynamo, without Dynamo: `test_contract.py` compares it with the real one."""
+"""Fakes stand in for what the adapter uses of Dynamo: `test_contract.py` compares them with the real one."""
 
 from __future__ import annotations
 

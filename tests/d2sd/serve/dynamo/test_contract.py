@@ -1,4 +1,4 @@
-"""What the adapter assumes of Dynamo, checked against the installed one: run on 1.4.2 and on 1.6.1."""
+"""The installed Dynamo keeps what the adapter assumes of it: run on 1.4.2 and on 1.6.1."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ async def test_a_failed_engine_moves_its_streams_and_ends_the_worker(
 
 
 async def moved(bundle: Bundle, engine: Engine, sent: dict[str, Any], kill_at: int) -> list[int]:
-    """What a client has got when a worker dies after `kill_at` chunks and another one goes on, as Dynamo does it."""
+    """Return a client's tokens when a worker dies after `kill_at` chunks and another goes on, as Dynamo does it."""
     got: list[int] = []
     for kill in (kill_at, 1000):
         stops = sent["stop_conditions"]

@@ -1,4 +1,4 @@
-"""What clients send beside what they ask for: it changes no answer, and is not refused."""
+"""Clients send fields beside what they ask for: these change no answer, and are not refused."""
 
 from __future__ import annotations
 
