@@ -45,8 +45,8 @@ class CalibrationFile(BaseModel):
         if not isinstance(values, dict) or not isinstance(listed, list) or len(listed) != 2:
             return values
         named = zip(DRAFTER_NAMES, [*listed, values.get("flex")], strict=True)
-        found = {name: fingerprint for name, fingerprint in named if fingerprint is not None}
-        return {key: value for key, value in values.items() if key != "flex"} | {"drafters": found}
+        drafters = {name: fingerprint for name, fingerprint in named if fingerprint is not None}
+        return {key: value for key, value in values.items() if key != "flex"} | {"drafters": drafters}
 
     @model_validator(mode="after")
     def _usable(self) -> Self:

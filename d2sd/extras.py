@@ -16,8 +16,8 @@ def install_line(extra: str) -> str:
         named = [Requirement(line) for line in requires("d2sd") or ()]
     except PackageNotFoundError:  # run from a clone that is not installed
         return f"pip install '.[{extra}]' in a clone"
-    wanted = [one for one in named if one.marker is not None and one.marker.evaluate({"extra": extra})]
-    return f"pip install {' '.join(repr(f'{one.name}{one.specifier}') for one in wanted)}"
+    needs = [need for need in named if need.marker is not None and need.marker.evaluate({"extra": extra})]
+    return f"pip install {' '.join(repr(f'{need.name}{need.specifier}') for need in needs)}"
 
 
 def require(extra: str, modules: tuple[str, ...], purpose: str) -> None:

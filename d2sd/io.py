@@ -107,9 +107,9 @@ def read_json(path: Path, *, error: type[D2SDError] = BundleError, what: str = "
 def nesting(value: object, most: int) -> int:
     """Levels of lists and mappings in `value`, counted no further than `most` + 1."""
     depth, level = 0, [value]
-    while depth <= most and (level := [one for one in level if isinstance(one, (dict, list))]):
+    while depth <= most and (level := [item for item in level if isinstance(item, (dict, list))]):
         depth += 1
-        level = [child for one in level for child in (one.values() if isinstance(one, dict) else one)]
+        level = [child for item in level for child in (item.values() if isinstance(item, dict) else item)]
     return depth
 
 
@@ -251,10 +251,10 @@ def claim(folder: Path, run: str) -> None:
     fix = "choose another folder, or move it away"
     with _naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        found = _stranger(folder)
-    if found is not None:
+        stranger = _stranger(folder)
+    if stranger is not None:
         raise BuildError(
-            "d2sd does not write into this folder: another may own it.", where=folder, found=found, fix=fix
+            "d2sd does not write into this folder: another may own it.", where=folder, found=stranger, fix=fix
         )
     marker = folder / MARKER
     # the mark alone is of a run that wrote nothing, or of another process that is claiming the folder now

@@ -91,8 +91,8 @@ class Manifest(_Part):
         """Read the keys of bundles that were built before `drafters`."""
         if not isinstance(values, dict) or "drafters" in values:
             return values
-        found = {name: values[name] for name in DRAFTER_NAMES if values.get(name) is not None}
-        return {key: value for key, value in values.items() if key not in DRAFTER_NAMES} | {"drafters": found}
+        drafters = {name: values[name] for name in DRAFTER_NAMES if values.get(name) is not None}
+        return {key: value for key, value in values.items() if key not in DRAFTER_NAMES} | {"drafters": drafters}
 
     def figures(self) -> list[str]:
         """The figures of the checks, one line per mapping."""
@@ -103,9 +103,9 @@ def _figures(name: str, result: JsonValue) -> Iterator[str]:
     if not isinstance(result, dict):
         yield f"{name}: {result}"
         return
-    own = [f"{k}: {v}" if isinstance(v, str) else f"{k} {v}" for k, v in result.items() if not isinstance(v, dict)]
-    if own:
-        yield f"{name}: {', '.join(own)}"
+    figures = [f"{k}: {v}" if isinstance(v, str) else f"{k} {v}" for k, v in result.items() if not isinstance(v, dict)]
+    if figures:
+        yield f"{name}: {', '.join(figures)}"
     for key, below in result.items():
         if isinstance(below, dict):
             yield from _figures(f"{name}, {key}", below)

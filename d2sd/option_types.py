@@ -43,13 +43,13 @@ class _Text(click.ParamType[str]):
 
     name = "text"
 
-    def __init__(self, wanted: str, pattern: str = r"[\s\S]*") -> None:
-        """`wanted` completes the message "Not ..."."""
-        self._wanted, self._pattern = wanted, re.compile(pattern, re.ASCII)
+    def __init__(self, what: str, pattern: str = r"[\s\S]*") -> None:
+        """`what` completes the message "Not ..."."""
+        self._what, self._pattern = what, re.compile(pattern, re.ASCII)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if not self._pattern.fullmatch(value) or not value.isprintable():
-            self.fail(f"Not {self._wanted}.", param, ctx)  # without the value: it may be a key
+            self.fail(f"Not {self._what}.", param, ctx)  # without the value: it may be a key
         return value
 
 
@@ -76,14 +76,14 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
 
     name = "list"
 
-    def __init__(self, one: Any) -> None:
-        self.one = click.types.convert_type(one)
+    def __init__(self, item_type: Any) -> None:
+        self.item_type = click.types.convert_type(item_type)
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> list[Any]:
         """Convert every value."""
         if isinstance(value, list):
             return value
-        return [self.one.convert(part.strip(), param, ctx) for part in str(value).split(",")]
+        return [self.item_type.convert(part.strip(), param, ctx) for part in str(value).split(",")]
 
 
 class Method(click.ParamType):  # type: ignore[type-arg]

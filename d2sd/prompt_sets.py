@@ -40,7 +40,7 @@ def prompt_sets() -> list[PromptSet]:
 
 def present(data: Path) -> set[str]:
     """Names of the sets in `data` whose hash matches."""
-    return {wanted.file for wanted in prompt_sets() if _is(data / wanted.file, wanted)}
+    return {prompt_set.file for prompt_set in prompt_sets() if _is(data / prompt_set.file, prompt_set)}
 
 
 def fill(data: Path, source: Path) -> list[PromptSet]:
@@ -51,25 +51,25 @@ def fill(data: Path, source: Path) -> list[PromptSet]:
     if not source.is_dir():
         raise D2SDError("There is no such folder of prompt sets.", where=source)
     missing = []
-    for wanted in prompt_sets():
-        found, copy = source / wanted.file, data / wanted.file
-        if not found.is_file():
-            missing.append(wanted)
+    for prompt_set in prompt_sets():
+        original, copy = source / prompt_set.file, data / prompt_set.file
+        if not original.is_file():
+            missing.append(prompt_set)
             continue
-        if not _is(found, wanted):
+        if not _is(original, prompt_set):
             raise D2SDError(
                 "This is not the prompt set of that name.",
-                where=found,
-                found=sha256(found),
-                expected=wanted.sha256,
-                fix=f"make it from {wanted.source}: {wanted.made}",
+                where=original,
+                found=sha256(original),
+                expected=prompt_set.sha256,
+                fix=f"make it from {prompt_set.source}: {prompt_set.made}",
             )
-        if not _is(copy, wanted):
+        if not _is(copy, prompt_set):
             copy.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(copy) as partial:
-                shutil.copyfile(found, partial)
+                shutil.copyfile(original, partial)
     return missing
 
 
-def _is(path: Path, wanted: PromptSet) -> bool:
-    return path.is_file() and sha256(path) == wanted.sha256
+def _is(path: Path, prompt_set: PromptSet) -> bool:
+    return path.is_file() and sha256(path) == prompt_set.sha256

@@ -155,8 +155,8 @@ class Target(Source):
 
     @model_validator(mode="after")
     def _template_is_free(self) -> Target:
-        if taken := sorted(self.template.keys() & TEMPLATE_ARGUMENTS):
-            raise ValueError(f"template.{taken[0]} is set by d2sd; remove it")
+        if reserved := sorted(self.template.keys() & TEMPLATE_ARGUMENTS):
+            raise ValueError(f"template.{reserved[0]} is set by d2sd; remove it")
         return self
 
 

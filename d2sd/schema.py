@@ -65,7 +65,7 @@ def validated(
         # str(fault) would print the whole input
         first, *others = fault.errors(include_url=False, include_context=False)
         key, sentence = _described(first)
-        more = [": ".join(filter(None, _described(one))) for one in others[: _MOST - 1]]
+        more = [": ".join(filter(None, _described(other))) for other in others[: _MOST - 1]]
         if len(others) > len(more):
             more.append(f"{len(others) - len(more)} more")
         found = None if first["type"] in ("missing", "value_error") else _quoted(first["input"])

@@ -34,7 +34,7 @@ def typed(value: Any, kind: Any, where: str, error: type[D2SDError] = RequestErr
         return _adapter(kind).validate_python(plain(value))
     except ValidationError as problem:
         expected = "; ".join(
-            dict.fromkeys(one["msg"] for one in problem.errors(include_url=False, include_input=False))
+            dict.fromkeys(fault["msg"] for fault in problem.errors(include_url=False, include_input=False))
         )
         raise error("This has the wrong type or value.", where=where, found=named(value), expected=expected) from None
 

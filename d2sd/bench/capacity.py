@@ -108,8 +108,8 @@ def compute(
     most_rate = UTILIZATION * sustained.rate
     return Option(
         policy=policy,
-        served={size: one.policy for size, one in costs.items()},
-        tokens_per_step={one.policy: one.tokens for one in costs.values()},
+        served={size: cost.policy for size, cost in costs.items()},
+        tokens_per_step={cost.policy: cost.tokens for cost in costs.values()},
         gpus=math.ceil(demand.rate / most_rate),
         most_rate=most_rate,
         weight_bytes=plan.weight_bytes,
@@ -151,8 +151,8 @@ def most_sustained(costs: Mapping[int, StepCost], chunks: list[float], demand: D
             fix="allow more, shorten the prompt, or choose a faster GPU or policy",
         )
     together = (operation(costs[bucket(batch)], chunks, demand, batch) for batch in range(1, most + 1))
-    within = (one for one in together if one.ttft <= targets.ttft and one.itl <= targets.itl)
-    return max(within, key=lambda one: one.rate)
+    within = (point for point in together if point.ttft <= targets.ttft and point.itl <= targets.itl)
+    return max(within, key=lambda point: point.rate)
 
 
 def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:

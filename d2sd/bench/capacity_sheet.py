@@ -28,7 +28,7 @@ class Sheet(BaseModel):
         demand, targets = self.demand, self.demand.targets
         load = f"{demand.rate:g} requests/s of {demand.prompt_tokens} prompt and {demand.output_tokens} output tokens"
         bounds = f"TTFT at most {1e3 * targets.ttft:g} ms and mean ITL at most {1e3 * targets.itl:g} ms"
-        columns = [(one.policy, list(_rows(one).values())) for one in self.options]
+        columns = [(option.policy, list(_rows(option).values())) for option in self.options]
         lines = [
             f"# Capacity: {self.name} on {self.gpu}",
             "",
@@ -71,10 +71,10 @@ def make_sheet(
 ) -> Sheet:
     """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter."""
     recipe = plan.recipe
-    batch, wanted = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
+    batch, chosen_policy = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
     options = [
-        compute(plan, gpu, name, demand, batch, tau=tau if name == wanted else None, efficiency=efficiency)
-        for name in dict.fromkeys(("off", wanted))
+        compute(plan, gpu, name, demand, batch, tau=tau if name == chosen_policy else None, efficiency=efficiency)
+        for name in dict.fromkeys(("off", chosen_policy))
     ]
     return Sheet(
         name=recipe.name,

@@ -113,9 +113,9 @@ def _unequal(a: Result, b: Result) -> str:
 
 def _circumstances(result: Result) -> dict[str, str | int]:
     of = result.provenance
-    found: dict[str, str | int] = {**result.settings.model_dump(), "device": of.device}
-    found |= {f"machine {key}": value for key, value in of.machine.items()}
-    return found | {f"bundle {key}": value for key, value in of.bundle.items()}
+    circumstances: dict[str, str | int] = {**result.settings.model_dump(), "device": of.device}
+    circumstances |= {f"machine {key}": value for key, value in of.machine.items()}
+    return circumstances | {f"bundle {key}": value for key, value in of.bundle.items()}
 
 
 def _only(name: str, keys: Sequence[Key]) -> str:

@@ -53,7 +53,7 @@ class Matrix:
             method, _, pinned = written.partition(":")
             rows = (int(pinned),) if pinned else self.rows
             if method in GROWING:
-                yield from ((method, one) for one in rows)
+                yield from ((method, budget) for budget in rows)
             elif method == "auto":
                 yield method, max(rows)
             elif method != "off":

@@ -41,16 +41,16 @@ class Counts:
 
     def add(self, trace: StepTrace) -> None:
         """Count one step."""
-        for one in observe(trace):
-            self.accepted.setdefault(one.sequence.id, []).append(one.accepted)
+        for observation in observe(trace):
+            self.accepted.setdefault(observation.sequence.id, []).append(observation.accepted)
             self.policies[str(trace.policy)] += 1
             self.verified_rows += trace.policy.num_nodes
-            self.nodes += one.nodes
-            self.merged += one.num_merged
-            self.rescued += one.rescued
+            self.nodes += observation.nodes
+            self.merged += observation.num_merged
+            self.rescued += observation.rescued
             if trace.branches is not None:
-                self.ranks["none" if one.rank is None else str(one.rank)] += 1
-            for node in one.judged:
+                self.ranks["none" if observation.rank is None else str(observation.rank)] += 1
+            for node in observation.judged:
                 self.outcomes.setdefault(DRAFTER_NAMES[node.drafter], []).append((node.prob, node.accepted))
 
 
@@ -112,10 +112,10 @@ def _response(name: str, sequence: Running, counts: Counts) -> Response:
 def _differences(
     requests: Sequence[Request], answers: Sequence[list[int]], plain: Sequence[list[int]], gap: Gap
 ) -> list[Difference]:
-    found = []
+    differences = []
     for i, (request, answer, expected) in enumerate(zip(requests, answers, plain, strict=True)):
         token = first_mismatch(answer, expected)
         if token is not None:
             distance = gap(replace(request, prompt=(*request.prompt, *expected[:token])))
-            found.append(Difference(request=i, token=token, gap=distance, excused=distance <= TIE_TOLERANCE))
-    return found
+            differences.append(Difference(request=i, token=token, gap=distance, excused=distance <= TIE_TOLERANCE))
+    return differences

@@ -103,9 +103,9 @@ class Cell(Evaluation):
 
     @model_validator(mode="after")
     def _consistent(self) -> Cell:
-        if len({one.id for one in self.requests}) < len(self.requests):
+        if len({request.id for request in self.requests}) < len(self.requests):
             raise ValueError(f"{self.key} has two requests with the same id")
-        if any(one.request >= len(self.requests) for one in self.differences):
+        if any(difference.request >= len(self.requests) for difference in self.differences):
             raise ValueError(f"{self.key} has a difference in a request that is not there")
         return self
 

@@ -165,8 +165,8 @@ def arithmetic_costs(
     selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
     chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in batches}
     return {
-        size: StepCost(str(one), seconds[one, size], forecast_tau(forecast, one, temperature))
-        for size, one in chosen.items()
+        size: StepCost(str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature))
+        for size, choice in chosen.items()
     }
 
 
@@ -179,9 +179,9 @@ def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> 
                 found=tau,
                 expected=f"1 .. {plan.recipe.tree.block_size}, the block size",
             )
-        return {one.name: ([tau], [tau]) for one in policies if not isinstance(one, Off)}
+        return {policy.name: ([tau], [tau]) for policy in policies if not isinstance(policy, Off)}
     curves = plan.calibration.tau if plan.calibration is not None else {"0": {}, "1": {}}
-    missing = [str(one) for one in policies if not isinstance(one, Off) and one.name not in curves["0"]]
+    missing = [str(policy) for policy in policies if not isinstance(policy, Off) and policy.name not in curves["0"]]
     if missing:
         raise D2SDError(
             "The tokens a step are unknown: they depend on the drafters.",

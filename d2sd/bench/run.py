@@ -79,7 +79,7 @@ class Run:
         write_text(self.out / "tables.md", tables(result) + "\n")
         yield self.out / "tables.md"
         yield from write_plots(result, self.out)
-        wrong = sum(not one.excused for cell in result.cells for one in cell.differences)
+        wrong = sum(not difference.excused for cell in result.cells for difference in cell.differences)
         if wrong:
             raise D2SDError("speculation changed a response", where=self.out, found=f"{wrong} differences beyond a tie")
 

@@ -58,13 +58,13 @@ def tau_table(result: Result, temperature: float, concurrency: int) -> str:
     """τ by line and set; no mean if a set is missing, since it would not be comparable."""
     lines = views.lines(result, temperature, concurrency)
     cells = [views.cells_of(result, line, temperature, concurrency) for line in lines]
-    names = [name for name in views.sets(result) if any(name in found for found in cells)]
+    names = [name for name in views.sets(result) if any(name in by_set for by_set in cells)]
     columns = _names(lines)
     for name in names:
-        columns.append((name, largest_bold([found[name].tau if name in found else None for found in cells])))
-    complete = [list(found.values()) if len(found) == len(names) else None for found in cells]
-    means = [metrics.mean_tau(found) if found else None for found in complete]
-    intervals = [tau_interval(found) if found else None for found in complete]
+        columns.append((name, largest_bold([by_set[name].tau if name in by_set else None for by_set in cells])))
+    complete = [list(by_set.values()) if len(by_set) == len(names) else None for by_set in cells]
+    means = [metrics.mean_tau(group) if group else None for group in complete]
+    intervals = [tau_interval(group) if group else None for group in complete]
     return table([*columns, ("mean", largest_bold(means)), ("95 % interval", list(map(span, intervals)))])
 
 
@@ -108,7 +108,7 @@ def knowledge_table(result: Result, temperature: float, concurrency: int) -> str
     return table(
         [
             *_names(list(chosen)),
-            *((f"ECE {drafter}", [number(one, 3) for one in found]) for drafter, found in errors.items()),
+            *((f"ECE {drafter}", [number(value, 3) for value in values]) for drafter, values in errors.items()),
             ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in chosen.values()]),
         ]
     )
@@ -134,13 +134,13 @@ def speed_table(result: Result, temperature: float) -> str:
 
 def chosen_table(result: Result, temperature: float) -> str | None:
     """The policies selected by `auto`, by concurrency; None if `auto` was not measured."""
-    found = [
+    cells = [
         (concurrency, views.pooled(result, line, temperature, concurrency)[0])
         for concurrency in views.concurrencies(result, temperature)
         for line in views.lines(result, temperature, concurrency)
         if line.method == ADAPTIVE
     ]
-    columns = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in found]
+    columns = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in cells]
     return table(columns) if columns else None
 
 
@@ -153,13 +153,13 @@ def definitions() -> str:
 def lossless(result: Result) -> str:
     """Comparison with plain decoding at the lowest concurrency; differences beyond a near-tie are listed."""
     responses = sum(len(cell.requests) for cell in views.compared(result))
-    different = [(cell, one) for cell in result.cells for one in cell.differences]
-    beyond = [(cell, one) for cell, one in different if not one.excused]
+    different = [(cell, case) for cell in result.cells for case in cell.differences]
+    beyond = [(cell, case) for cell, case in different if not case.excused]
     lines = [
         f"{responses} responses compared with plain decoding: {len(different)} differ, {len(beyond)} beyond a tie."
     ]
-    for cell, one in beyond:
-        lines.append(f"- {cell.key}: {cell.requests[one.request].id}, token {one.token}, gap {one.gap:.1e}")
+    for cell, case in beyond:
+        lines.append(f"- {cell.key}: {cell.requests[case.request].id}, token {case.token}, gap {case.gap:.1e}")
     return "\n".join(lines)
 
 

@@ -39,8 +39,8 @@ def place(line: Line) -> tuple[int, str, int]:
 
 def lines(result: Result, temperature: float, concurrency: int) -> list[Line]:
     at = (temperature, concurrency)
-    found = {Line(c.method, c.rows) for c in result.cells if (c.temperature, c.concurrency) == at}
-    return sorted(found, key=place)
+    measured = {Line(c.method, c.rows) for c in result.cells if (c.temperature, c.concurrency) == at}
+    return sorted(measured, key=place)
 
 
 def widest(result: Result, temperature: float, concurrency: int) -> list[Line]:
@@ -50,9 +50,9 @@ def widest(result: Result, temperature: float, concurrency: int) -> list[Line]:
 
 def cells_of(result: Result, line: Line, temperature: float, concurrency: int) -> dict[str, Cell]:
     """The cells of a line by set, in the order of `sets`."""
-    found = {cell.key: cell for cell in result.cells}
+    by_key = {cell.key: cell for cell in result.cells}
     keys = {name: (*line, name, temperature, concurrency) for name in sets(result)}
-    return {name: found[key] for name, key in keys.items() if key in found}
+    return {name: by_key[key] for name, key in keys.items() if key in by_key}
 
 
 def pooled(result: Result, line: Line, temperature: float, concurrency: int) -> tuple[Cell, Cell | None]:

@@ -81,11 +81,11 @@ class EngineBuild:
                 "abi": PLUGIN_ABI,
                 "settings": SETTINGS,
             }
-            made = self.work.stage(
+            marker = self.work.stage(
                 f"engines/{compute}", inputs, size, partial(self._build, compute=compute, profiles=profiles)
             )
-            files |= made.files
-            plugins = {model: report["plugins"] for model, report in (made.result or {}).items()}
+            files |= marker.files
+            plugins = {model: report["plugins"] for model, report in (marker.result or {}).items()}
         built = Built(
             builder=self.trt.name,
             version=self.trt.version,
@@ -98,8 +98,8 @@ class EngineBuild:
 
     def _aux_layer_ids(self) -> tuple[int, ...]:
         """Target layers that drafters read; all that read features read the same."""
-        found = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
-        return next(filter(None, found), ())
+        layer_ids = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
+        return next(filter(None, layer_ids), ())
 
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe

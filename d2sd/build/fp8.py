@@ -109,10 +109,10 @@ class Fp8Build:
         }
         bundle, recipe = self._bundle(drafters), self.plan.recipe
         with self.work.progress(f"calibrating {part.name}"):
-            made = quantize_drafter(
+            quantized = quantize_drafter(
                 self.modelopt, part.kind, drafter, lambda: exercise_drafters(bundle, policy, recipe)
             )
-        part.kind.write(folder, drafter.config, *made)
+        part.kind.write(folder, drafter.config, *quantized)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
         """Compare the finished bundle with the unquantized one; return figures."""
@@ -125,8 +125,8 @@ class Fp8Build:
 
     def _bundle(self, drafters: dict[DrafterRole, DraftModel], target: Path | None = None) -> Bundle:
         """A bundle in memory: with the target of the bundle under construction if it is there, else the plain one."""
-        made = self.work.bundle / "target"
-        model = load_target(target or (made if made.is_dir() else self.source), self._dtype)
+        folder = self.work.bundle / "target"
+        model = load_target(target or (folder if folder.is_dir() else self.source), self._dtype)
         for role, drafter in drafters.items():
             kind_of(role).attach(drafter, model)
         return Bundle(
@@ -163,22 +163,22 @@ def compare_fp8(
 
     Raises `BuildError` if a change exceeds a bound of the recipe.
     """
-    wanted = _wanted(recipe)
+    settings = _settings(recipe)
     figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
-    if wanted.target:
-        figures["target"] = _compare_targets(plain, fp8, texts, wanted, progress)
+    if settings.target:
+        figures["target"] = _compare_targets(plain, fp8, texts, settings, progress)
     if fp8.drafters:
         figures["tau"] = _compare_tau(plain, fp8, recipe, progress)
     return figures
 
 
-def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], wanted: FP8, progress: Progress) -> dict[str, Any]:
+def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], bounds: FP8, progress: Progress) -> dict[str, Any]:
     with progress("comparing targets", len(texts)) as advance:
-        found = compare_texts(plain.target, fp8.target, texts, advance)
-    before, after = found.get("perplexity", (1.0, 1.0))
-    if (bound := wanted.max_perplexity_rise) is not None and after > before * (1 + bound):
+        figures = compare_texts(plain.target, fp8.target, texts, advance)
+    before, after = figures.get("perplexity", (1.0, 1.0))
+    if (bound := bounds.max_perplexity_rise) is not None and after > before * (1 + bound):
         raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
-    return found
+    return figures
 
 
 def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
@@ -189,7 +189,7 @@ def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress)
             with progress(f"{policy}, {name}"):
                 runs.append(_generate(bundle, recipe, policy, SamplingParams()))
         before, after = (mean_tau(s.stats for s in run) for run in runs)
-        if (bound := _wanted(recipe).max_tau_drop) is not None and after < before * (1 - bound):
+        if (bound := _settings(recipe).max_tau_drop) is not None and after < before * (1 - bound):
             raise _exceeded(f"Tokens a step of {policy} fall", "max_tau_drop", before, after, bound)
         figures[policy] = {
             "tau": [round(before, 4), round(after, 4)],
@@ -208,21 +208,21 @@ def _generate(
 
 
 def _requests(bundle: Bundle, recipe: Recipe, sampling: SamplingParams) -> list[Request]:
-    limit, budget, wanted = recipe.limits.max_context, _budget(recipe), _wanted(recipe)
-    path = recipe.path(wanted.prompts) if wanted.prompts else OWN_PROMPTS
-    prompts = read_prompts(path)[: wanted.count]
-    made = [chat_request(bundle, text, sampling, budget) for _, text in prompts]
-    made = [request for request in made if len(request.prompt) + budget <= limit]
-    if not made:
+    limit, budget, settings = recipe.limits.max_context, _budget(recipe), _settings(recipe)
+    path = recipe.path(settings.prompts) if settings.prompts else OWN_PROMPTS
+    prompts = read_prompts(path)[: settings.count]
+    requests = [chat_request(bundle, text, sampling, budget) for _, text in prompts]
+    requests = [request for request in requests if len(request.prompt) + budget <= limit]
+    if not requests:
         raise BuildError("No prompt to calibrate FP8 on fits.", where=f"{path}", expected=f"below {limit} tokens")
-    return made
+    return requests
 
 
 def _budget(recipe: Recipe) -> int:
-    return min(_wanted(recipe).tokens, recipe.limits.max_context // 2)
+    return min(_settings(recipe).tokens, recipe.limits.max_context // 2)
 
 
-def _wanted(recipe: Recipe) -> FP8:
+def _settings(recipe: Recipe) -> FP8:
     assert recipe.fp8 is not None, "called only for recipes with FP8"
     return recipe.fp8
 

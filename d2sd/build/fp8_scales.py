@@ -45,7 +45,7 @@ class ModelOpt:
 def load_modelopt(progress: Progress = silent) -> ModelOpt:
     """Import ModelOpt, which takes half a minute on a slow machine. Raises `BuildError` where it is not installed."""
     try:
-        found = version(PACKAGE)
+        installed = version(PACKAGE)
     except PackageNotFoundError:
         raise BuildError(
             "FP8 is calibrated by NVIDIA ModelOpt, which is not installed.", where="fp8", fix=install_line("fp8")
@@ -54,7 +54,7 @@ def load_modelopt(progress: Progress = silent) -> ModelOpt:
     with progress("starting ModelOpt"), _quiet():
         import modelopt.torch.export as export
         import modelopt.torch.quantization as quantization
-    return ModelOpt(found, quantization, export)
+    return ModelOpt(installed, quantization, export)
 
 
 def quantize_target(
@@ -110,12 +110,12 @@ def quantize_drafter(
     narrow = set(described.of(linears))
     tensors = drafter.state_dict()
     per_tensor = {"num_bits": (4, 3), "axis": None}
-    wanted = [
+    quantizers = [
         {"quantizer_name": f"*{name}.{part}_quantizer", "cfg": per_tensor}
         for name in linears
         for part in ("weight", "input")
     ]
-    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *wanted], "algorithm": "max"}
+    config = {"quant_cfg": [{"quantizer_name": "*", "enable": False}, *quantizers], "algorithm": "max"}
     with _quiet():
         modelopt.quantization.quantize(drafter, config, lambda _: run())
     for group in JOINED:

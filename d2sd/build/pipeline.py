@@ -78,7 +78,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     served = unsupported_reason(plan.recipe) is None
     engines = EngineBuild.of(plan, work)
     optional = {"calibration": plan.calibration is not None, TRTLLM: served}
-    stages = {part.name for part in plan.parts} | {name for name, wanted in optional.items() if wanted}
+    stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}
     work.prune(stages | set(engines.stages if engines else ()))
     unproven = Manifest(
         recipe=plan.recipe,
@@ -112,8 +112,8 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         models = {
             name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
         }
-        made, built = engines.run(common, models)
-        files |= made
+        engine_files, built = engines.run(common, models)
+        files |= engine_files
         unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
     unproven = unproven.model_copy(update={"files": files})
 
@@ -140,15 +140,15 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
         work.stage("plain_target", common, need, write, internal=True)
         folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
-    made = Fp8Build(plan, work, load_modelopt(work.progress), plain, folder)
-    prompts = recipe.path(made.wanted.prompts) if made.wanted.prompts else None
+    build = Fp8Build(plan, work, load_modelopt(work.progress), plain, folder)
+    prompts = recipe.path(build.wanted.prompts) if build.wanted.prompts else None
     inputs = common | {
         "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
-        "count": made.wanted.count,
-        "tokens": made.wanted.tokens,
+        "count": build.wanted.count,
+        "tokens": build.wanted.tokens,
     }
-    work.stage("texts", inputs, 1 << 20, made.write_texts, internal=True)
-    return made
+    work.stage("texts", inputs, 1 << 20, build.write_texts, internal=True)
+    return build
 
 
 def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
@@ -187,13 +187,13 @@ def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
             fitted = calibration.drafters.get(role.key)
             if fitted is None and _serves_uncalibrated(plan, role):
                 continue
-            found = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
-            if found != fitted:
+            fingerprint = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
+            if fingerprint != fitted:
                 raise BuildError(
                     f"The calibration was fitted to another {role.key} drafter.",
                     where=f"{_calibration_path(plan.recipe)}: drafters.{role.key}",
                     found=fitted,
-                    expected=found,
+                    expected=fingerprint,
                     fix="run d2sd calibrate on a bundle with these drafters",
                 )
         folder.mkdir(parents=True)

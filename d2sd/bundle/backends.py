@@ -91,7 +91,7 @@ def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRu
 
 def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:
     """The layers whose outputs the graphs and engines of the target return."""
-    return next((one.config.target_layer_ids for one in bundle.drafters.values() if one.has_context), ())
+    return next((drafter.config.target_layer_ids for drafter in bundle.drafters.values() if drafter.has_context), ())
 
 
 def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built: Engines) -> ModelRunner:
@@ -120,14 +120,14 @@ def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built:
 
 def choose_compute(built: Sequence[str], capability: tuple[int, int], folder: Path) -> str:
     """Select the engines for a GPU of this compute capability: its own, else `native`, else `portable`."""
-    own = "sm{}{}".format(*capability)
-    for compute in (own, "native", "portable"):
+    architecture = "sm{}{}".format(*capability)
+    for compute in (architecture, "native", "portable"):
         if compute in built:
             return compute
     raise BundleError(
         "The bundle has no engines for this GPU.",
         where=folder,
         found=", ".join(built),
-        expected=own,
+        expected=architecture,
         fix="build it with engines.compute for this GPU, or serve it with --executor torch",
     )

@@ -70,8 +70,8 @@ def render_chat(
 
 def _special_tokens(tokenizer: Any) -> dict[str, Any]:
     """Special tokens by name, which templates write: text, or lists of text."""
-    found = tokenizer.special_tokens_map.items()
-    return {name: [*map(str, value)] if isinstance(value, list) else str(value) for name, value in found}
+    tokens = tokenizer.special_tokens_map.items()
+    return {name: [*map(str, value)] if isinstance(value, list) else str(value) for name, value in tokens}
 
 
 def _check_messages(messages: Messages) -> None:

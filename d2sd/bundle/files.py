@@ -20,12 +20,12 @@ def verify_files(path: Path, manifest: Manifest, progress: Progress = silent) ->
     }.items():
         if names:
             raise BundleError(what, where=path, found=", ".join(sorted(names)), fix="build it again")
-    for name, found in hash_files(path, present, progress).items():
-        if found != manifest.files[name]:
+    for name, digest in hash_files(path, present, progress).items():
+        if digest != manifest.files[name]:
             raise BundleError(
                 "A file of the bundle has changed.",
                 where=path / name,
-                found=found,
+                found=digest,
                 expected=manifest.files[name],
                 fix="build it again",
             )

@@ -136,23 +136,23 @@ def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> li
     """
     from d2sd.runtime.speculation.policy import make_policy, policy_class
 
-    made = partial(make_policy, block_size=tree.block_size, branches=tree.branches)
-    found = [made("off", row_budget=1)]
+    make = partial(make_policy, block_size=tree.block_size, branches=tree.branches)
+    policies = [make("off", row_budget=1)]
     for name in names:
-        found += [made(name, row_budget=size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
-    return sorted(found, key=lambda one: (one.num_nodes, -FACTS[one.name].first_drafter, len(one.drafters)))
+        policies += [make(name, row_budget=size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
+    return sorted(policies, key=lambda entry: (entry.num_nodes, -FACTS[entry.name].first_drafter, len(entry.drafters)))
 
 
 def forecasts(file: CalibrationFile) -> Forecast:
     """Tokens a step by nodes of every policy that `auto` may choose: its own curve, or that of one with equal trees."""
-    found = dict[str, tuple[list[float], list[float]]]()
+    curves = dict[str, tuple[list[float], list[float]]]()
     for name, facts in FACTS.items():
         if facts.forecast_by is None:
             continue
-        equal = [one for one, o in FACTS.items() if (o.forecast_by, o.grows) == (facts.forecast_by, facts.grows)]
-        if (known := next((one for one in equal if one in file.tau["0"]), None)) is not None:
-            found[name] = file.tau["0"][known], file.tau["1"][known]
-    return found
+        equal = [other for other, o in FACTS.items() if (o.forecast_by, o.grows) == (facts.forecast_by, facts.grows)]
+        if (known := next((other for other in equal if other in file.tau["0"]), None)) is not None:
+            curves[name] = file.tau["0"][known], file.tau["1"][known]
+    return curves
 
 
 def chat_request(

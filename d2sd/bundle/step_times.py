@@ -156,18 +156,18 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy:
     """
     if not path.exists():
         return None
-    found = read_model(_File, path, error=D2SDError, what="file of step times")
-    if found.busy and not busy:
+    times = read_model(_File, path, error=D2SDError, what="file of step times")
+    if times.busy and not busy:
         raise D2SDError("The step times were measured on a busy machine.", where=path)
     known = {str(policy): policy for policy in policies}
-    plain = {size for name, size, _ in found.seconds if name == "off"}
-    if not known.keys() >= {name for name, *_ in found.seconds} or not plain >= set(sizes):
+    plain = {size for name, size, _ in times.seconds if name == "off"}
+    if not known.keys() >= {name for name, *_ in times.seconds} or not plain >= set(sizes):
         raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
-    seconds = {(known[name], size): taken for name, size, taken in found.seconds}
-    return StepTimes(seconds, found.context, found.pending)
+    seconds = {(known[name], size): duration for name, size, duration in times.seconds}
+    return StepTimes(seconds, times.context, times.pending)
 
 
 def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
-    seconds = [(str(policy), size, taken) for (policy, size), taken in times.seconds.items()]
+    seconds = [(str(policy), size, duration) for (policy, size), duration in times.seconds.items()]
     file = _File(seconds=seconds, context=dict(times.context), pending=dict(times.pending), busy=busy)
     write_text(path, file.model_dump_json() + "\n")

@@ -102,7 +102,7 @@ class TemplateProcess:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
-        kept = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+        environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         try:
             with theirs:
                 self._process = subprocess.Popen(
@@ -110,7 +110,7 @@ class TemplateProcess:
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
-                    env=kept,
+                    env=environment,
                     start_new_session=True,  # out of reach of the terminal's signals
                 )
         except BaseException:

@@ -127,8 +127,8 @@ def _abilities(tokenizer: Any, chat_template: str) -> Abilities:
         for content in ("", None):  # most templates show null as "None", or add it to text
             able = Abilities(tools, True, content, text_arguments)
             call = {"id": _ID, "type": "function", "function": {"name": "locate", "arguments": json.dumps(_ARGUMENTS)}}
-            asked = _native({"role": "assistant", "content": None, "tool_calls": [call]}, able)
-            if shows(_ARGUMENTS["place"], [question, asked], [_TOOL] if tools else None):
+            answer = _native({"role": "assistant", "content": None, "tool_calls": [call]}, able)
+            if shows(_ARGUMENTS["place"], [question, answer], [_TOOL] if tools else None):
                 return able
     return Abilities(tools, calls=False)
 

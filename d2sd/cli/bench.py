@@ -98,8 +98,8 @@ def bench(
     sets = read_sets(prompts, per_set)
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     known = QUICK_METHODS if quick else get_args(Policy)
-    wanted = methods or [name for name in known if can_run(loaded.draft_configs, name)]
-    matrix = Matrix(wanted, rows, list(sets), temperatures, concurrency, tree.block_size)
+    methods = methods or [name for name in known if can_run(loaded.draft_configs, name)]
+    matrix = Matrix(methods, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
         click.echo(matrix.plan(sets, repeat))
         seconds = estimated_seconds(loaded, matrix, sets, max_new_tokens, device, backend)

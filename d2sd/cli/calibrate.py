@@ -50,8 +50,8 @@ def calibrate(
     weights = fingerprints(loaded)
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in last_prompts(path, exclude, count)]
     requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]
-    found = fit_calibration(loaded, weights, requests, device)
-    write_calibration(out, found)
-    for name, value in found.report.items():
+    calibration = fit_calibration(loaded, weights, requests, device)
+    write_calibration(out, calibration)
+    for name, value in calibration.report.items():
         click.echo(f"{name:55}{value:g}")
     click.echo(out)

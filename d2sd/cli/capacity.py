@@ -60,7 +60,7 @@ def capacity(
         rate=rate, prompt_tokens=prompt_tokens, output_tokens=output_tokens, targets=Slo(ttft=ttft, itl=itl)
     )
     plan = read_plan(source)
-    made = make_sheet(plan, gpu, demand, max_batch, policy, tau=tau, efficiency=efficiency)
+    sheet = make_sheet(plan, gpu, demand, max_batch, policy, tau=tau, efficiency=efficiency)
     if out is not None:
-        write_text(out, made.markdown() if out.suffix == ".md" else made.model_dump_json(indent=1) + "\n")
-    click.echo(made.markdown())
+        write_text(out, sheet.markdown() if out.suffix == ".md" else sheet.model_dump_json(indent=1) + "\n")
+    click.echo(sheet.markdown())

@@ -30,8 +30,8 @@ def convert(source: Path, to: Writable, out: Path, target: Path | None, role: Ro
 
         d2sd convert checkpoints/qwen3-8b-speculator --to z-lab -o models/first --target checkpoints/qwen3-8b
     """
-    found, notes = convert_drafter(source, to, out, target=target, declared=role)
-    click.echo(f"read as {found}", err=True)
+    source_format, notes = convert_drafter(source, to, out, target=target, declared=role)
+    click.echo(f"read as {source_format}", err=True)
     for note in notes:
         click.echo(f"note: {note}", err=True)
     click.echo(out)

@@ -26,11 +26,11 @@ def data(source: Path | None, to: Path) -> None:
     """
     if source is not None:
         fill(to, source)
-    found = present(to)
-    for wanted in prompt_sets():
-        if wanted.file in found:
-            click.echo(f"{to / wanted.file}: {wanted.prompts:,} prompts, {wanted.license}")
+    files = present(to)
+    for prompt_set in prompt_sets():
+        if prompt_set.file in files:
+            click.echo(f"{to / prompt_set.file}: {prompt_set.prompts:,} prompts, {prompt_set.license}")
             continue
-        click.echo(f"{to / wanted.file}: missing; {wanted.prompts:,} prompts, {wanted.license}")
+        click.echo(f"{to / prompt_set.file}: missing; {prompt_set.prompts:,} prompts, {prompt_set.license}")
         for label in ("source", "made", "sha256"):
-            click.echo(f"  {label:7} {getattr(wanted, label)}")
+            click.echo(f"  {label:7} {getattr(prompt_set, label)}")

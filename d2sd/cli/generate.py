@@ -65,8 +65,8 @@ def generate(
             check_writable(path)
     loaded = load_bundle(bundle, progress=bar)
     defaults = loaded.recipe.sampling
-    given: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
-    sampling = SamplingParams(**{n: getattr(defaults, n) if value is None else value for n, value in given.items()})
+    options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    sampling = SamplingParams(**{n: getattr(defaults, n) if value is None else value for n, value in options.items()})
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
     batch = min(len(prompts), loaded.recipe.limits.max_batch)

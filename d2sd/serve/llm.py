@@ -137,11 +137,11 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
     """Begin a coroutine; cancelling the future cancels it. Takes no lock, so that a finalizer may call it."""
     process = os.getpid()
     if process not in _loops:
-        made = asyncio.new_event_loop()
-        if _loops.setdefault(process, made) is made:
-            Thread(target=made.run_forever, name="d2sd-callers", daemon=True).start()
+        loop = asyncio.new_event_loop()
+        if _loops.setdefault(process, loop) is loop:
+            Thread(target=loop.run_forever, name="d2sd-callers", daemon=True).start()
         else:  # another thread was first
-            made.close()
+            loop.close()
     return asyncio.run_coroutine_threadsafe(coroutine, _loops[process])
 
 

@@ -48,16 +48,16 @@ def each_completion(bundle: Bundle, request: Request) -> list[Request]:
 
 def encode_bad_words(tokenizer: Any, words: Sequence[str]) -> list[list[int]]:
     """Token ids of each word as vLLM encodes it: alone, and after a space where that changes the first token only."""
-    found: list[list[int]] = []
+    token_ids: list[list[int]] = []
     if not words:
-        return found
+        return token_ids
     alone, behind = (
         tokenizer([space + word.lstrip() for word in words], add_special_tokens=False).input_ids for space in ("", " ")
     )
     for word, plain, spaced in zip(words, alone, behind, strict=True):
         if not plain:
             raise RequestError("The tokenizer encodes a bad word as nothing.", where="bad_words", found=word)
-        found.append(plain)
+        token_ids.append(plain)
         if len(spaced) == len(plain) and spaced[0] != plain[0]:
-            found.append(spaced)
-    return found
+            token_ids.append(spaced)
+    return token_ids

@@ -70,7 +70,7 @@ def conversation_inputs(messages: Sequence[Message] | Sequence[Sequence[Message]
 
 def input_of(prompt: Prompt | Sequence[Message]) -> Input:
     """Make an input of one prompt or one conversation. Raises `RequestError` for another type."""
-    if _is_list(prompt) and any(isinstance(one, Mapping) for one in prompt):
+    if _is_list(prompt) and any(isinstance(message, Mapping) for message in prompt):
         return list(cast("Sequence[Message]", prompt))
     return _prompt(plain(prompt, 2), "prompt")
 
@@ -80,7 +80,7 @@ def each_params(sampling: Sampling, count: int) -> list[SamplingParams | None]:
     if sampling is None or isinstance(sampling, SamplingParams):
         return [sampling] * count
     params: list[SamplingParams | None] = list(sampling) if _is_list(sampling) else [None]
-    if not all(isinstance(one, SamplingParams) for one in params):
+    if not all(isinstance(item, SamplingParams) for item in params):
         raise RequestError(
             "These are not SamplingParams.",
             where="sampling_params",
@@ -99,7 +99,7 @@ def each_params(sampling: Sampling, count: int) -> list[SamplingParams | None]:
 
 
 def make_requests(
-    bundle: Bundle, given: Input, params: SamplingParams | None, grammar: Grammar | None, tools: Tools
+    bundle: Bundle, prompt: Input, params: SamplingParams | None, grammar: Grammar | None, tools: Tools
 ) -> list[Request]:
     """The n requests of an input. Text is used without a template; messages go through the chat template."""
     if tools is not None and not (_is_list(tools) and all(isinstance(tool, Mapping) for tool in tools)):
@@ -113,10 +113,10 @@ def make_requests(
     if params is None:
         params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
     length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    if isinstance(given, tuple):
-        request = Request(given, length, params, frozenset(bundle.stop_token_ids))
+    if isinstance(prompt, tuple):
+        request = Request(prompt, length, params, frozenset(bundle.stop_token_ids))
     else:
-        request = chat_request(bundle, given, params, length, raw=isinstance(given, str), tools=tools)
+        request = chat_request(bundle, prompt, params, length, raw=isinstance(prompt, str), tools=tools)
     return each_completion(bundle, replace(request, grammar=grammar))
 
 
@@ -133,11 +133,11 @@ def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:
     raise _no_prompt(prompt, where)
 
 
-def _no_prompt(found: object, where: str) -> RequestError:
+def _no_prompt(value: object, where: str) -> RequestError:
     return RequestError(
         "This is not a prompt.",
         where=where,
-        found=named(found),
+        found=named(value),
         expected='text, a list of token ids, {"prompt_token_ids": [...]} or {"prompt": "..."}',
     )
 

@@ -49,8 +49,8 @@ class Options:
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Options, include_extras=True)
-        for one in fields(self):
-            object.__setattr__(self, one.name, typed(getattr(self, one.name), kinds[one.name], one.name, D2SDError))
+        for item in fields(self):
+            object.__setattr__(self, item.name, typed(getattr(self, item.name), kinds[item.name], item.name, D2SDError))
 
 
 class Session:
@@ -82,10 +82,10 @@ class Session:
         """The n requests of each input. Raises `RequestError` if one of them can never be served."""
         bundle, engine = self.open()
         params = each_params(sampling, len(inputs))
-        forms = [None if one is None else one.structured_outputs for one in params]
+        forms = [None if item is None else item.structured_outputs for item in params]
         grammars = [None if form is None else self._grammars.compile(form) for form in forms]
         with self._tokenizing:
-            groups = [make_requests(bundle, *one, tools=tools) for one in zip(inputs, params, grammars, strict=True)]
+            groups = [make_requests(bundle, *args, tools=tools) for args in zip(inputs, params, grammars, strict=True)]
         for requests in groups:
             engine.check(requests[0])  # they differ in their seeds only
         return groups

@@ -84,7 +84,7 @@ class Stream:
             if len(self._pending) > _UNMERGED:
                 self._pending = [merge(self._pending)]
             begun, self._begun = self._begun, True
-            tokens = sum(len(one.tokens) for one in self._pending)
+            tokens = sum(len(pending.tokens) for pending in self._pending)
             return not begun or tokens >= self.interval or output.finish is not None
 
     def end(self, error: D2SDError | None = None) -> None:

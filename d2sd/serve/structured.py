@@ -51,32 +51,32 @@ class GrammarCompiler:
         """
         where, key = f"{where}.{params.kind}", params.digest
         with self._lock:
-            if kept := self._kept(key):
-                return kept
+            if grammar := self._kept(key):
+                return grammar
             if key in self._refused:
                 self._refused.move_to_end(key)
                 raise _moved(self._refused[key], where)
             tokenizer = self._made_tokenizer()
         try:
-            made = _compile(tokenizer, params, where, stop)
+            grammar = _compile(tokenizer, params, where, stop)
         except RequestError as error:
             with self._lock:
                 _keep(self._refused, key, _moved(error, None), _REFUSED)  # without the frames of a traceback
             raise
         with self._lock:
-            _keep(self._grammars, key, made, _KEPT)
-        return made
+            _keep(self._grammars, key, grammar, _KEPT)
+        return grammar
 
     def _kept(self, key: bytes) -> GuidanceGrammar | None:
         """The compiled grammar, unless answers have shown that it is worn or too slow."""
-        kept = self._grammars.get(key)
-        if kept is None or kept.worn or kept.problem:
-            if kept is not None and kept.problem:
-                _keep(self._refused, key, RequestError("The grammar is refused.", found=kept.problem), _REFUSED)
+        grammar = self._grammars.get(key)
+        if grammar is None or grammar.worn or grammar.problem:
+            if grammar is not None and grammar.problem:
+                _keep(self._refused, key, RequestError("The grammar is refused.", found=grammar.problem), _REFUSED)
             self._grammars.pop(key, None)
             return None
         self._grammars.move_to_end(key)
-        return kept
+        return grammar
 
     def _made_tokenizer(self) -> GuidanceTokenizer:
         if self._tokenizer is None:
@@ -113,11 +113,11 @@ def _compile(
     return tokenizer.json_schema(params.json or '{"type": "object"}', where, stop)
 
 
-def _keep(kept: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None:
-    kept[key] = value
-    kept.move_to_end(key)
-    if len(kept) > most:
-        kept.popitem(last=False)
+def _keep(cache: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None:
+    cache[key] = value
+    cache.move_to_end(key)
+    if len(cache) > most:
+        cache.popitem(last=False)
 
 
 def _moved(error: RequestError, where: str | Path | None) -> RequestError:

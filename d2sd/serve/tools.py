@@ -28,7 +28,7 @@ class ToolCall:
 
 def check_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
     """The parameter schema of each function, by name. Raises `RequestError` naming the tool that is malformed."""
-    found: dict[str, Mapping[str, Any]] = {}
+    schemas: dict[str, Mapping[str, Any]] = {}
     for index, tool in enumerate(tools):
         where = f"tools[{index}]"
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type") == "function" else None
@@ -36,7 +36,7 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
             expected = '{"type": "function", "function": {"name": ...}}'
             raise RequestError("This is not a tool.", where=where, found=tool, expected=expected)
         name, parameters = function.get("name"), function.get("parameters")
-        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in found:
+        if not isinstance(name, str) or not _NAME.fullmatch(name) or name in schemas:
             raise RequestError(
                 "A function needs a name of its own.",
                 where=f"{where}.function.name",
@@ -47,8 +47,8 @@ def check_tools(tools: Sequence[Mapping[str, Any]]) -> dict[str, Mapping[str, An
             raise RequestError(
                 "The parameters are not a JSON schema.", where=f"{where}.function.parameters", found=parameters
             )
-        found[name] = parameters or {"type": "object", "properties": {}}
-    return found
+        schemas[name] = parameters or {"type": "object", "properties": {}}
+    return schemas
 
 
 def tool_grammar(

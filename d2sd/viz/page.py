@@ -34,7 +34,7 @@ def page(recordings: Sequence[Recording]) -> str:
     return template.render(
         recordings=recordings,
         title=cut(" ".join(recordings[0].prompt.split()), 60),
-        introduction=introduction([policy for one in recordings for policy in one.policies.values()]),
+        introduction=introduction([policy for recording in recordings for policy in recording.policies.values()]),
         style=Markup(asset("page.css") + asset("tree.css")),  # noqa: S704  # our own files
         script=Markup(script),  # noqa: S704
         script_hash=b64encode(hashlib.sha256(script.encode()).digest()).decode(),

@@ -65,10 +65,10 @@ def panels(rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figu
 
     figure = Figure(figsize=(_INCHES, height * rows + 1.2), dpi=_DPI, layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False, **sharing)
-    for one in axes.flat:
-        one.spines[["top", "right"]].set_visible(False)
-        one.grid(axis="y", color="#DDDDDD", linewidth=0.8)
-        one.set_axisbelow(True)
+    for panel in axes.flat:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(axis="y", color="#DDDDDD", linewidth=0.8)
+        panel.set_axisbelow(True)
     return figure, [list(line) for line in axes]
 
 

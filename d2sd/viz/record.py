@@ -64,8 +64,8 @@ class Recording:
     def _cut(self) -> None:
         """Remove a stop string and the text after it, which are not part of the answer."""
         for i, turn in enumerate(self.turns):
-            kept = []
+            pieces = []
             for piece in turn.pieces:
-                kept.append(piece[: self._room])
-                self._room -= len(kept[-1])
-            self.turns[i] = replace(turn, pieces=tuple(kept))
+                pieces.append(piece[: self._room])
+                self._room -= len(pieces[-1])
+            self.turns[i] = replace(turn, pieces=tuple(pieces))

@@ -64,9 +64,9 @@ def _loss(panel: Axes, curve: Curve) -> None:
 def _tau(panel: Axes, curve: Curve) -> None:
     by_method: dict[str, list[tuple[int, Evaluation]]] = {}
     for step, scores in curve.evaluations:
-        for one in scores:
-            by_method.setdefault(one.method, []).append((step, one))
+        for score in scores:
+            by_method.setdefault(score.method, []).append((step, score))
     for points in by_method.values():
-        panel.plot([step for step, _ in points], [one.tau for _, one in points], **style.curve(points[0][1]))
+        panel.plot([step for step, _ in points], [score.tau for _, score in points], **style.curve(points[0][1]))
     panel.set_xlabel("step")
     panel.set_title("tokens a step", loc="left", fontsize=11)

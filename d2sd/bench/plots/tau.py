@@ -24,13 +24,13 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
     if not temperatures:
         return
     figure, axes = style.panels(1, len(temperatures), 4.6, sharey=True)
-    ticks = sorted({rows for found in budgets.values() for rows in found})
+    ticks = sorted({rows for by_rows in budgets.values() for rows in by_rows})
     for panel, temperature in zip(axes[0], temperatures, strict=True):
-        for (of, method), found in budgets.items():
+        for (of, method), by_rows in budgets.items():
             if of == temperature:
-                means = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in found.values()]
+                means = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in by_rows.values()]
                 look = style.curve(Line(method, 1))
-                panel.errorbar(list(found), [value for value, _ in means], yerr=_errors(means), capsize=3, **look)
+                panel.errorbar(list(by_rows), [value for value, _ in means], yerr=_errors(means), capsize=3, **look)
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(rows) for rows in ticks])
         panel.minorticks_off()

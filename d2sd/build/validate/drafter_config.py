@@ -65,10 +65,10 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
     if not plain:  # no prompt fits the context
         return {}
     tried = {role: candidate_configs(drafter.config, bundle.tokenizer) for role, drafter in drafters.items()}
-    found = evaluate_configs(bundle, drafters, {role: some for role, (some, _) in tried.items()}, plain, progress)
+    predictions = evaluate_configs(bundle, drafters, {role: some for role, (some, _) in tried.items()}, plain, progress)
     figures: dict[str, Any] = {}
     for role, ((declared, *others), left_out) in tried.items():
-        guesses, name = found[role], role.key
+        guesses, name = predictions[role], role.key
         longest = guesses[declared].mean
         better = [reading for reading in others if sign_test(guesses[reading], guesses[declared])]
         best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
@@ -100,14 +100,14 @@ def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypot
     `tokenizer` is the target's transformers tokenizer.
     """
     ids, mask = config.target_layer_ids, config.mask_token_id
-    found, left_out = [Hypothesis("as declared", ids, mask)], {}
+    readings, left_out = [Hypothesis("as declared", ids, mask)], {}
     for name, step in (("layer ids minus one", -1), ("layer ids plus one", 1)):
         moved = tuple(i + step for i in ids)
         outside = [i for i in moved if not 0 <= i < config.num_target_layers]
         if outside:
             left_out[name] = f"the target has no layer {outside[0]}"
         else:
-            found.append(Hypothesis(name, moved, mask))
+            readings.append(Hypothesis(name, moved, mask))
     seen: set[int | None] = {None, mask}
     for what, token in _masks(tokenizer, config.vocab_size).items():
         if token in seen or token is None:
@@ -119,8 +119,8 @@ def candidate_configs(config: DrafterConfig, tokenizer: Any) -> tuple[list[Hypot
         elif token in (config.draft_vocabulary or ()):
             left_out[name] = "it is in the draft vocabulary"
         else:
-            found.append(Hypothesis(name, ids, token))
-    return found, left_out
+            readings.append(Hypothesis(name, ids, token))
+    return readings, left_out
 
 
 def _masks(tokenizer: Any, vocab_size: int) -> dict[str, int | None]:
@@ -210,17 +210,17 @@ def evaluate_configs(
 
     Readings with the same layer ids share one target pass.
     """
-    found: dict[DrafterRole, dict[Hypothesis, Predictions]] = {role: {} for role in drafters}
+    predictions: dict[DrafterRole, dict[Hypothesis, Predictions]] = {role: {} for role in drafters}
     with progress("checking that the drafters fit", sum(map(len, tried.values()))) as advance:
         for ids in sorted({reading.layer_ids for some in tried.values() for reading in some}):
-            asked = {role: [reading for reading in some if reading.layer_ids == ids] for role, some in tried.items()}
-            readers = {role: _with_layer_ids(drafters[role], ids) for role, some in asked.items() if some}
+            readings = {role: [reading for reading in some if reading.layer_ids == ids] for role, some in tried.items()}
+            readers = {role: _with_layer_ids(drafters[role], ids) for role, some in readings.items() if some}
             runner = _prefilled_runner(bundle, readers, plain)
             for role in readers:
-                for reading in asked[role]:
-                    found[role][reading] = _predictions(runner, role, reading.mask, plain, bundle)
+                for reading in readings[role]:
+                    predictions[role][reading] = _predictions(runner, role, reading.mask, plain, bundle)
                     advance(1)
-    return found
+    return predictions
 
 
 def _with_layer_ids(drafter: Drafter, ids: tuple[int, ...]) -> Drafter:
@@ -272,5 +272,5 @@ def _draft(runner: ModelRunner, role: DrafterRole, mask: int, page: int, anchor:
     batch = Batch(anchor, torch.full((count, 1), page), position, torch.ones(count, dtype=torch.bool), sampling)
     # Passed as kept prefix tokens, these masks replace the mask of the drafter's config.
     masks = torch.full((count, 1, slots), mask)
-    kept = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
-    return runner.draft_second(batch, kept, role, 1).top1[:, 0]
+    branches = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
+    return runner.draft_second(batch, branches, role, 1).top1[:, 0]

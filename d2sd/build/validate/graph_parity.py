@@ -76,20 +76,20 @@ class ErrorStats:
     largest: dict[str, float] = field(default_factory=dict)  # |graph - model|
     scale: dict[str, float] = field(default_factory=dict)  # |model|, its largest
 
-    def compare(self, name: str, found: Tensor, expected: Tensor) -> None:
+    def compare(self, name: str, output: Tensor, expected: Tensor) -> None:
         """Record the largest difference. Raises `BuildError` if only the model's numbers are finite.
 
         A target without drafters has no features: there is nothing to compare.
         """
         if not expected.numel():
             return
-        if expected.isfinite().all() and not found.isfinite().all():
+        if expected.isfinite().all() and not output.isfinite().all():
             raise BuildError(
                 f"The outputs of the graph of {self.of} are not finite, and the model's are.",
                 where=name,
                 fix="this is a bug in d2sd: report it",
             )
-        error = (found.float() - expected.float()).abs().max().item()
+        error = (output.float() - expected.float()).abs().max().item()
         self.largest[name] = max(self.largest.get(name, 0.0), error)
         self.scale[name] = max(self.scale.get(name, 0.0), expected.float().abs().max().item())
 
@@ -140,10 +140,10 @@ class ShadowDrafter(DraftModel):
         return hidden
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        found, expected = (one.context_keys_values(features, positions) for one in (self._graph, self._plain))
-        for name, ours, theirs in zip("kv", found, expected, strict=True):
+        outputs, expected = (model.context_keys_values(features, positions) for model in (self._graph, self._plain))
+        for name, ours, theirs in zip("kv", outputs, expected, strict=True):
             self.errors.compare(name, ours, theirs)
-        return found
+        return outputs
 
 
 def _real(rows: Rows | Chunks) -> Tensor:

@@ -130,12 +130,12 @@ def failures(rows: list[Row]) -> list[str]:
     return [f"{row.need}: {row.found}" for row in rows if not row.good]
 
 
-def _version(found: str) -> Row:
+def _version(version: str) -> Row:
     try:
-        good = SpecifierSet(VERSIONS, prereleases=True).contains(Version(found))
+        good = SpecifierSet(VERSIONS, prereleases=True).contains(Version(version))
     except InvalidVersion:
         good = False
-    return Row("tensorrt_llm", VERSIONS, found if good else f"{found}, a version whose sources were not read", good)
+    return Row("tensorrt_llm", VERSIONS, version if good else f"{version}, a version whose sources were not read", good)
 
 
 def _row(need: Need) -> Row:
@@ -151,27 +151,27 @@ def _row(need: Need) -> Row:
     return Row(label, expected, complaint or "as read", not complaint)
 
 
-def _complaint(need: Need, found: Any) -> str:
+def _complaint(need: Need, value: Any) -> str:
     """The mismatch of an object that exists; empty if it matches."""
     if need.parameters is not None:
-        parameters = tuple(inspect.signature(found).parameters)
+        parameters = tuple(inspect.signature(value).parameters)
         if parameters != need.parameters:
             return f"({', '.join(parameters)})"
     if need.mentions:
-        text = inspect.getsource(found)
+        text = inspect.getsource(value)
         missing = [word for word in need.mentions if word not in text]
         if missing:
             return f"no longer mentions {', '.join(missing)}"
-    if need.same_as is not None and found is not _resolve(*need.same_as):
+    if need.same_as is not None and value is not _resolve(*need.same_as):
         return "another object"
     return ""
 
 
 def _resolve(module: str, name: str) -> Any:
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def _brief(error: Exception) -> str:

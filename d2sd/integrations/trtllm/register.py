@@ -48,15 +48,15 @@ def register(bundle: Path) -> bool:
 
 def log_linear(reasons: list[str]) -> None:
     """Log that the first drafter drafts alone. Raises `D2SDError` if `D2SD_TRTLLM=require` is set."""
-    found = "; ".join(reasons)
+    summary = "; ".join(reasons)
     if os.environ.get("D2SD_TRTLLM") == "require":
         raise D2SDError(
             "TensorRT-LLM cannot draft with both drafters here.",
             where="D2SD_TRTLLM=require",
-            found=found,
+            found=summary,
             fix="d2sd trtllm check prints the full table; without the variable the first drafter drafts alone",
         )
-    _log(f"LINEAR DFlash with the first drafter alone: {found} (d2sd trtllm check prints more)")
+    _log(f"LINEAR DFlash with the first drafter alone: {summary} (d2sd trtllm check prints more)")
 
 
 def _log(text: str) -> None:

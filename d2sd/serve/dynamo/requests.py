@@ -77,12 +77,12 @@ class RequestReader:
         values |= {name: options[name] for name in _SHARED if options.get(name) is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
         ends = set[int]().union(*(value or () for name, value in stops.items() if name.startswith("stop_token_ids")))
-        own, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
+        stop_tokens, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
         params = SamplingParams(
             **values,
             min_tokens=stops.get("min_tokens") or 0,
             ignore_eos=ignored,
-            stop_token_ids=sorted(ends - own if ignored else ends),
+            stop_token_ids=sorted(ends - stop_tokens if ignored else ends),
             logprobs=_part(message, "output_options").get("logprobs"),
         )
         form = _form(_part(options, "guided_decoding"))
@@ -93,7 +93,7 @@ class RequestReader:
             prompt,
             length,
             params,
-            stop_tokens=own,
+            stop_tokens=stop_tokens,
             grammar=grammar,
             priority=-(routing.get("priority") or 0),
             cache_salt=routing.get("cache_salt") or "",
@@ -112,13 +112,13 @@ def _refuse(message: Mapping[str, Any]) -> None:
         if message.get(name):
             raise RequestError(f"This worker does not support {purpose}.", where=name)
     for part, names in _REFUSED.items():
-        given = _part(message, part)
+        options = _part(message, part)
         for name, harmless in names.items():
-            if name in given and given[name] not in harmless:
+            if name in options and options[name] not in harmless:
                 raise RequestError(
                     "This worker does not support the parameter.",
                     where=name,
-                    found=given[name],
+                    found=options[name],
                     expected=f"{harmless[0]}, or nothing" if harmless else "nothing",
                 )
 

@@ -57,7 +57,7 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
     def load() -> tuple[Bundle, Engine]:
         return bundle, make_engine(bundle, **options)
 
-    async def made(argv: list[str] | None) -> tuple[Any, Any]:
+    async def factory(argv: list[str] | None) -> tuple[Any, Any]:
         # Its own methods first; what they leave out is the default of Dynamo's base class.
         kind = type("D2SDEngine", (DynamoEngine, sdk.LLMEngine), {"from_args": None})
         return kind(settings, load, sdk), sdk.WorkerConfig(
@@ -71,4 +71,4 @@ def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
             discovery_backend=settings.discovery,
         )
 
-    run(sdk.LLMEngine, engine_factory=made)
+    run(sdk.LLMEngine, engine_factory=factory)

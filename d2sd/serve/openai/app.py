@@ -88,13 +88,13 @@ class Server:
         http: Request,
         body: GenerationBody,
         encode: Callable[..., list[EngineRequest]],
-        made: Callable[..., Format],
+        make_format: Callable[..., Format],
     ) -> Response:
         """Generate the answers to a body, streamed or whole."""
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
         generation = await self._start(http, body, encode)
-        shape = made(self.settings.model, self.fingerprint, body, self.show_token)
+        shape = make_format(self.settings.model, self.fingerprint, body, self.show_token)
         if isinstance(shape, CompletionFormat) and shape.echo:
             try:
                 await self.tokenizing(http, shape.read_prompts)
@@ -119,7 +119,7 @@ class Server:
         recording = make_recording(self.bundle)
 
         def encode(body: TraceBody) -> list[EngineRequest]:
-            return [replace(one, policy=body.policy) for one in self.requests.chat(body)]
+            return [replace(request, policy=body.policy) for request in self.requests.chat(body)]
 
         generation = await self._start(http, body, encode, recording.add)
         return EventStream(trace_events(generation, recording), generation.close)
@@ -157,15 +157,15 @@ class Server:
         client = http.scope["state"]["client"]
         if isinstance(body, CompletionBody):
             body = await self._encoded(http, body)
-        prepared = [replace(one, client=client) for one in await self.tokenizing(http, encode, body)]
+        prepared = [replace(request, client=client) for request in await self.tokenizing(http, encode, body)]
         self.bounds.check_requests(prepared)
         return prepared
 
     async def _encoded(self, http: Request, body: CompletionBody) -> CompletionBody:
         """The same body with the token ids of its prompts, each in a turn of its own: many take seconds together."""
-        if isinstance(body.prompt, str) or not any(isinstance(one, str) for one in body.prompt):
+        if isinstance(body.prompt, str) or not any(isinstance(prompt, str) for prompt in body.prompt):
             return body
-        prompts = [await self.tokenizing(http, self.requests.encode_prompt, one) for one in body.prompt]
+        prompts = [await self.tokenizing(http, self.requests.encode_prompt, prompt) for prompt in body.prompt]
         return body.model_copy(update={"prompt": prompts})
 
 

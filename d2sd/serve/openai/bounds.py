@@ -43,10 +43,10 @@ class Bounds:
         """Raise RequestError for a body with more text, messages or words than any context has."""
         prompt, messages = getattr(body, "prompt", None), getattr(body, "messages", None) or ()
         self._check_prompts(prompt)
-        parts = sum(len(one.content) for one in messages if isinstance(one.content, list))
+        parts = sum(len(message.content) for message in messages if isinstance(message.content, list))
         if len(messages) + parts > self.tokens:
             raise self._too_long("messages", f"{len(messages)} messages, {parts} parts")
-        said = [list(one.model_dump().values()) for one in messages]
+        said = [list(message.model_dump().values()) for message in messages]
         self._check_characters("messages", [*said, getattr(body, "tools", None)])
         stop = getattr(body, "stop", None)
         words = [*([stop] if isinstance(stop, str) else stop or ()), *(getattr(body, "bad_words", None) or ())]
@@ -63,8 +63,8 @@ class Bounds:
 
     def check_requests(self, requests: Sequence[EngineRequest]) -> None:
         """Raise RequestError for more log-probabilities than one response may have, or for a priority of its own."""
-        prompts = sum(len(one.prompt) for one in requests if one.sampling.prompt_logprobs is not None)
-        answers = sum(one.max_new_tokens for one in requests if one.sampling.logprobs is not None)
+        prompts = sum(len(request.prompt) for request in requests if request.sampling.prompt_logprobs is not None)
+        answers = sum(request.max_new_tokens for request in requests if request.sampling.logprobs is not None)
         most = max(self._settings.max_logprobs, self.tokens)  # one prompt with its answer always may
         if prompts + answers > most:
             raise RequestError(
@@ -94,12 +94,12 @@ class Bounds:
                 found=len(prompt),
                 expected=f"at most {self._settings.max_choices}",
             )
-        for one in prompt:
-            if isinstance(one, str):
-                self._check_characters("prompt", one)
-            elif len(one) > self.tokens:
-                raise self._too_long("prompt", f"{len(one):,} tokens")
-        together, most = sum(len(one) for one in prompt if isinstance(one, str)), max(_PROMPTS, self.characters)
+        for item in prompt:
+            if isinstance(item, str):
+                self._check_characters("prompt", item)
+            elif len(item) > self.tokens:
+                raise self._too_long("prompt", f"{len(item):,} tokens")
+        together, most = sum(len(item) for item in prompt if isinstance(item, str)), max(_PROMPTS, self.characters)
         if together > most:
             raise RequestError(
                 "The prompts are too long together.",
@@ -114,11 +114,11 @@ class Bounds:
         if count > self.characters:
             raise self._too_long(where, f"{count:,} characters")
 
-    def _too_long(self, where: str, found: str) -> RequestError:
+    def _too_long(self, where: str, size: str) -> RequestError:
         return RequestError(
             "The text cannot fit the context.",
             where=where,
-            found=found,
+            found=size,
             expected=f"at most {self.tokens:,} tokens; text of more than {self.characters:,} characters has more",
             fix="shorten it",
         )
@@ -133,7 +133,7 @@ def bounded_route(max_context: int) -> type[APIRoute]:
             if least_values(await self.body(), most_tokens) <= most_tokens:
                 value = await super().json()
                 fields = value if isinstance(value, dict) else {"": value}
-                rest = [one for name, one in fields.items() if name not in _OF_TOKENS]
+                rest = [field for name, field in fields.items() if name not in _OF_TOKENS]
                 if len(fields) <= _FIELDS and not _has_more(rest, most) and not _has_more(value, most_tokens):
                     return value
             bounds = f"at most {most:,} ({most_tokens:,} of tokens), and {_FIELDS} fields"
@@ -165,25 +165,25 @@ def _has_more(value: Any, most: int) -> bool:
     """Whether a JSON value has more than `most` values in it. Looks at no more than that."""
     pending, count = [value], 0
     while pending:
-        one = pending.pop()
-        if isinstance(one, (dict, list)):
-            count += len(one)
+        item = pending.pop()
+        if isinstance(item, (dict, list)):
+            count += len(item)
             if count > most:
                 return True
-            pending += one.values() if isinstance(one, dict) else one
+            pending += item.values() if isinstance(item, dict) else item
     return False
 
 
 def _texts(value: Any) -> list[str]:
     """All strings in a JSON value, names of fields included."""
-    found, pending = list[str](), [value]
+    texts, pending = list[str](), [value]
     while pending:
-        one = pending.pop()
-        if isinstance(one, str):
-            found.append(one)
-        elif isinstance(one, dict):
-            pending += one.keys()
-            pending += one.values()
-        elif isinstance(one, list):
-            pending += one
-    return found
+        item = pending.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, dict):
+            pending += item.keys()
+            pending += item.values()
+        elif isinstance(item, list):
+            pending += item
+    return texts

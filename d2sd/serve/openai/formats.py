@@ -58,11 +58,11 @@ class Format(ABC):
         if self._prompt_logprobs and choice.stream.sequence is not None:
             entries = choice.stream.sequence.prompt_logprobs
             extra["prompt_logprobs"] = [None, *(self._by_token(entry) for entry in entries)]
-        asked = choice.stream.request.sampling.logprobs is not None
+        has_logprobs = choice.stream.request.sampling.logprobs is not None
         return {
             "index": choice.index,
             "finish_reason": choice.finish,
-            "logprobs": self.logprobs(choice.logprobs, 0) if asked else None,
+            "logprobs": self.logprobs(choice.logprobs, 0) if has_logprobs else None,
             "seed": choice.seed,
         } | extra
 
@@ -74,7 +74,7 @@ class Format(ABC):
 
     def _by_token(self, entry: TokenLogprobs) -> dict[str, Any]:
         """vLLM's form of a position: by token id, the position's own token first."""
-        return {str(token): asdict(one) for token, one in by_token(entry, self._show).items()}
+        return {str(token): asdict(logprob) for token, logprob in by_token(entry, self._show).items()}
 
     @abstractmethod
     def logprobs(self, entries: Sequence[TokenLogprobs], start: int) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class CompletionFormat(Format):
         lists = {"tokens": [first], "token_logprobs": [None], "top_logprobs": [None], "text_offset": [0]}
         prompt = self.logprobs([entry.best(count) for entry in choice.stream.sequence.prompt_logprobs], len(first))
         answer = self.logprobs(choice.logprobs, len(text))
-        return whole | {"logprobs": {name: one + prompt[name] + answer[name] for name, one in lists.items()}}
+        return whole | {"logprobs": {name: values + prompt[name] + answer[name] for name, values in lists.items()}}
 
     def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """The prompt, if it is echoed."""
@@ -197,7 +197,7 @@ class CompletionFormat(Format):
         sent: Any = self._sent
         if isinstance(sent, str) or isinstance(sent[0], int):
             sent = [sent]
-        self._prompts = [one if isinstance(one, str) else "".join(map(self._show, one)) for one in sent]
+        self._prompts = [prompt if isinstance(prompt, str) else "".join(map(self._show, prompt)) for prompt in sent]
 
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
         """The text."""
@@ -214,10 +214,10 @@ class CompletionFormat(Format):
         }
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        found: dict[str, float] = {}
+        top: dict[str, float] = {}
         for token, value in entry.top:
-            found.setdefault(self._show(token), max(value, _LEAST))
-        return found
+            top.setdefault(self._show(token), max(value, _LEAST))
+        return top
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -110,8 +110,8 @@ class Generation:
         """Log-probabilities that a whole response reports."""
         count = sum(1 + len(entry.top) for choice in self.choices for entry in choice.logprobs)
         for choice in self.choices:
-            asked = choice.stream.request.sampling.prompt_logprobs
-            count += 0 if asked is None else len(choice.stream.request.prompt) * (1 + asked)
+            prompt_logprobs = choice.stream.request.sampling.prompt_logprobs
+            count += 0 if prompt_logprobs is None else len(choice.stream.request.prompt) * (1 + prompt_logprobs)
         return count
 
     def usage(self) -> dict[str, Any]:
@@ -142,9 +142,9 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
     prompts = {id(choice.stream.request.prompt): len(choice.stream.request.prompt) for choice in choices}
     prompt, completion = sum(prompts.values()), sum(len(choice.tokens) for choice in choices)
     stats = [choice.stream.sequence.stats for choice in choices if choice.stream.sequence is not None]
-    drafted = sum(one.verified_nodes - one.steps for one in stats)
+    drafted = sum(answer.verified_nodes - answer.steps for answer in stats)
     # of n answers to a prompt each may find it cached, but it counts once
-    cached = min(prompt, sum(one.cached_tokens for one in stats))
+    cached = min(prompt, sum(answer.cached_tokens for answer in stats))
     accepted = sum(choice.accepted for choice in choices)
     return {
         "prompt_tokens": prompt,

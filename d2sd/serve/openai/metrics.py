@@ -106,8 +106,8 @@ class Metrics:
         return Counter(f"d2sd_{name}", text, ["model_name"], registry=self.registry).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
-        made = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
-        return made.labels(self._model)
+        histogram = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        return histogram.labels(self._model)
 
 
 class RequestTimer:

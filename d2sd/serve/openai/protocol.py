@@ -173,8 +173,8 @@ class Message(Part):
 
 
 def _are_free(variables: dict[str, Any]) -> dict[str, Any]:
-    if taken := sorted(TEMPLATE_ARGUMENTS.intersection(variables)):
-        raise PydanticCustomError("taken", "{name} is not a variable of the template", {"name": taken[0]})
+    if reserved := sorted(TEMPLATE_ARGUMENTS.intersection(variables)):
+        raise PydanticCustomError("taken", "{name} is not a variable of the template", {"name": reserved[0]})
     return variables
 
 

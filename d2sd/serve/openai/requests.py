@@ -45,10 +45,10 @@ class RequestMaker:
                 found=body.top_logprobs,
                 expected=f"0 .. {MAX_LOGPROBS}",
             )
-        given: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
+        parameters: dict[str, Any] = {"logprobs": (body.top_logprobs or 0) if body.logprobs else None}
         if body.max_completion_tokens is not None:
-            given["max_tokens"] = body.max_completion_tokens
-        return self._requests(body, [self._encode_chat(body)], given)
+            parameters["max_tokens"] = body.max_completion_tokens
+        return self._requests(body, [self._encode_chat(body)], parameters)
 
     def completion(self, body: CompletionBody) -> list[Request]:
         """n requests for each prompt, in the order of the prompts."""
@@ -56,7 +56,7 @@ class RequestMaker:
         if prompts and isinstance(prompts[0], int):
             prompts = [prompts]
         encoded = [self.encode_prompt(p) if isinstance(p, str) else p for p in prompts]
-        given: dict[str, Any] = {"logprobs": body.logprobs}
+        parameters: dict[str, Any] = {"logprobs": body.logprobs}
         if body.echo:
             if body.logprobs is not None and body.prompt_logprobs is not None:
                 raise RequestError(
@@ -64,10 +64,10 @@ class RequestMaker:
                     where="prompt_logprobs",
                     fix="leave it out",
                 )
-            given["prompt_logprobs"] = body.logprobs
+            parameters["prompt_logprobs"] = body.logprobs
             if body.max_tokens == 0:  # the engine generates a token, which `Generation` leaves out
                 body = body.model_copy(update={"max_tokens": 1})
-        return self._requests(body, encoded, given)
+        return self._requests(body, encoded, parameters)
 
     def form(self, body: GenerationBody) -> tuple[str, StructuredOutputsParams | None]:
         """The field that demands a form of the answer, and the form."""
@@ -99,8 +99,8 @@ class RequestMaker:
         where = f"{bundle.recipe.name}: chat_template"
         return encode_turns(bundle.tokenizer, conversation(body.messages or []), variables, where, tools)
 
-    def _requests(self, body: GenerationBody, prompts: list[list[int]], given: dict[str, Any]) -> list[Request]:
-        """The requests of `prompts`; `given` are parameters that chats and completions spell differently."""
+    def _requests(self, body: GenerationBody, prompts: list[list[int]], parameters: dict[str, Any]) -> list[Request]:
+        """The requests of `prompts`; `parameters` are those that chats and completions spell differently."""
         count, bundle = body.n or 1, self._bundle
         if not 0 < len(prompts) * count <= self._max_choices:
             several = len(prompts) != 1
@@ -115,7 +115,7 @@ class RequestMaker:
                 "Every answer is returned.", where="best_of", found=body.best_of, expected=f"n = {count}"
             )
         defaults = bundle.recipe.sampling
-        values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | given
+        values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | parameters
         values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
         if body.stream and values.get("prompt_logprobs") is not None:
             raise RequestError(
@@ -128,7 +128,7 @@ class RequestMaker:
         where, form = self.form(body)
         params = SamplingParams(**values, structured_outputs=form)
         grammar = None if form is None else self.grammars.compile(form, where)
-        made = []
+        requests = []
         for prompt in prompts:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
             length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
@@ -141,8 +141,8 @@ class RequestMaker:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )
-            made += each_completion(bundle, request)
-        return made
+            requests += each_completion(bundle, request)
+        return requests
 
 
 def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tuple[str, StructuredOutputsParams | None]:
@@ -151,24 +151,24 @@ def _form(body: GenerationBody, demanded: StructuredOutputsParams | None) -> tup
         "tool_choice": demanded,
         "response_format": StructuredOutputsParams.of_response_format(body.response_format, **_options(body)),
     }
-    given = body.structured_outputs
-    if given is not None and (given.model_fields_set - _OPTIONS or not given.model_fields_set):
-        forms["structured_outputs"] = StructuredOutputsParams(**given.model_dump(by_alias=True))
-    asked = [(where, form) for where, form in forms.items() if form is not None]
-    if len(asked) > 1:
+    structured = body.structured_outputs
+    if structured is not None and (structured.model_fields_set - _OPTIONS or not structured.model_fields_set):
+        forms["structured_outputs"] = StructuredOutputsParams(**structured.model_dump(by_alias=True))
+    demands = [(where, form) for where, form in forms.items() if form is not None]
+    if len(demands) > 1:
         raise RequestError(
             "An answer has one form.",
-            where=asked[1][0],
-            found=" and ".join(where for where, _ in asked),
+            where=demands[1][0],
+            found=" and ".join(where for where, _ in demands),
             fix="give one of them",
         )
-    return asked[0] if asked else ("", None)
+    return demands[0] if demands else ("", None)
 
 
 def _options(body: GenerationBody) -> dict[str, bool]:
     """The options of `structured_outputs`."""
-    given = body.structured_outputs
-    return {} if given is None else {name: getattr(given, name) for name in _OPTIONS}
+    structured = body.structured_outputs
+    return {} if structured is None else {name: getattr(structured, name) for name in _OPTIONS}
 
 
 def _effort(body: ChatBody) -> dict[str, Any]:

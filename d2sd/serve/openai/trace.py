@@ -53,17 +53,17 @@ def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
     if runner.capture is not None:
         ready = engine.selector.policies if engine.selector else [engine.policy]
         return {policy.name: policy for policy in ready}
-    found: dict[PolicyName, Policy] = {}
+    policies: dict[PolicyName, Policy] = {}
     for name in NAMES:
         facts = FACTS[name]
         if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
             try:
-                found[name] = make_policy(
+                policies[name] = make_policy(
                     name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget
                 )
             except RecipeError:  # a budget of one node, or more branches than a block has boundaries
                 continue
-    return found
+    return policies
 
 
 @cache
@@ -75,10 +75,10 @@ def page_file(name: str) -> Response:
     return _response(text, name)
 
 
-def page(names: Mapping[PolicyName, Policy], own: str) -> Response:
-    """The page itself, with a choice of policies; `own` is the server's."""
-    others = "".join(f"<option>{escape(name)}</option>" for name in names if name != own)
-    options = f'<option value="">{escape(own)}, the server\'s</option>{others}'
+def page(names: Mapping[PolicyName, Policy], default: str) -> Response:
+    """The page itself, with a choice of policies; `default` is the server's."""
+    others = "".join(f"<option>{escape(name)}</option>" for name in names if name != default)
+    options = f'<option value="">{escape(default)}, the server\'s</option>{others}'
     return _response(_read("index.html").replace("<!-- policies -->", options), "index.html")
 
 

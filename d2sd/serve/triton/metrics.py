@@ -43,8 +43,8 @@ class TritonMetrics(Metrics):
     def _set(self, key: tuple[str, ...], family: Any, sample: Any) -> None:
         gauge = family.type == "gauge"
         if key not in self._published:
-            made = self._family(sample.name, family.documentation, gauge=gauge)
-            self._published[key] = made.Metric(labels=sample.labels | {"instance": self._instance}), 0.0
+            triton_family = self._family(sample.name, family.documentation, gauge=gauge)
+            self._published[key] = triton_family.Metric(labels=sample.labels | {"instance": self._instance}), 0.0
         metric, before = self._published[key]
         if sample.value != before:
             metric.set(sample.value) if gauge else metric.increment(sample.value - before)

@@ -131,8 +131,8 @@ class TritonPythonModel:
         assert call.body is not None
         self._senders[task] = name, sender
         try:
-            made = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
-            generation = Generation(self._engine, self._metrics, made, {}, interval=self._interval)
+            requests = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
+            generation = Generation(self._engine, self._metrics, requests, {}, interval=self._interval)
             answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
             async for _, output in generation.outputs():
                 if answer.add(output) and call.body.stream and output.finish is None:

@@ -32,12 +32,12 @@ class Parameters(BaseModel):
     @classmethod
     def parse(cls, values: Sequence[str]) -> Parameters:
         """Read `key=value` strings; unknown keys are errors."""
-        given = dict(value.partition("=")[::2] for value in values)
-        if unknown := given.keys() - cls.model_fields.keys():
+        parameters = dict(value.partition("=")[::2] for value in values)
+        if unknown := parameters.keys() - cls.model_fields.keys():
             raise D2SDError(
                 "There is no such parameter.", found=", ".join(sorted(unknown)), expected=", ".join(cls.model_fields)
             )
-        return cls._checked(given)
+        return cls._checked(parameters)
 
     @classmethod
     def of(cls, parameters: Mapping[str, Mapping[str, Any]]) -> Parameters:

@@ -101,19 +101,19 @@ def _sampling_parameters(text: str | None) -> dict[str, Any]:
         return {}
     where = "sampling_parameters"
     try:
-        found = parse_json(text)
+        fields = parse_json(text)
     except ValueError as error:
         raise RequestError("The input is not JSON.", where=where, found=str(error)) from None
-    if not isinstance(found, dict):
-        raise RequestError("The input is not a JSON object.", where=where, found=found)
+    if not isinstance(fields, dict):
+        raise RequestError("The input is not a JSON object.", where=where, found=fields)
     for key, neutral in _NEUTRAL.items():
-        if key in found:
-            if repr(found[key]) not in map(repr, neutral):  # 1 and True are equal
-                raise RequestError("This parameter is not supported.", where=f"{where}.{key}", found=found[key])
-            del found[key]
-    if "guided_decoding" in found:  # JSON text of vLLM's GuidedDecodingParams
-        found |= {"structured_outputs": _guided(found.pop("guided_decoding"))}
-    return found
+        if key in fields:
+            if repr(fields[key]) not in map(repr, neutral):  # 1 and True are equal
+                raise RequestError("This parameter is not supported.", where=f"{where}.{key}", found=fields[key])
+            del fields[key]
+    if "guided_decoding" in fields:  # JSON text of vLLM's GuidedDecodingParams
+        fields |= {"structured_outputs": _guided(fields.pop("guided_decoding"))}
+    return fields
 
 
 def _guided(text: Any) -> dict[str, Any]:

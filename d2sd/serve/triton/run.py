@@ -26,21 +26,21 @@ def command(repository: Path, options: list[str], environment: Mapping[str, str]
     """Arguments and environment of the server. Raises D2SDError if there is none, or none for this Python."""
     if not repository.is_dir():
         raise D2SDError("There is no model repository.", where=repository, fix="write it: d2sd triton BUNDLE -o FOLDER")
-    given = {option.partition("=")[0] for option in options}
-    if "--exit-timeout-secs" not in given:
+    names = {option.partition("=")[0] for option in options}
+    if "--exit-timeout-secs" not in names:
         options = [*options, f"--exit-timeout-secs={_EXIT_TIMEOUT}"]
     # The embedded Python finds this environment through PATH (pyvenv.cfg), not through PYTHONPATH, which it ignores.
-    found = dict(environment)
-    found["PATH"] = os.pathsep.join((str(Path(sys.prefix) / "bin"), environment.get("PATH", "")))
+    variables = dict(environment)
+    variables["PATH"] = os.pathsep.join((str(Path(sys.prefix) / "bin"), environment.get("PATH", "")))
     arguments = [f"--model-repository={repository}", *options]
     server = shutil.which("tritonserver", path=environment.get("PATH"))
     if server is not None:
-        return [server, *arguments], found
+        return [server, *arguments], variables
     root = _wheel()
     _link_stub(root)
     libraries = sysconfig.get_config_var("LIBDIR")
-    found["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (libraries, environment.get("LD_LIBRARY_PATH"))))
-    return [str(root / "bin" / "tritonserver"), f"--backend-directory={root / 'backends'}", *arguments], found
+    variables["LD_LIBRARY_PATH"] = os.pathsep.join(filter(None, (libraries, environment.get("LD_LIBRARY_PATH"))))
+    return [str(root / "bin" / "tritonserver"), f"--backend-directory={root / 'backends'}", *arguments], variables
 
 
 def _wheel() -> Path:

@@ -41,10 +41,10 @@ class ResponseFormat(ChatFormat):
     stream = ResponseStream
 
     def __init__(
-        self, asked: ResponsesBody, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]
+        self, request: ResponsesBody, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]
     ) -> None:
         super().__init__(model, fingerprint, body, show)
-        self._asked = asked
+        self._request = request
         self._response = {
             "id": f"resp_{uuid4().hex}",
             "created_at": int(time.time()),
@@ -60,11 +60,11 @@ class ResponseFormat(ChatFormat):
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The response that is not streamed."""
         (choice,) = generation.choices
-        found = self.choice(choice)["message"]
-        calls = [function_call(call) for call in found.get("tool_calls", ())]
-        asked = choice.stream.request.sampling.logprobs is not None
-        entries = self.logprobs(choice.logprobs, 0)["content"] if asked else []
-        said = found["content"] or ""
+        answer = self.choice(choice)["message"]
+        calls = [function_call(call) for call in answer.get("tool_calls", ())]
+        has_logprobs = choice.stream.request.sampling.logprobs is not None
+        entries = self.logprobs(choice.logprobs, 0)["content"] if has_logprobs else []
+        said = answer["content"] or ""
         items = [message(_status(choice), said, entries)] if said or not calls else []
         return self._at(choice, [*items, *calls], ended=True)
 
@@ -95,7 +95,7 @@ class ResponseFormat(ChatFormat):
         yield self._event(f"response.{kind}", response=self._at(choice, self._output, ended=True))
 
     def _at(self, choice: Choice, output: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
-        return response(self._response, self._asked, choice, output, ended=ended)
+        return response(self._response, self._request, choice, output, ended=ended)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
