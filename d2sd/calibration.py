@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, FirstPass
+from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
@@ -59,13 +59,14 @@ class CalibrationFile(BaseModel):
             raise ValueError("drafters is empty: nothing is calibrated")
         if "second" in self.drafters and "first" not in self.drafters:
             raise ValueError("drafters.second is a second drafter without a first one")
-        for policy, facts in FACTS.items():
-            forecast = facts.forecast_by is not None and facts.first_pass is not FirstPass.CARRIED
-            names = [role.key for role in facts.drafters]
-            if forecast and (policy in self.tau["0"]) != (self.drafters.keys() >= set(names)):
-                raise ValueError(
-                    f"drafters.{' and '.join(names)}, fingerprints, and tau of {policy} belong together: all, or none"
-                )
+        runs = {policy: {role.key for role in facts.drafters} for policy, facts in FACTS.items() if facts.forecast_by}
+        told = {policy: names for policy, names in runs.items() if policy in self.tau["0"]}
+        recorded = set[str]().union(*told.values())
+        for policy, names in runs.items():
+            # a policy that is newer than the file has no tau, and `auto` leaves it out; its drafters have others'
+            if not (names <= recorded if names <= self.drafters.keys() else policy not in told):
+                named = " and ".join(sorted(names))
+                raise ValueError(f"drafters.{named}, fingerprints, and tau of {policy} belong together: all, or none")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
         roles = [role for role in DrafterRole if role.key in self.drafters]

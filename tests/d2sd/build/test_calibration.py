@@ -13,6 +13,7 @@ import yaml
 
 from d2sd.build import build
 from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import forecasts
 from d2sd.calibration import load_calibration, write_calibration
 from d2sd.convert.kinds import DFLASH, kind_of
 from d2sd.errors import BuildError, BundleError, D2SDError
@@ -61,6 +62,14 @@ def test_a_file_of_the_older_form_is_read(recipe: Path) -> None:
     shipped = ROOT / "models" / "smollm2-135m-flex" / "calibration.json"
     values = json.loads(shipped.read_text())
     assert (values["drafters"], load_calibration(shipped).drafters) == ([None, None], {"flex": values["flex"]})
+
+
+def test_a_file_without_a_policy_is_read(recipe: Path) -> None:
+    """One that was written before the policy was: its drafters have the curves of others."""
+    path = recipe.with_name("calibration.json")
+    for regime in ("0", "1"):
+        edit_json(path, f"tau.{regime}.ddtree", ...)
+    assert forecasts(load_calibration(path)).keys() == {"chain", "hybrid"}
 
 
 def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
@@ -125,6 +134,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "another version": (on("d2sd_calibration", 2), ("d2sd_calibration",)),
     "unknown key": (on("extra", 1), ("extra",)),
     "no drafters": (on("drafters", ...), ("drafters",)),
+    "a second drafter without its tokens a step": (
+        on_table("tau", lambda tau: [curves.pop("hybrid") for curves in tau.values()]),
+        ("second", "tau of hybrid"),
+    ),
     "a head without its tokens a step": (on("drafters.flex", "ab"), ("flex", "tau of flex")),
     "a drafter of another name": (on("drafters.third", "ab"), ("drafters.third",)),
     "nothing at all": (on("drafters", {}), ("drafters is empty",)),
