@@ -7,7 +7,7 @@ value back to the host, so a decode step from `draft_first` to `commit` can be c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,7 +26,6 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
-from d2sd.runtime.sampling.sample import Sampling
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -128,9 +127,8 @@ class ModelRunner:
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
         """One block per request: [B, S, M] with M = `width`."""
         masks = self._masks[role].expand(len(batch.anchor), 1, -1)
-        logits = self._draft(role, batch, torch.cat([batch.anchor[:, None, None], masks], dim=-1))
-        draft = self._candidates(role, batch.context_len, batch.sampling, logits, width)
-        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
+        blocks = torch.cat([batch.anchor[:, None, None], masks], dim=-1)
+        return self._candidates(role, batch, self._draft(role, batch, blocks), width, blocks).part(slice(None), 0)
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
@@ -138,7 +136,7 @@ class ModelRunner:
         drafter = self.drafters[role]
         blocks = trees.restart_blocks(branches, batch.anchor, drafter.mask_token_id)
         logits = trees.mask_rejected(branches, self._draft(role, batch, blocks), drafter.draft_ids)
-        return self._candidates(role, batch.context_len, batch.sampling, logits, width)
+        return self._candidates(role, batch, logits, width, blocks)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
@@ -164,8 +162,8 @@ class ModelRunner:
         # an id below 0, at which the request has ended, is not in the table; there any row will do
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
         logits = self.drafters[role].logits(hidden, anchor[:, None], self._tables[role])
-        draft = self._candidates(role, batch.context_len + accepted.count, batch.sampling, logits, width)
-        return Draft(draft.tokens[:, 0], draft.logprob[:, 0])
+        behind = replace(batch, context_len=batch.context_len + accepted.count)
+        return self._candidates(role, behind, logits, width, anchor[:, None, None]).part(slice(None), 0)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -215,11 +213,12 @@ class ModelRunner:
             self._slots, self._same_block = number % self.block_size, block[:, None] == block
         return self._slots[:rows], self._same_block[:rows, :rows]
 
-    def _candidates(
-        self, role: DrafterRole, context_len: Tensor, sampling: Sampling, logits: Tensor, width: int
-    ) -> Draft:
-        ids = self.drafters[role].draft_ids
-        return candidates(logits, context_len, sampling, min(width, self._widest), ids)
+    def _candidates(self, role: DrafterRole, batch: Batch, logits: Tensor, width: int, blocks: Tensor) -> Draft:
+        """Candidates of the slots of `blocks [B, K, G]`, of which a block of masks alone has its anchor at least."""
+        drafter, sampling = self.drafters[role], batch.sampling
+        most = self.width(max(width, drafter.pool))
+        draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids)
+        return drafter.conditioned(draft, blocks, sampling.temperature, self.width(width))
 
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
-# layers, Hkv K/V heads, D head size, V vocabulary, Vd draft vocabulary.
+# layers, S = G - 1 slots, M candidates a slot, Hkv K/V heads, D head size, V vocabulary, Vd draft vocabulary.
 
 
 class DraftConfig(Protocol):
@@ -63,6 +64,8 @@ class DraftModel(nn.Module):
     has_context: ClassVar[bool] = True
     #: Its layers have the target's MLPs.
     borrows_mlps: ClassVar[bool] = False
+    #: Fewest candidates of a slot that `conditioned` is given.
+    pool: int = 1
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""
@@ -81,6 +84,12 @@ class DraftModel(nn.Module):
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
         """Hidden states [B, K, G, E] behind `anchors [B, K]` -> logits [B, K, G-1, V or Vd] of the slots."""
         raise NotImplementedError
+
+    def conditioned(self, draft: Draft, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
+        """Candidates [B, K, S, M] of `blocks [B, K, G]` at `temperature [B]` -> `width` of them a slot, at most M, with
+        what each is worth behind those of the slot before (`Draft.behind`), if that makes a difference.
+        """
+        return draft
 
     def verify_and_draft(
         self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]

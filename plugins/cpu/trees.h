@@ -9,9 +9,9 @@
 
 /* A row of candidates a branch; at the root one row, `kept` and `prefix_len` are NULL. */
 struct source {
-    long rows, width, lane; /* K, M */
-    const int64_t *tokens;  /* [B, K, S, M] */
-    const float *logprob;
+    long rows, width, lane, parents; /* K, M, P: 1, or any and M */
+    const int64_t *tokens;           /* [B, K, S, M] */
+    const float *table;              /* [B, K, S, P, M] */
     const int64_t *kept;       /* [B, K, S] */
     const int64_t *prefix_len; /* [B, K] */
 };
@@ -29,14 +29,14 @@ struct growth {
 /* Of one request. */
 struct row {
     const int64_t *tokens, *kept;
-    const float *logprob;
-    long width, lane, prefix_len;
+    const float *table;
+    long width, lane, parents, prefix_len;
 };
 
-/* A child that may become a node; `rank` among those of its parent. */
+/* A child that may become a node; `rank` among those of its parent, `candidate` among those of its row. */
 struct child {
     float score;
-    int depth, parent, rank, row;
+    int depth, parent, rank, row, candidate;
     int64_t token;
 };
 
@@ -65,14 +65,23 @@ static struct child pop(struct child *heap, long *count) {
     return best;
 }
 
+/* What a row says of its candidates behind a node, of which it tells its own apart. */
+static const float *logprobs(const struct row *rows, int row, const struct child *node) {
+    const struct row *r = rows + row;
+    const long above = r->parents > 1 && node->depth && node->row == row ? 1 + node->candidate : 0;
+    return r->table + (node->depth * r->parents + above) * r->width;
+}
+
 /* Whether another lane proposes the token as well, and finds it likelier; of equals the earlier lane's stays. */
-static int loses(const struct row *rows, const int *state, long lanes, long lane, long slot, int64_t token, float logprob) {
+static int loses(const struct row *rows, const int *state, long lanes, long lane, const struct child *node, int64_t token,
+                 float logprob) {
     for (long rival = 0; rival < lanes; rival++) {
         if (rival == lane || state[rival] < 0) continue;
-        const struct row *row = rows + state[rival];
-        for (long at = slot * row->width; at < (slot + 1) * row->width; at++)
-            if (row->tokens[at] == token && (lane < rival ? row->logprob[at] > logprob : !(logprob > row->logprob[at])))
-                return 1;
+        const long width = rows[state[rival]].width;
+        const int64_t *tokens = rows[state[rival]].tokens + node->depth * width;
+        const float *its = logprobs(rows, state[rival], node);
+        for (long m = 0; m < width; m++)
+            if (tokens[m] == token && (lane < rival ? its[m] > logprob : !(logprob > its[m]))) return 1;
     }
     return 0;
 }
@@ -106,13 +115,13 @@ static void grow_one(const struct growth *g, const struct row *rows, long count,
         int rank = 0;
         for (long lane = 0; child.depth < g->slots && lane < lanes; lane++) {
             if (own[lane] < 0) continue;
-            const struct row *row = rows + own[lane];
-            for (long m = 0; m < row->width; m++, rank++) {
-                const long at = child.depth * row->width + m;
-                const float sum = child.score + row->logprob[at];
-                if (!(sum > -INFINITY) || loses(rows, own, lanes, lane, child.depth, row->tokens[at], row->logprob[at]))
-                    continue;
-                push(heap, &waiting, (struct child){sum, child.depth + 1, node, rank, own[lane], row->tokens[at]});
+            const long width = rows[own[lane]].width;
+            const int64_t *tokens = rows[own[lane]].tokens + child.depth * width;
+            const float *logprob = logprobs(rows, own[lane], &child);
+            for (long m = 0; m < width; m++, rank++) {
+                const float sum = child.score + logprob[m];
+                if (!(sum > -INFINITY) || loses(rows, own, lanes, lane, &child, tokens[m], logprob[m])) continue;
+                push(heap, &waiting, (struct child){sum, child.depth + 1, node, rank, own[lane], m, tokens[m]});
             }
         }
         if (++node == n || !waiting) break;
@@ -140,7 +149,8 @@ void d2sd_grow(const struct growth *g) {
             for (long k = b * s->rows; k < (b + 1) * s->rows; k++) {
                 const long draft = k * g->slots * s->width;
                 rows[count++] = (struct row){s->tokens + draft, s->kept ? s->kept + k * g->slots : NULL,
-                                             s->logprob + draft, s->width, s->lane, s->kept ? s->prefix_len[k] : 0};
+                                             s->table + draft * s->parents, s->width, s->lane, s->parents,
+                                             s->kept ? s->prefix_len[k] : 0};
             }
         grow_one(g, rows, count, b, (struct child *)memory, passed, (int *)(passed + g->nodes));
     }

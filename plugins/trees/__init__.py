@@ -121,7 +121,7 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     second pass would have the same context as the first.
     """
     # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
-    inner = Draft(first.tokens[:, :-1], first.logprob[:, :-1])  # after slot S nothing is left to draft
+    inner = first.part(slice(None), slice(-1))  # after slot S nothing is left to draft
     return branches_of_nodes(best_first_tree(anchor, [Source(inner)], count + first.top1.shape[1]), first, count)
 
 

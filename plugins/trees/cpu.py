@@ -20,8 +20,8 @@ class SourcePointers(Structure):
     """`struct source`."""
 
     _fields_ = [
-        *((name, c_long) for name in ("rows", "width", "lane")),
-        *((name, c_void_p) for name in ("tokens", "logprob", "kept", "prefix_len")),
+        *((name, c_long) for name in ("rows", "width", "lane", "parents")),
+        *((name, c_void_p) for name in ("tokens", "table", "kept", "prefix_len")),
     ]
 
 
@@ -51,15 +51,16 @@ def best_first_tree_cpu(anchor: Tensor, sources: Sequence[Source], rows: int) ->
     assert sum(source.rows for source in sources) <= MOST_ROWS
     inputs, pointers = [anchor := _int64(anchor)], (SourcePointers * len(sources))()
     for number, (source, lane) in enumerate(zip(sources, lanes(sources), strict=True)):
-        given = [_int64(source.draft.tokens), source.draft.logprob.float().contiguous()]
+        given = [_int64(source.draft.tokens), source.draft.table.float().contiguous()]
         if source.branches is not None:
             given += [_int64(source.branches.tokens), _int64(source.branches.prefix_len)]
-        pointers[number] = SourcePointers(source.rows, given[0].shape[-1], lane, *map(address, given))
+        sizes = source.rows, given[0].shape[-1], lane, given[1].shape[-2]
+        pointers[number] = SourcePointers(*sizes, *map(address, given))
         inputs += given  # alive until the call
     tree = replace(Tree.empty(len(anchor), rows), num_merged=torch.zeros_like(anchor))
     columns = anchor, tree.tokens, tree.parent, tree.depth, tree.branch_id, tree.score, tree.valid, tree.attn_mask
-    sizes = len(anchor), slots, len(sources), rows
-    functions().d2sd_grow(byref(Growth(*sizes, addressof(pointers), *map(address, columns))))
+    growth = Growth(len(anchor), slots, len(sources), rows, addressof(pointers), *map(address, columns))
+    functions().d2sd_grow(byref(growth))
     return tree
 
 

@@ -20,6 +20,18 @@ class Draft:
 
     tokens: Tensor  # [B, (K,) S, M] int64, best first
     logprob: Tensor  # [B, (K,) S, M] fp32: of acceptance, given that all tokens before it are; -inf: no proposal
+    #: [B, (K,) S, 1 + M, M] fp32: the same, first as `logprob` says, then behind each candidate of the slot before;
+    #: None: it does not depend on that.
+    behind: Tensor | None = None
+
+    @property
+    def table(self) -> Tensor:
+        """`behind`, or `logprob` alone: [B, (K,) S, P, M]."""
+        return self.logprob[..., None, :] if self.behind is None else self.behind
+
+    def part(self, *index: int | slice) -> Draft:
+        """The draft at an index of the leading axes."""
+        return Draft(self.tokens[index], self.logprob[index], None if self.behind is None else self.behind[index])
 
     @property
     def top1(self) -> Tensor:

@@ -53,8 +53,11 @@ class Calibration:
             greedy, sampled = values[:, drafter][:, distance[..., None], kind].unbind(0)
             return torch.lerp(greedy, sampled, weight)
 
-        log_odds = chosen(self.slope) * logit(draft.logprob) + chosen(self.offset)
-        return Draft(draft.tokens, logsigmoid(log_odds))
+        slope, offset = chosen(self.slope), chosen(self.offset)
+        behind = draft.behind
+        if behind is not None:
+            behind = logsigmoid(slope[..., None, :] * logit(behind) + offset[..., None, :])
+        return Draft(draft.tokens, logsigmoid(slope * logit(draft.logprob) + offset), behind)
 
 
 def logit(logprob: Tensor) -> Tensor:

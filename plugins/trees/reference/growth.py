@@ -10,6 +10,9 @@ children of the best N of the level before.
     root ─ a ─ b ─ …      in a lane, which is a source and those that replace it, a path is continued by the deepest
          └ x ─[x│y]─ …    branch whose prefix it has passed, so siblings differ; equal children from two lanes become
                           one, the likelier, of equals that of the earlier lane
+
+    a row may say what a candidate is worth behind each candidate of its slot before: that holds where it proposed the
+    parent
 """
 
 from __future__ import annotations
@@ -24,14 +27,14 @@ from torch.nn.functional import pad
 from d2sd.plugins.trees.reference.nodes import from_scored_nodes
 from d2sd.plugins.trees.types import Source, Tree, lanes
 
-# Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, N nodes, W ≤ N nodes of one
-# level.
+# Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, P parents that a row tells
+# apart: 1, or any and M; N nodes, W ≤ N nodes of one level.
 
 
 def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     """`best_first_tree` in PyTorch: the specification. Which of equal scores come first is not specified."""
     batch, slots, device = len(anchor), sources[0].draft.tokens.shape[-2], anchor.device
-    tokens, logprob, kept, prefix_len = _rows(sources)
+    tokens, table, kept, prefix_len = _rows(sources)
     width = tokens.shape[-1]
     lane = torch.cat([torch.full((s.rows,), n, device=device) for s, n in zip(sources, lanes(sources), strict=True)])
     own = lane == torch.arange(lanes(sources)[-1] + 1, device=device)[:, None]  # [L, R]
@@ -43,17 +46,18 @@ def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: i
     score, index = zeros.float(), zeros
     # The row that continues a path in each lane, from 1; 0: none.
     state = (at_root.int().argmax(-1) + 1).where(at_root.any(-1), 0).expand(batch, 1, -1)  # [B, W, L]
+    above_rank = torch.zeros_like(state)  # which parent it is to that row; 0: any
     passed = torch.ones_like(prefix_len, dtype=torch.bool)[:, None]  # [B, W, R]
     found = [(anchor[:, None], zeros, zeros, zeros, score)]  # token, parent's index, depth, branch_id, score
     count = 1
     for depth in range(slots):
         children = tokens[b, state, depth]  # [B, W, L, M]
-        scores = (score[..., None, None] + _merged(children, logprob[b, state, depth])).flatten(1)
+        scores = (score[..., None, None] + _merged(children, table[b, state, depth, above_rank])).flatten(1)
         score, best = scores.topk(min(rows, scores.shape[1]), dim=-1)
         above = best // (len(own) * width)
         token = children.flatten(1).gather(1, best)
-        parent, branch_id = index.gather(1, above), state.flatten(1).gather(1, best // width) - 1
-        found.append((token, parent, torch.full_like(token, depth + 1), branch_id, score))
+        parent, row = index.gather(1, above), state.flatten(1).gather(1, best // width)
+        found.append((token, parent, torch.full_like(token, depth + 1), row - 1, score))
         index = torch.arange(count, count + token.shape[1], device=device).expand(batch, -1)
         count += token.shape[1]
         matches = kept[:, None, :, depth] == token[..., None]  # [B, W, R]
@@ -61,28 +65,33 @@ def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: i
         enters = (passed & (prefix_len[:, None] == depth + 1))[:, :, None] & own  # [B, W, L, R]
         state = state.gather(1, above[..., None].expand(-1, -1, len(own)))
         state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, state)
+        rank = (best % width + 1)[..., None]
+        above_rank = torch.where(state == row[..., None], rank, 0).clamp(max=table.shape[3] - 1)
     return from_scored_nodes(
         *(torch.cat(column, dim=1) for column in zip(*found, strict=True)), deepest=slots, budget=rows
     )
 
 
 def _rows(sources: Sequence[Source]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Candidates and log-probabilities of all rows [B, 1 + R, S, M], of which row 0 proposes nothing; the tokens and
-    the lengths of their prefixes [B, R, S] and [B, R], 0 at the root.
+    """Candidates [B, 1 + R, S, M] and log-probabilities [B, 1 + R, S, P, M] of all rows, of which row 0 proposes
+    nothing; the tokens and the lengths of their prefixes [B, R, S] and [B, R], 0 at the root.
     """
     batch, *_, slots, _ = sources[0].draft.tokens.shape
     width = max(source.draft.tokens.shape[-1] for source in sources)
-    tokens, logprob, kept, length = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
+    parents = 1 + width if any(source.draft.behind is not None for source in sources) else 1
+    tokens, table, kept, length = list[Tensor](), list[Tensor](), list[Tensor](), list[Tensor]()
     for source in sources:
         draft, room = source.draft, (0, width - source.draft.tokens.shape[-1])
         tokens.append(pad(draft.tokens, room).view(batch, source.rows, slots, width))
-        logprob.append(pad(draft.logprob, room, value=-math.inf).view_as(tokens[-1]))
+        told = draft.table.shape[-2]  # a row that does not tell parents apart says the same of all
+        own = pad(draft.table, room, value=-math.inf).view(batch, source.rows, slots, told, width)
+        table.append(pad(own, (0, 0, 0, parents - told)) if told > 1 else own.expand(-1, -1, -1, parents, -1))
         at = source.branches
         kept.append(draft.tokens.new_zeros(batch, 1, slots) if at is None else at.tokens)
         length.append(draft.tokens.new_zeros(batch, 1) if at is None else at.prefix_len)
     tokens.insert(0, torch.zeros_like(tokens[0][:, :1]))
-    logprob.insert(0, torch.full_like(logprob[0][:, :1], -math.inf))
-    return torch.cat(tokens, 1), torch.cat(logprob, 1), torch.cat(kept, 1), torch.cat(length, 1)
+    table.insert(0, torch.full_like(table[0][:, :1], -math.inf))
+    return torch.cat(tokens, 1), torch.cat(table, 1), torch.cat(kept, 1), torch.cat(length, 1)
 
 
 def _merged(tokens: Tensor, logprob: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ def _row(state, lane: tl.constexpr):
 
 @triton.jit
 def _candidates(values, strides, request, state, slot, m, missing, slots, SOURCES: tl.constexpr, LANE: tl.constexpr):
-    """Candidates `m` in a lane for paths of this state; `missing` where there are none."""
+    """Tokens of candidates `m` in a lane for paths of this state; `missing` where there are none."""
     row = _row(state, LANE)
     found = (row * 0 + m * 0).to(values[0].dtype.element_ty) + missing
     for s in tl.static_range(len(SOURCES)):
@@ -44,18 +44,35 @@ def _candidates(values, strides, request, state, slot, m, missing, slots, SOURCE
 
 
 @triton.jit
+def _logprobs(values, strides, request, state, came, slot, m, slots, SOURCES: tl.constexpr, LANE: tl.constexpr):
+    """Log-probabilities of the same behind nodes that `came` from a candidate of a row: its number and the row's."""
+    row = _row(state, LANE)
+    found = (row * 0 + m * 0).to(tl.float32) + float("-inf")
+    for s in tl.static_range(len(SOURCES)):
+        if SOURCES[s][3] == LANE:
+            k = row - 1 - SOURCES[s][0]
+            inside = (k >= 0) & (k < SOURCES[s][1]) & (m >= 0) & (m < SOURCES[s][2])
+            line = k * slots + slot
+            if SOURCES[s][4] > 1:
+                line = line * SOURCES[s][4] + tl.where((came & MASK) == row, came >> BITS, 0)
+            at = request * strides[s] + line * SOURCES[s][2] + m
+            found = tl.where(inside, tl.load(values[s] + at, mask=inside, other=float("-inf")), found)
+    return found
+
+
+@triton.jit
 def grow_kernel(
-    anchor, draft_tokens, draft_logprob, kept, prefix_len,
+    anchor, draft_tokens, draft_table, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, scratch,
-    tokens_stride, logprob_stride, slots,
-    SOURCES: tl.constexpr, START: tl.constexpr,
+    tokens_stride, table_stride, slots,
+    SOURCES: tl.constexpr, START: tl.constexpr, TOLD: tl.constexpr,
     MP: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). Of every source: `draft_tokens`, `draft_logprob`, with `tokens_stride`, `logprob_stride` numbers from
-    one request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
-    width and lane. Of every lane: MP, its width; OFFSET, that of those before, TOTAL of all; ROWS, parents whose
-    children are sorted at a time.
+    """Grid (B). Of every source: `draft_tokens`, `draft_table`, with `tokens_stride`, `table_stride` numbers from one
+    request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
+    width, lane and the parents that it tells apart; TOLD, whether one does. Of every lane: MP, its width; OFFSET, that
+    of those before, TOTAL of all; ROWS, parents whose children are sorted at a time.
 
     START: the root's state. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its
     rank among the best.
@@ -75,6 +92,7 @@ def grow_kernel(
     level_score = tl.where(n == 0, 0.0, float("-inf"))
     state = n * 0 + START
     index = n * 0
+    origin = n * 0  # the row that proposed it, and which of its candidates it is, from 1
     passed = tl.full([NP], -1, tl.int64)  # a bit for each row whose prefix the path has so far
     best = tl.where(n == 0, pack_entry(level_score, n), ABSENT)
     for d in range(slots):
@@ -84,17 +102,16 @@ def grow_kernel(
             for start in range(0, NP, ROWS[lane]):
                 place = start + tl.arange(0, ROWS[lane])
                 of = tl.gather(state, place, 0)[:, None]
-                logprob = _candidates(
-                    draft_logprob, logprob_stride, request, of, d, m, float("-inf"), slots, SOURCES, lane
-                )
+                came_from = tl.gather(origin, place, 0)[:, None] if TOLD else of
+                logprob = _logprobs(draft_table, table_stride, request, of, came_from, d, m, slots, SOURCES, lane)
                 token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
                 for rival in tl.static_range(len(MP)):  # of equal children the likelier one stays
                     for other in range(MP[rival] if rival != lane else 0):
                         its_token = _candidates(
                             draft_tokens, tokens_stride, request, of, d, other, -1, slots, SOURCES, rival
                         )
-                        its_logprob = _candidates(
-                            draft_logprob, logprob_stride, request, of, d, other, float("-inf"), slots, SOURCES, rival
+                        its_logprob = _logprobs(
+                            draft_table, table_stride, request, of, came_from, d, other, slots, SOURCES, rival
                         )
                         loses = its_logprob > logprob if lane < rival else (logprob > its_logprob) == 0
                         logprob = tl.where((its_token == token) & loses, float("-inf"), logprob)
@@ -108,8 +125,11 @@ def grow_kernel(
         came = tl.gather(state, above, 0)
         token = tl.zeros([NP], tl.int64)
         branch = n * 0
+        origin = n * 0
         for lane in tl.static_range(len(MP)):
             m = candidate - OFFSET[lane]
+            if TOLD:
+                origin += tl.where((m >= 0) & (m < MP[lane]), ((m + 1) << BITS) + _row(came, lane), 0)
             token += _candidates(draft_tokens, tokens_stride, request, came, d, m, 0, slots, SOURCES, lane)
             branch += tl.where((m >= 0) & (m < MP[lane]), _row(came, lane) - 1, 0)
         above_index = tl.gather(index, above, 0)

@@ -203,15 +203,23 @@ def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
 
 
 def growth_constants(
-    nodes: int, widths: Sequence[int], counts: Sequence[int], lanes: Sequence[int], at_root: Sequence[bool]
+    nodes: int,
+    widths: Sequence[int],
+    counts: Sequence[int],
+    lanes: Sequence[int],
+    at_root: Sequence[bool],
+    parents: Sequence[int],
 ) -> dict[str, object]:
-    """Constants of sources with these candidates a slot, rows, lanes, and whether they stand at the root."""
+    """Constants of sources with these candidates a slot, rows, lanes, whether they stand at the root, and the parents
+    that they tell apart.
+    """
     padded, first = power(nodes), [0, *accumulate(counts)][:-1]
     wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
     most = max(padded, 4096 if padded > 128 and len(wide) == 1 else 2048)  # more spill
     return {
-        "SOURCES": tuple(zip(first, counts, widths, lanes, strict=True)),
+        "SOURCES": tuple(zip(first, counts, widths, lanes, parents, strict=True)),
+        "TOLD": max(parents) > 1,
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
         "MP": tuple(wide),
         "OFFSET": tuple(accumulate(wide, initial=0))[:-1],
@@ -229,25 +237,26 @@ def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     """`best_first_tree` of int64 tokens and fp32 log-probabilities."""
     batch, (*_, slots, _) = len(anchor), sources[0].draft.tokens.shape
     of_lanes, branches = lanes(sources), [source.branches for source in sources]
-    tokens, logprob = [_requests(s.draft.tokens) for s in sources], [_requests(s.draft.logprob) for s in sources]
+    tokens, table = [_requests(s.draft.tokens) for s in sources], [_requests(s.draft.table) for s in sources]
     kept = tuple(None if at is None else at.tokens.contiguous() for at in branches)
     prefix_len = tuple(None if at is None else at.prefix_len.contiguous() for at in branches)
-    strides = (tuple(x.stride(0) for x in column) for column in (tokens, logprob))
-    counts, at_root = [source.rows for source in sources], [at is None for at in branches]
+    strides = (tuple(x.stride(0) for x in column) for column in (tokens, table))
+    sizes = [x.shape[-1] for x in tokens], [source.rows for source in sources], of_lanes
+    at_root = [at is None for at in branches]
     out = Tree.empty(batch, rows, anchor.device)
     scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         grow_kernel[(batch,)](
             anchor,
             tuple(tokens),
-            tuple(logprob),
+            tuple(table),
             kept,
             prefix_len,
             *outputs(out),
             scratch,
             *strides,
             slots,
-            **growth_constants(rows, [x.shape[-1] for x in tokens], counts, of_lanes, at_root),
+            **growth_constants(rows, *sizes, at_root, [x.shape[-2] for x in table]),
             **tree_constants(rows),
             num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
         )

@@ -161,6 +161,34 @@ def test_sources(
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
+@pytest.mark.parametrize(
+    ("slots", "widths", "counts", "rows"),
+    [(3, (3, 3, 1), (0, 2, 1), 13), (4, (5, 5, 2), (0, 4, 2), 30), (3, (4, 2), (0, 1), 40)],
+)
+@pytest.mark.parametrize("which", [(0,), (1,), (0, 1), (2,)])
+@pytest.mark.parametrize("ties", [False, True])
+def test_candidates_behind_those_of_the_slot_before(
+    slots: int,
+    widths: tuple[int, ...],
+    counts: tuple[int, ...],
+    rows: int,
+    which: tuple[int, ...],
+    ties: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    draw = torch.Generator().manual_seed(3)
+    sources = list[Source]()
+    for width, count in zip(widths, counts, strict=True):
+        first, branches, second = random_drafts(draw, slots, width, count, ties)
+        sources += sources_of(first if not sources or count != 1 else None, branches, second)
+    for place in {min(n, len(sources) - 1) for n in which}:
+        draft = sources[place].draft
+        told = scores(draw, *draft.tokens.shape, draft.tokens.shape[-1], ties=ties)
+        told = torch.cat([draft.logprob[..., None, :], told], -2)
+        sources[place] = replace(sources[place], draft=replace(draft, behind=told))
+    assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
+
+
 def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tree_branches` takes such a slice: all slots but the last."""
     first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)

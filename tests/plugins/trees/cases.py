@@ -17,10 +17,11 @@ SLOTS, VOCABULARY = 15, 32768
 COLUMNS = ("tokens", "parent", "depth", "branch_id", "valid", "score", "attn_mask", "num_merged")
 
 
-def source(width: int, branches: int = 0, *, replaces: bool = False) -> Source:
-    """A source at the root, or behind `branches`."""
+def source(width: int, branches: int = 0, *, replaces: bool = False, told: bool = False) -> Source:
+    """A source at the root, or behind `branches`; `told`: it tells its parents apart."""
     shape = (2, branches, SLOTS) if branches else (2, SLOTS)
-    draft = Draft(some("i64", *shape, width), some("fp32", *shape, width))
+    behind = some("fp32", *shape, 1 + width, width) if told else None
+    draft = Draft(some("i64", *shape, width), some("fp32", *shape, width), behind)
     if not branches:
         return Source(draft)
     length = some("i64", 2, branches)
@@ -29,10 +30,11 @@ def source(width: int, branches: int = 0, *, replaces: bool = False) -> Source:
 
 #: A draft, a second one behind its branches, and a copy that competes with both.
 SOURCES = (source(16), source(16, 7, replaces=True), source(1))
+TOLD = (source(16, told=True), source(16, 7, replaces=True, told=True), source(1))
 
 
-def grow(nodes: int, count: int) -> None:
-    trees.growth_triton(some("i64", 2), SOURCES[:count], nodes)
+def grow(nodes: int, count: int, told: bool = False) -> None:
+    trees.growth_triton(some("i64", 2), (TOLD if told else SOURCES)[:count], nodes)
 
 
 def merge(count: int, size: int, nodes: int) -> None:
@@ -77,7 +79,12 @@ KERNELS = (
     Kernel(
         grow_kernel,
         (*COLUMNS, "scratch"),
-        {f"grow {nodes} of {n} sources": partial(grow, nodes, n) for nodes in (64, 1024) for n in (1, 2, 3)},
+        {
+            f"grow {nodes} of {n} sources{', told apart' if told else ''}": partial(grow, nodes, n, told)
+            for nodes in (64, 1024)
+            for n in (1, 2, 3)
+            for told in (False, True)
+        },
         reads_back=("scratch",),
     ),
     Kernel(
@@ -118,6 +125,9 @@ CHECKS = {
     "chain": Check("chain", "trees.test_chain", (5,)),
     "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),
     "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True)),
+    "told apart": Check(
+        "grow", "trees.test_candidates_behind_those_of_the_slot_before", (2, (2, 1), (0, 1), 5, (0, 1), True)
+    ),
     "sources": Check("grow", "trees.test_sources", (2, (2, 1, 1), (0, 0, 1), 5, True)),
     "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
     "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
