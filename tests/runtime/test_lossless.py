@@ -13,7 +13,7 @@ import torch
 
 from d2sd.modeling.config import Family
 from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
+from d2sd.policies import NAMES, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -21,6 +21,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output
 from d2sd.runtime.stats import SequenceStats
+from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
@@ -91,6 +92,7 @@ WAYS = {
     "many rows": Way(row_budget=70, max_batch=10),
 }
 REAL_WAYS = {"alone": WAYS["alone"], "tight pages": WAYS["tight pages"], "joining": Way(gap=1, max_batch=8)}
+SLOW = pytest.mark.slow
 DRAFTING = tuple(name for name in NAMES if name not in ("off", "lookup"))
 
 
@@ -103,12 +105,8 @@ def test_requests_are_worth_running() -> None:
     assert len({r.max_new_tokens % BLOCK for r in requests}) > 2
 
 
-#: At every change, of all pairs: three policies each way and a fourth where a tree hardly fits, four ways a policy.
-FLEX = [name for name, facts in FACTS.items() if facts.first_drafter is DrafterRole.FLEX]
-OTHERS = [name for name in NAMES if name not in FLEX]
-SAMPLED = {(name, OTHERS[(place + step) % len(OTHERS)]) for place, name in enumerate(WAYS) for step in (0, 3, 4)}
-SAMPLED |= {("few rows", "hybrid")}
-SAMPLED |= {(name, flex) for name in ("alone", "in flight", "tight pages", "two rows") for flex in FLEX}
+#: At every change, of all pairs: five ways a policy, and a tree that hardly fits.
+SAMPLED = {(name, policy) for policy in NAMES for name in chosen(policy, WAYS, 5)} | {("few rows", "hybrid")}
 
 
 def test_sample_covers_every_way_and_policy() -> None:
@@ -120,7 +118,7 @@ def test_sample_covers_every_way_and_policy() -> None:
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
-        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (name, policy) in SAMPLED else pytest.mark.slow)
+        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (name, policy) in SAMPLED else SLOW)
         for name, way in WAYS.items()
         for policy in NAMES
     ],
@@ -160,9 +158,9 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
-        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
-        for turn, (name, way) in enumerate(REAL_WAYS.items())
-        for place, policy in enumerate(DRAFTING)
+        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if [name] == chosen(policy, REAL_WAYS) else SLOW)
+        for name, way in REAL_WAYS.items()
+        for policy in DRAFTING
     ],
 )
 def test_with_real_drafters(policy: PolicyName, way: Way) -> None:

@@ -17,6 +17,7 @@ from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
+from tests.choosing import chosen
 from tests.runtime.helpers import BLOCK, cheater, expected, honest, make_engine, models, plain, run_staggered
 from tests.tiny import full_logits
 
@@ -124,12 +125,7 @@ def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) 
 
 @pytest.mark.parametrize(
     ("policy", "way"),
-    [
-        (policy, way)
-        for place, policy in enumerate(NAMES)
-        for turn, way in enumerate(("eight", "tight", "alone"))
-        if place % 3 == turn  # the test below has all, with more requests
-    ],
+    [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in NAMES],  # the test below has all
 )
 def test_every_parameter_with_every_policy(policy: PolicyName, way: str) -> None:
     check(policy, way, run(policy, way))
@@ -153,9 +149,9 @@ def test_every_parameter_at_both_temperatures(policy: PolicyName) -> None:
 @pytest.mark.parametrize(
     ("policy", "budget"),
     [
-        pytest.param(policy, budget, marks=[] if place % 3 == turn else pytest.mark.full)
-        for place, policy in enumerate(NAMES)
-        for turn, budget in enumerate((2, 70, 3))
+        pytest.param(policy, budget, marks=[] if [budget] == chosen(policy, (2, 70, 3)) else pytest.mark.full)
+        for policy in NAMES
+        for budget in (2, 70, 3)
     ],
 )
 def test_every_parameter_in_trees_of_any_size(policy: PolicyName, budget: int) -> None:
