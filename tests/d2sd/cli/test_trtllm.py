@@ -51,7 +51,7 @@ def test_check_where_all_fits(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> 
     assert "DFlashWorker._refine_block_logits" in done.output
     for name in (DFLASH, D2SD):
         assert f"{name}: every key" in done.output
-    assert "both drafters, one chain: would be registered, not yet run" in done.output
+    assert "both drafters, one chain: would be registered" in done.output
     assert "tree: not available" in done.output
 
 
