@@ -218,7 +218,7 @@ class ModelRunner:
         drafter, sampling = self.drafters[role], batch.sampling
         most = self.width(max(width, drafter.pool))
         draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids)
-        return drafter.conditioned(draft, blocks, sampling.temperature, self.width(width))
+        return drafter.conditioned(draft, blocks, sampling.temperature, self.width(width)) if drafter.pool else draft
 
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""

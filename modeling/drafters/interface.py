@@ -64,8 +64,8 @@ class DraftModel(nn.Module):
     has_context: ClassVar[bool] = True
     #: Its layers have the target's MLPs.
     borrows_mlps: ClassVar[bool] = False
-    #: Fewest candidates of a slot that `conditioned` is given.
-    pool: int = 1
+    #: Fewest candidates of a slot that `conditioned` is given; 0: it is not called.
+    pool: int = 0
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""
@@ -87,9 +87,9 @@ class DraftModel(nn.Module):
 
     def conditioned(self, draft: Draft, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
         """Candidates [B, K, S, M] of `blocks [B, K, G]` at `temperature [B]` -> `width` of them a slot, at most M, with
-        what each is worth behind those of the slot before (`Draft.behind`), if that makes a difference.
+        what each is worth behind those of the slot before (`Draft.behind`). For kinds in which that makes a difference.
         """
-        return draft
+        raise NotImplementedError
 
     def verify_and_draft(
         self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
