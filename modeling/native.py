@@ -40,7 +40,7 @@ def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype)
 
 
 def _is_plain(layer: nn.Module) -> bool:
-    """Neither FP8 nor with layers of somebody else in place of linear ones, as ModelOpt puts them to calibrate."""
+    """True if every projection is a plain nn.Linear (not FP8, not a ModelOpt wrapper) and no cache is quantized."""
     names = *(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
     plain = all(type(layer.get_submodule(name)) is nn.Linear for name in names)
     return plain and type(layer.get_submodule("self_attn.k_cache")) is nn.Identity

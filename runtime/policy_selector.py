@@ -101,8 +101,8 @@ class PolicySelector:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
         none if all requests had ended.
 
-        Steps end in the order in which they were chosen. One that was launched before the end of another takes the time
-        from that end on. `begun` None: other work was done meanwhile, so its time says nothing.
+        Steps end in the order in which they were chosen. A step that was launched before another ended is timed from
+        that end. `begun` is None if other work was done meanwhile, so that the step's time says nothing.
         """
         started, self._ended = self._ended, self.clock()
         factor = None

@@ -1,11 +1,11 @@
 """Selects the requests of each step: by priority, then clients in turns, each first come, first served.
 
-A client's requests get consecutive turns, the first one the turn that is served now (start-time fair queueing, Goyal et
-al., SIGCOMM 1996); a single client is served first come, first served. A client without a running request takes the
-place of the newest one of the client that has the most.
+Each request of a client gets the turn after the one before it; its first gets the turn that is served now (start-time
+fair queueing, Goyal et al., SIGCOMM 1996). A client without a running request takes the place of the newest request of
+the client that runs most.
 
 A request starts with the cached pages of its longest known prefix. Without free pages the newest running request of the
-lowest priority is preempted and continued later; what is still cached of it is not computed again.
+lowest priority is preempted and continues later, without computing again what is still cached of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How it is asked: at a constant concurrency (closed loop), or at random times of a given rate (open loop)."""
+"""Sends requests at a constant concurrency (closed loop), or at random times of a given rate (open loop)."""
 
 from __future__ import annotations
 

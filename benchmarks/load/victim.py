@@ -1,5 +1,5 @@
-"""A client to be killed: opens streams on a server and reads them, until somebody kills it. Imports little, so that it
-starts fast: `python -S victim.py HOST PORT STREAMS FIELDS`; FIELDS are more fields of the body, in JSON.
+"""This client opens streams on a server and reads them until the test kills it. It imports little, to start fast:
+`python -S victim.py HOST PORT STREAMS FIELDS`, where FIELDS are more fields of the body, in JSON.
 """
 
 import json

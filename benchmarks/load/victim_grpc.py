@@ -1,5 +1,5 @@
-"""A gRPC client to be killed: opens streams on Triton, prints a line at the first response and reads on until somebody
-kills it: `python victim_grpc.py ADDRESS MODEL STREAMS TOKENS`.
+"""This gRPC client opens streams on Triton, prints a line at the first response and reads until the test kills it:
+`python victim_grpc.py ADDRESS MODEL STREAMS TOKENS`.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Step times of a bundle, kept in a file: the next engine on the same machine reads them and starts at once.
 
-The name of the file is a hash of everything that the times depend on. Times of a busy machine are kept as such: the
-first start on a quiet one measures again.
+The name of the file is a hash of everything that the times depend on. Times measured under load are marked busy and
+re-measured on an idle start.
 """
 
 from __future__ import annotations
