@@ -13,11 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
-from benchmarks.gpu.count import count
-from benchmarks.gpu.roofline import NODE, floor_bytes, floor_seconds, passes, seconds
-from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, FILTERED, ROWS, SAMPLED, Step, rows
+from benchmarks.gpu.roofline import floor_bytes, floor_seconds, passes, seconds
+from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, FILTERED, ROWS, SAMPLED, Step, count, rows
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
 from d2sd.bench.markdown import line_table
+from d2sd.bench.roofline import NODE_SECONDS as NODE
 from d2sd.bench.roofline import PEAKS
 
 PAGE = Path(__file__).with_name("roofline.md")

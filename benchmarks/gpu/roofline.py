@@ -1,4 +1,4 @@
-"""The least that a decode step reads and computes, and the seconds of its launches on a GPU: arithmetic over `count`.
+"""The least that a decode step reads and computes, and the seconds of its launches on a GPU, over `steps.count`.
 
 A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its products; it
 takes the longer of the two at the peaks of the data sheet. Activations, logits and writes cost nothing in that floor.
@@ -12,9 +12,6 @@ from dataclasses import dataclass
 
 from benchmarks.gpu.traffic import KV, WEIGHTS, Launch
 from d2sd.bench.roofline import GpuPeaks
-
-#: Seconds of a small kernel behind another in a CUDA graph: an assumption, 1.5 to 2.5 µs.
-NODE = 2e-6
 
 
 @dataclass(slots=True)

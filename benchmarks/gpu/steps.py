@@ -3,8 +3,8 @@
 Weights are random, which changes no time.
 
 Each step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what the host
-needs is in it) and as one CUDA graph. Beside the times are its bytes and graph nodes as counted without a GPU
-(benchmarks/gpu/count.py); docs/roofline.md has the same rows by arithmetic.
+needs is in it) and as one CUDA graph. Beside the times are its bytes and graph nodes as `count` finds them without a
+GPU; docs/roofline.md has the same rows by arithmetic.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
 from d2sd.convert.checkpoint.flexdraft import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
@@ -34,7 +35,8 @@ from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
-from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.cuda_graphs.inputs import Link, _tensors
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Handover, captured_step
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
@@ -115,8 +117,6 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
 
     Raises where a replay of the graph gives other tokens than the eager step.
     """
-    from benchmarks.gpu.count import count  # which makes these models on the meta device
-
     counted = count(one)
     moved = traffic.read(counted) + traffic.written(counted)
     figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
@@ -138,6 +138,26 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
         raise RuntimeError("the captured step commits other tokens than the eager step")
     figures["graph_ms"] = median(_seconds(run) for _ in range(15)) * 1000
     return figures
+
+
+@torch.inference_mode()
+def count(one: Step) -> list[Launch]:
+    """The launches of a step as its CUDA graph holds them, counted on meta tensors."""
+    meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
+    with without_gpu(meter):
+        runner, policy = made(one, "meta"), one.make_policy()
+        for pool in runner.pools:
+            meter.known(KV, pool.k, pool.v)
+        batch, draft = requests(one, runner).to("meta"), host_draft(one)
+        draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
+        packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
+        link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
+        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, *runner.constants)
+        runner.context.reserve(*batch.page_table.shape)
+        meter.known(ACTIVATIONS, *runner.context.memory)
+        with meter:
+            captured_step(runner, policy, batch, link, handover, draft=draft, timer=meter.stage)
+    return meter.launches
 
 
 def made(one: Step, device: str = "cuda") -> ModelRunner:

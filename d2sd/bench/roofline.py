@@ -28,9 +28,10 @@ from d2sd.runtime.step_times import Forecast, StepTimes
 #: Assumptions, until docs/gpu.md has measurements. Share of both peaks that large products and reads reach: what the
 #: ledger asks of the attention kernel against the copy rate.
 EFFICIENCY = 0.8
-#: Seconds of the small kernels of one layer: ten launches (`d2sd.modeling.fused`), and small dependent kernels take 1.5
-#: to 2.5 µs in a CUDA graph.
-LAYER_SECONDS = 10 * 2e-6
+#: Seconds of a small kernel behind another in a CUDA graph, 1.5 to 2.5 µs.
+NODE_SECONDS = 2e-6
+#: Seconds of the small kernels of one layer: ten launches (`d2sd.modeling.fused`).
+LAYER_SECONDS = 10 * NODE_SECONDS
 
 
 @dataclass(frozen=True, slots=True)

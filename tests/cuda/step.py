@@ -16,8 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.gpu.count import count
-from benchmarks.gpu.steps import Step
+from benchmarks.gpu.steps import Step, count
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
 from tests.cuda import guard
@@ -99,7 +98,7 @@ def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], 
     "policy", ["d2sd", *(pytest.param(name, marks=pytest.mark.full) for name in ("off", "chain", "hybrid"))]
 )
 def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> None:
-    """Bytes are counted there (benchmarks/gpu/count.py)."""
+    """Bytes are counted there (benchmarks/gpu/steps.py)."""
     fake = steps(policy, (GREEDY,), size=1, layers=LAYERS, drafter_layers=DRAFTER_LAYERS)
     assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches
 

@@ -17,9 +17,8 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from benchmarks.gpu import traffic
-from benchmarks.gpu.count import count
 from benchmarks.gpu.roofline import floor_bytes, passes
-from benchmarks.gpu.steps import BATCHES, BODY, CONTEXT, FILTERED, SAMPLED, VOCABULARY, Step, rows
+from benchmarks.gpu.steps import BATCHES, BODY, CONTEXT, FILTERED, SAMPLED, VOCABULARY, Step, count, rows
 from benchmarks.gpu.traffic import KV, LOGITS, WEIGHTS, Launch, Meter, read, written
 from tests.plugins.cases import kernels
 
