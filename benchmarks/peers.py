@@ -32,6 +32,7 @@ from benchmarks.cpu.ours import engines
 from benchmarks.cpu.result import Figures, Result, floors
 from benchmarks.cpu.transformers_peer import DTYPES, transformers_peers
 from d2sd.bench.provenance import provenance
+from d2sd.bench.result import save
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request
 from d2sd.cli.options import FilePath
@@ -173,7 +174,7 @@ def main(
     out.mkdir(parents=True, exist_ok=True)
     threads = threads or len(os.sched_getaffinity(0))
     result = Benchmark(bundle, out, data, count, max_new_tokens, repeat, threads).run()
-    write_text(out / "peers.json", result.model_dump_json(indent=1) + "\n")
+    save(result, out / "peers.json", indent=1)
     write_text(out / "peers.md", report.markdown(result))
     report.plot(result, out / "peers.png")
     click.echo(report.markdown(result))

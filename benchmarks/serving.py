@@ -40,6 +40,7 @@ from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import Conversation
 from d2sd.bench.capacity import Slo
 from d2sd.bench.provenance import provenance
+from d2sd.bench.result import save
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.convert.checkpoint.offline import load_tokenizer
@@ -179,7 +180,7 @@ def _write(path: Path, found: Sequence[BaseModel]) -> None:
 
 def paths(result: Result, out: Path) -> Iterator[Path]:
     """Write serving.json, serving.md and the plots."""
-    write_text(out / "serving.json", result.model_dump_json(indent=1))
+    save(result, out / "serving.json", indent=1)
     write_text(out / "serving.md", report.markdown(result))
     yield from (out / "serving.json", out / "serving.md", *write_plots(result, out))
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
-from pydantic import BaseModel
 
+from d2sd.bench.result import Part
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
 from d2sd.modeling.native import packed_product
@@ -20,7 +20,7 @@ _SIZE, _RUNS = 2048, 15
 _OUTPUTS, _INPUTS = 16384, 1024
 
 
-class Machine(BaseModel):
+class Machine(Part):
     """Measured with all threads that contestants use."""
 
     threads: int

@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from math import inf
 from statistics import median
 
-from pydantic import BaseModel
-
 from benchmarks.cpu.contestant import BITS, Key, Passed, Tokens, Weights
 from benchmarks.cpu.machine import Machine, read_seconds
-from d2sd.bench.result import Provenance
+from d2sd.bench.result import Part, Provenance, ResultFile
 
 
-class Figures(BaseModel):
+class Figures(Part):
     """One contestant; a list has one entry for each repetition."""
 
     key: Key
@@ -47,14 +45,14 @@ def _sum(passes: Sequence[Passed], name: str) -> float:
     return float(sum(getattr(passed, name) for passed in passes))
 
 
-class Floor(BaseModel):
+class Floor(Part):
     """The least time of a plain step: to read all weights once."""
 
     weight_bytes: int
     ms: float
 
 
-class Result(BaseModel):
+class Result(ResultFile):
     """`peers.json`."""
 
     provenance: Provenance

@@ -178,7 +178,7 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     batch, device, ids = len(tokens), str(tokens.device), drafter.config.target_layer_ids
     dtype, columns = target.embed_tokens.weight.dtype, -(-tokens.shape[1] // PAGE_SIZE)
     pools = [
-        KVPool.for_body(m.config.body, 1 + batch * columns, PAGE_SIZE, dtype, device, kv_scales(m))
+        KVPool(m.config.body, 1 + batch * columns, PAGE_SIZE, dtype, device, kv_scales(m))
         for m in (target, drafter, drafter)
     ]
     table = 1 + torch.arange(batch * columns, device=device).view(batch, columns)
@@ -236,7 +236,7 @@ def time_pass(kind: str, note: Note, device: str = "cuda") -> dict[str, Any]:
     )
     target, (drafter,) = models(kind, body, 1024, device)
     columns = CONTEXT // PAGE_SIZE + 4
-    pool = KVPool.for_body(body, 1 + columns, PAGE_SIZE, torch.bfloat16, device, kv_scales(target))
+    pool = KVPool(body, 1 + columns, PAGE_SIZE, torch.bfloat16, device, kv_scales(target))
     table = 1 + torch.arange(columns, device=device)[None]
     context = torch.tensor([CONTEXT], device=device)
     ids, tokens = drafter.config.target_layer_ids, torch.arange(64, device=device)[None]

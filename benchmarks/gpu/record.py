@@ -1,6 +1,6 @@
 """The suite's measurements in one JSON file, written after every case: a kill loses only the running case.
 
-    {"schema": 1, "environment": {...}, "rows": {"times/8192x32 ...": {"status": "ok", ...}, ...}}
+    {"d2sd_bench": 1, "environment": {...}, "rows": {"times/8192x32 ...": {"status": "ok", ...}, ...}}
 
 status   ok        measured; never measured again
          skipped   cannot be measured here, `reason` says why
@@ -14,17 +14,25 @@ The next call of the suite goes on: it keeps the rows that are ok and takes up t
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from d2sd.errors import D2SDError
-from d2sd.io import write_text
+from pydantic import ConfigDict
 
-SCHEMA = 1
+from d2sd.bench.result import ResultFile, load, save
+from d2sd.errors import D2SDError
+
 #: Figures measured under different values of these must not be in one file.
 SAME = ("device", "torch", "triton", "code")
 Row = dict[str, Any]
+
+
+class Suite(ResultFile):
+    """`gpu.json`."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")  # a dry run has no times
+    environment: dict[str, Any]
+    rows: dict[str, Row]
 
 
 class Record:
@@ -35,8 +43,8 @@ class Record:
         self.environment: dict[str, Any] = {}
         self.rows: dict[str, Row] = {}
         if self.path.exists():
-            found = _read(self.path)
-            self.environment, self.rows = found["environment"], found["rows"]
+            found = load(Suite, self.path, "remove it, or another --out")
+            self.environment, self.rows = found.environment, found.rows
 
     def resume(self, environment: dict[str, Any]) -> None:
         """Store the environment; raises `D2SDError` if the file has another machine or other code."""
@@ -68,19 +76,4 @@ class Record:
     def write(self) -> None:
         """Write the file atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"schema": SCHEMA, "environment": self.environment, "rows": self.rows}, indent=1)
-        write_text(self.path, text + "\n")
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-        schema = found["schema"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise D2SDError("Not a result of the GPU suite.", where=path, found=error, fix="remove it") from error
-    if schema != SCHEMA:
-        raise D2SDError(
-            "The result has another schema.", where=path, found=schema, expected=SCHEMA, fix="another --out"
-        )
-    done: dict[str, Any] = found
-    return done
+        save(Suite(environment=self.environment, rows=self.rows), self.path, indent=1)

@@ -12,13 +12,13 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import BaseModel
 
 from benchmarks.load.client import Reply
 from d2sd.bench.capacity import Slo
+from d2sd.bench.result import Part
 
 
-class Sample(BaseModel):
+class Sample(Part):
     """One request, as measured; times are in seconds."""
 
     ttft: float
@@ -52,7 +52,7 @@ class Sample(BaseModel):
         return self.ttft <= slo.ttft and mean <= slo.itl
 
 
-class Spread(BaseModel):
+class Spread(Part):
     """Percentiles of a latency, in milliseconds."""
 
     mean: float
@@ -76,7 +76,7 @@ def token_latencies(arrivals: Sequence[tuple[float, int]]) -> list[float]:
     return found
 
 
-class Figures(BaseModel):
+class Figures(Part):
     """One load on one server."""
 
     requests: int

@@ -6,11 +6,9 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from pydantic import BaseModel
-
 from benchmarks.load.figures import Figures, Sample
 from d2sd.bench.capacity import Slo
-from d2sd.bench.result import Provenance
+from d2sd.bench.result import Part, Provenance, ResultFile
 
 Workload = Literal["prompts", "poisson", "prefix", "turns"]
 
@@ -45,7 +43,7 @@ class Key(NamedTuple):
         return f"{self.amount:g} requests/s" if self.workload == "poisson" else f"{self.amount:g} in flight"
 
 
-class Run(BaseModel):
+class Run(Part):
     """One measurement of a load."""
 
     samples: list[Sample]
@@ -56,7 +54,7 @@ class Run(BaseModel):
         return Figures.of(self.samples, self.seconds, self.cpu_seconds, slo)
 
 
-class Cell(BaseModel):
+class Cell(Part):
     """All runs of a load on a server; the figures are of the run with the median time."""
 
     key: Key
@@ -69,7 +67,7 @@ class Cell(BaseModel):
         return cls(key=key, figures=ranked[(len(runs) - 1) // 2].figures(slo), runs=list(runs))
 
 
-class Result(BaseModel):
+class Result(ResultFile):
     """`serving.json`."""
 
     provenance: Provenance

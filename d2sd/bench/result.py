@@ -1,10 +1,13 @@
-"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; the source of every table and plot."""
+"""`result.json`: the measurements of `d2sd bench`, prompt by prompt; the source of every table and plot.
+
+The files of all benchmarks are a `ResultFile`, saved and loaded here.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -27,11 +30,22 @@ class ResultError(D2SDError):
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
+    """A part of a result."""
+
     model_config = _STRICT
 
 
-class Provenance(_Part):
+class ResultFile(Part):
+    """The file of a benchmark, with the version of all their schemas."""
+
+    d2sd_bench: Literal[1] = SCHEMA
+
+
+File = TypeVar("File", bound=ResultFile)
+
+
+class Provenance(Part):
     date: str
     command: str
     commit: str | None  # None if d2sd does not run from a checkout
@@ -41,7 +55,7 @@ class Provenance(_Part):
     device: str
 
 
-class Settings(_Part):
+class Settings(Part):
     """Settings common to all cells."""
 
     per_set: Positive
@@ -59,7 +73,7 @@ class Response(AcceptedLengths):
     tokens: Count  # of the response: without tokens committed past a stop token
 
 
-class Difference(_Part):
+class Difference(Part):
     """The first token in which a response differs from plain decoding."""
 
     request: Count  # index in the cell's requests
@@ -114,8 +128,7 @@ class Cell(Evaluation):
         return Key(self.method, self.rows, self.set, self.temperature, self.concurrency)
 
 
-class Result(_Part):
-    d2sd_bench: Literal[1] = SCHEMA
+class Result(ResultFile):
     provenance: Provenance
     settings: Settings
     cells: Annotated[list[Cell], Field(min_length=1)]
@@ -128,15 +141,19 @@ class Result(_Part):
         return self
 
 
-def save(result: Result, path: Path) -> None:
+def save(result: ResultFile, path: Path, *, indent: int | None = None) -> None:
     """Write the file atomically; raises `ResultError`."""
     try:
-        write_text(path, result.model_dump_json() + "\n")
+        write_text(path, result.model_dump_json(indent=indent) + "\n")
     except (OSError, ValueError) as error:  # ValueError: a lone surrogate in a prompt's id
         raise ResultError("The result cannot be written.", where=path, found=error) from None
 
 
-def load_result(path: Path) -> Result:
+def load(schema: type[File], path: Path, fix: str) -> File:
     """Read and validate a result; raises `ResultError`."""
-    fix = "name the JSON file that d2sd bench wrote, or run d2sd bench again"
-    return read_model(Result, path, error=ResultError, what="result", version=("d2sd_bench", SCHEMA), fix=fix)
+    return read_model(schema, path, error=ResultError, what="result", version=("d2sd_bench", SCHEMA), fix=fix)
+
+
+def load_result(path: Path) -> Result:
+    """`load` what d2sd bench wrote."""
+    return load(Result, path, "name the JSON file that d2sd bench wrote, or run d2sd bench again")
