@@ -101,6 +101,6 @@ class Decoder(TargetModel):
         batch, weight = len(tokens), self.embed_tokens.weight
         no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
         rows = Rows.chain(tokens.shape[1], no_context[:, None][:, :0], no_context)
-        empty = KVPool.for_body(self.config.body, 1, 1, weight.dtype, str(weight.device))
+        empty = KVPool(self.config.body, 1, 1, weight.dtype, str(weight.device))
         out: DecoderOutput = self(tokens, rows, empty, aux_layer_ids)
         return out

@@ -108,34 +108,20 @@ class KVPool:
 
     def __init__(
         self,
-        layers: int,
-        pages: int,
-        page_size: int,
-        kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: str,
-        fp8: tuple[Tensor, Tensor] | None = None,
-    ) -> None:
-        """`dtype` is the pages' dtype unless `fp8` has their scales (k_scale, v_scale), [L] fp32 each."""
-        shape = (layers, pages, page_size, kv_heads, head_dim)
-        stored = dtype if fp8 is None else torch.float8_e4m3fn
-        self.k = torch.zeros(shape, dtype=stored, device=device)  # [L, P, Z, Hkv, D]
-        self.v = torch.zeros(shape, dtype=stored, device=device)
-        self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
-        self.page_size = page_size
-
-    @staticmethod
-    def for_body(
         body: BodyConfig,
         pages: int,
         page_size: int,
         dtype: torch.dtype,
         device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
-    ) -> KVPool:
-        """A pool for a model of this geometry."""
-        return KVPool(body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim, dtype, device, fp8)
+    ) -> None:
+        """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each."""
+        shape = (body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim)
+        stored = dtype if fp8 is None else torch.float8_e4m3fn
+        self.k = torch.zeros(shape, dtype=stored, device=device)  # [L, P, Z, Hkv, D]
+        self.v = torch.zeros(shape, dtype=stored, device=device)
+        self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
+        self.page_size = page_size
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""

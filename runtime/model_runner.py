@@ -105,10 +105,7 @@ class ModelRunner:
     def _make_pools(self, pages: int, page_size: int, device: str) -> list[KVPool]:
         own = [drafter for drafter in self.drafters.values() if drafter.has_context]
         models: list[TargetModel | DraftModel] = [self.target, *own]
-        return [
-            KVPool.for_body(model.config.body, pages, page_size, self._dtype, device, kv_scales(model))
-            for model in models
-        ]
+        return [KVPool(model.config.body, pages, page_size, self._dtype, device, kv_scales(model)) for model in models]
 
     @torch.inference_mode()
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:

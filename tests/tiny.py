@@ -185,6 +185,12 @@ def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
     model.eval().requires_grad_(False)
 
 
+def bare_pool(layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int) -> KVPool:
+    """An empty pool of this shape in fp32."""
+    body = replace(tiny_decoder().config.body, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
+    return KVPool(body, pages, page_size, torch.float32, "cpu")
+
+
 def pool_for(
     body: BodyConfig,
     batch: int,
@@ -201,7 +207,7 @@ def pool_for(
     or reads a slot it must not, shows at once.
     """
     pages = -(-tokens // page_size)
-    pool = KVPool.for_body(body, 1 + batch * pages, page_size, dtype, "cpu", fp8)
+    pool = KVPool(body, 1 + batch * pages, page_size, dtype, "cpu", fp8)
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))

@@ -201,7 +201,7 @@ class GraphDrafter(DFlashModel):
     def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, device, body = len(features), features.device, self.config.body
         if self._scratch_pool is None:
-            self._scratch_pool = KVPool.for_body(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
+            self._scratch_pool = KVPool(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
         # This cannot write to a page in use: no feature is real, the page table contains page 0 only, and the pool is
         # a scratch pool.
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))

@@ -12,12 +12,22 @@ from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import Attention
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
-from tests.tiny import ancestor_mask, feed, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter
+from tests.tiny import (
+    ancestor_mask,
+    bare_pool,
+    feed,
+    in_fp8,
+    pool_for,
+    random_tokens,
+    random_tree,
+    tiny_decoder,
+    tiny_drafter,
+)
 
 
 def test_write_puts_each_row_at_its_token() -> None:
     """Two layers, two requests whose pages interleave, positions out of order; a row not kept lands in page 0."""
-    pool = KVPool(2, 5, 2, 1, 1, dtype=torch.float32, device="cpu")
+    pool = bare_pool(2, 5, 2, 1, 1)
     page_table = torch.tensor([[3, 1], [2, 4]])
     positions = torch.tensor([[2, 1, 1], [3, 0, 2]])
     keep = torch.tensor([[True, True, False], [True, True, True]])
@@ -37,7 +47,7 @@ def test_write_puts_each_row_at_its_token() -> None:
 
 def test_padding_may_stand_past_the_last_page() -> None:
     """Bucket padding carries any position; not kept, it must neither fail nor touch a page of the request."""
-    pool = KVPool(1, 2, 2, 1, 1, dtype=torch.float32, device="cpu")
+    pool = bare_pool(1, 2, 2, 1, 1)
     one = torch.ones(1, 1, 1, 1, 1)
     pool.write(one, one, torch.tensor([[1]]), torch.tensor([[99]]), torch.tensor([[False]]))
     assert not pool.k[:, 1:].any()
@@ -78,9 +88,9 @@ def test_scales_of_a_models_pages() -> None:
     torch.testing.assert_close(scales[1], torch.tensor([0.014, 0.021, 0.028]))
     assert kv_scales(tiny_decoder()) is None
     assert kv_scales(tiny_drafter(model.config)) is None
-    pool = KVPool.for_body(model.config.body, 5, 4, torch.bfloat16, "cpu", scales)
+    pool = KVPool(model.config.body, 5, 4, torch.bfloat16, "cpu", scales)
     assert pool.k.dtype == pool.v.dtype == torch.float8_e4m3fn
-    wide = KVPool.for_body(model.config.body, 5, 4, torch.bfloat16, "cpu")
+    wide = KVPool(model.config.body, 5, 4, torch.bfloat16, "cpu")
     assert 2 * (pool.k.nbytes + pool.v.nbytes) == wide.k.nbytes + wide.v.nbytes
 
 

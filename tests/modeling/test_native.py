@@ -35,7 +35,7 @@ def filled(decoder: Decoder, tokens: torch.Tensor, page_size: int = 4) -> tuple[
     batch, length = tokens.shape
     width = (length + 64) // page_size
     weight = decoder.embed_tokens.weight
-    pool = KVPool.for_body(decoder.config.body, 1 + batch * width, page_size, weight.dtype, "cpu")
+    pool = KVPool(decoder.config.body, 1 + batch * width, page_size, weight.dtype, "cpu")
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     table = 1 + torch.randperm(batch * width).view(batch, width)
@@ -161,7 +161,7 @@ def test_a_packed_drafter_drafts_the_same() -> None:
     mask = torch.ones(1, 4, 4, dtype=torch.bool)
     found = []
     for drafter in (plain, native):
-        pool = KVPool.for_body(plain.config.body, 5, 4, torch.float32, "cpu")
+        pool = KVPool(plain.config.body, 5, 4, torch.float32, "cpu")
         k, v = drafter.context_keys_values(features, places)
         pool.write(k, v, table, places, torch.ones(1, 9, dtype=torch.bool))
         found.append((k, v, drafter.draft(embedded, Rows(length[:, None] + places[:, :4], mask, table, length), pool)))

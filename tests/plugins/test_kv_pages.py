@@ -7,12 +7,12 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.fp8 import Fp8Cache
-from d2sd.modeling.kv_pool import KVPool
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cpu import library
 from d2sd.plugins.kv_pages import supported, write_pages
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
+from tests.tiny import bare_pool
 
 # Two layers, two requests of three pages of 4; places interleave. The second request's last place is past its table.
 TABLE = torch.tensor([[3, 1, 6], [2, 4, 5]])
@@ -77,7 +77,7 @@ def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
 def test_a_pool_commits_a_path() -> None:
     """A caller may as well gather the rows of the path itself, side by side."""
     k, v = rows(6)
-    pools = [KVPool(2, 7, 4, 3, 8, dtype=torch.float32, device="cpu") for _ in "ab"]
+    pools = [bare_pool(2, 7, 4, 3, 8) for _ in "ab"]
     pools[0].write(k, v, TABLE, POSITIONS, KEEP, PATH)
     of = torch.arange(2)[:, None]
     pools[1].write(k[:, of, PATH], v[:, of, PATH], TABLE, POSITIONS, KEEP)
