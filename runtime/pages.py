@@ -35,7 +35,7 @@ class PageAllocator:
     @property
     def free(self) -> int:
         """Pages that no request uses, idle ones included."""
-        return len(self._free) + self.cache.idle
+        return len(self._free) + len(self.cache.idle)
 
     @property
     def used(self) -> int:
@@ -46,12 +46,12 @@ class PageAllocator:
 
         Pages that are not cached are taken first, then idle ones are evicted.
         """
-        available = self.free - sum(self.cache.is_idle(page) for page in shared)
+        available = self.free - sum(page in self.cache.idle for page in shared)
         if count > available:
             return None
         for page in shared:
-            if self.cache.is_idle(page):
-                self.cache.unpark(page)
+            if page in self.cache.idle:
+                del self.cache.idle[page]
         new = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         self._references.update([*shared, *new])
         return [*shared, *new]
@@ -66,7 +66,7 @@ class PageAllocator:
                 continue
             del self._references[page]
             if page in self.cache:
-                self.cache.park(page)
+                self.cache.idle[page] = None
             else:
                 self._free.append(page)
                 self._discarded.append(page)
@@ -114,20 +114,12 @@ class PrefixCache:
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
-        self._idle: OrderedDict[int, None] = OrderedDict()  # the next to evict first
+        self.idle: OrderedDict[int, None] = OrderedDict()  # the next to evict first
         #: What entered and left the cache, in order, for a router of requests. None: not recorded.
         self.events: deque[Stored | Removed] | None = None
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
-
-    @property
-    def idle(self) -> int:
-        """Number of idle pages."""
-        return len(self._idle)
-
-    def is_idle(self, page: int) -> bool:
-        return page in self._idle
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the leading keys, up to the first unknown one."""
@@ -146,17 +138,9 @@ class PrefixCache:
         self._page_of[key], self._key_of[page] = page, key
         return True
 
-    def park(self, page: int) -> None:
-        """The last request that used a cached page has left: it is idle, and the last to be evicted."""
-        self._idle[page] = None
-
-    def unpark(self, page: int) -> None:
-        """A request uses an idle page again."""
-        del self._idle[page]
-
     def evict(self) -> int:
         """Remove the least recently used idle page from the index."""
-        page, _ = self._idle.popitem(last=False)
+        page, _ = self.idle.popitem(last=False)
         key = self._key_of.pop(page)
         del self._page_of[key]
         if self.events is not None:

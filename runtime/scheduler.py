@@ -52,7 +52,7 @@ class Scheduler:
             running=len(self.running),
             pages_total=self.page_count - 1,
             pages_used=self.pages.used,
-            pages_cached=self.pages.cache.idle,
+            pages_cached=len(self.pages.cache.idle),
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,
             prefill_tokens=self._prefill_tokens,

@@ -114,7 +114,7 @@ class AnyPages(RuleBasedStateMachine):
     def every_page_is_free_or_idle_or_used(self) -> None:
         used = set(self.references())
         assert sorted([*self.pages._free, *self.idle, *used]) == list(range(1, self.count))
-        assert list(self.pages.cache._idle) == self.idle
+        assert list(self.pages.cache.idle) == self.idle
         assert self.pages.free == self.count - 1 - len(used)
         assert self.pages.used == len(used)
         assert all(self.pages._references[page] == self.references().count(page) for page in range(self.count))
@@ -216,7 +216,7 @@ class SharedPrefixes(RuleBasedStateMachine):
         pages, running = self.scheduler.pages, self.scheduler.running
         owned = [page for one in running for page in one.pages]
         assert all(pages._references[page] == owned.count(page) for page in range(self.scheduler.page_count))
-        assert sorted([*set(owned), *pages._free, *pages.cache._idle]) == list(range(1, self.scheduler.page_count))
+        assert sorted([*set(owned), *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.page_count))
         assert all(not one.pages for one in self.everybody if one not in running)
         assert all(len(one.pages) == len(set(one.pages)) for one in running)
 

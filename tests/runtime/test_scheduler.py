@@ -363,7 +363,7 @@ class AnyOrder(RuleBasedStateMachine):
         assert len(owned) == len(set(owned))
         assert all(0 < page < self.scheduler.page_count for page in owned)
         pages = self.scheduler.pages
-        assert sorted([*owned, *pages._free, *pages.cache._idle]) == list(range(1, self.scheduler.page_count))
+        assert sorted([*owned, *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.page_count))
 
     @invariant()
     def queues_are_in_the_order_of_priority_turn_and_arrival(self) -> None:

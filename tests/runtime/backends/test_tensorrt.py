@@ -243,7 +243,7 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)
-        pool = KVPool.for_body(body, 3, PAGE, torch.float32, "meta")
+        pool = KVPool(body, 3, PAGE, torch.float32, "meta")
         graph.draft(torch.zeros(2, SIZE, 32), Rows.chain(SIZE, table, lengths), pool)
         graph.context_keys_values(torch.zeros(1, 4, width), torch.zeros(4, 1, dtype=torch.long).t())
 

@@ -96,7 +96,7 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
     """Noise in all pages of two requests, on the CPU and on the GPU, and the page table."""
     body = model.config.body
     pool, table = pool_for(body, len(lengths), 24, page_size=PAGE, dtype=torch.float16)
-    there = KVPool.for_body(body, len(pool.k[0]), PAGE, torch.float16, "cuda")
+    there = KVPool(body, len(pool.k[0]), PAGE, torch.float16, "cuda")
     for kind, (pages, copy) in enumerate(((pool.k, there.k), (pool.v, there.v))):
         pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(kind)))
         copy.copy_(pages)

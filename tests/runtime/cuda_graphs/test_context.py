@@ -43,9 +43,7 @@ def static(requests: int = 4) -> DrafterContext:
     body = replace(tiny_decoder().config.body, hidden_size=WIDTH, num_layers=1)
     config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
     drafter = cast(Drafter, SimpleNamespace(config=config))
-    context = DrafterContext(
-        {FIRST: drafter}, {FIRST: KVPool.for_body(body, 8, 4, torch.float32, "cpu")}, torch.float32
-    )
+    context = DrafterContext({FIRST: drafter}, {FIRST: KVPool(body, 8, 4, torch.float32, "cpu")}, torch.float32)
     context.reserve(requests, PAGES)
     return context
 
