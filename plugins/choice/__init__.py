@@ -1,19 +1,15 @@
 """From logits to tokens: the target's choice after every row, and the candidates of a draft.
 
-parameters.py  what both read of a request's sampling parameters
-reference.py   the specification in plain PyTorch, and the CPU path
-philox.py      noise as a function of seed, position and token
-filters.py     min-p, top-k and top-p
+reference.py   the specification in plain PyTorch, and the CPU path but the greedy choice
 triton/        the kernels and their launchers
-cpu.py         the greedy choice by the compiled library
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from d2sd.plugins import dispatch
-from d2sd.plugins.choice import cpu
 from d2sd.plugins.choice.reference import (
     SamplingTensors,
     best_token,
@@ -22,8 +18,10 @@ from d2sd.plugins.choice.reference import (
     pool_size_of,
     sampled_scores,
 )
+from d2sd.plugins.cpu.library import address, functions
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.trees.types import Draft
+from d2sd.token_codes import NOT_FINITE
 
 __all__ = ["WIDTH", "SamplingTensors", "best_token", "candidates", "choose", "reads_any_type", "sampled_scores"]
 
@@ -53,8 +51,17 @@ def choose(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: Samplin
 
         return choose_triton(logits, context_len, depth, sampling if sampling.any_sampled else None)
     if picked is Implementation.LIBRARY:
-        return cpu.best_token_cpu(logits.float())
+        chosen = argmax(logits.float())
+        return chosen.where(logits.gather(-1, chosen[..., None])[..., 0].isfinite(), NOT_FINITE)
     return choose_reference(logits, context_len, depth, sampling)
+
+
+def argmax(logits: Tensor) -> Tensor:
+    """logits [..., V] fp32 -> [...], by the library: the first of the largest; NaN counts as the largest."""
+    rows = logits.contiguous()
+    out = torch.empty(logits.shape[:-1], dtype=torch.long)
+    functions().d2sd_argmax(address(rows), out.numel(), logits.shape[-1], address(out))
+    return out
 
 
 def candidates(

@@ -17,11 +17,10 @@ equals the one that a sort gives, ties included.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from d2sd.plugins.trees.types import Draft
 from d2sd.token_codes import NOT_FINITE
@@ -90,10 +89,6 @@ class SamplingTensors:
     @property
     def any_filter(self) -> bool:
         return self.any_top_p or self.any_top_k or self.any_min_p
-
-    def with_filters(self, on: bool) -> Self:
-        """The same values with the static variants of all filters, or of none."""
-        return replace(self, any_top_p=on, any_top_k=on, any_min_p=on)
 
     @property
     def is_argmax(self) -> bool:

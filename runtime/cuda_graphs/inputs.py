@@ -93,8 +93,9 @@ class StaticInputs:
 
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
-        own_sampling = replace(self._batch.sampling.with_filters(sampling.any_filter), any_sampled=sampling.any_sampled)
-        return replace(self._batch, sampling=own_sampling)
+        own, on = self._batch.sampling, sampling.any_filter
+        own = replace(own, any_sampled=sampling.any_sampled, any_top_p=on, any_top_k=on, any_min_p=on)
+        return replace(self._batch, sampling=own)
 
     def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:
         """Copy the values of these host tensors to the device; does not wait.

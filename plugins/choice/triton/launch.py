@@ -44,10 +44,6 @@ def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
     }
 
 
-def pool_warps(pool: int) -> int:
-    return WARPS if pool <= 16 else 2 * WARPS
-
-
 def candidates_triton(
     logits: Tensor, context_len: Tensor, width: int, pool: int, ids: Tensor | None, sampling: SamplingTensors | None
 ) -> Draft:
@@ -80,7 +76,7 @@ def candidates_triton(
             logits, maxima, partial, ids, None if sampling is None else context_len, *arguments, tokens, logprob, vocab,
             ROWS=count * slots, SLOTS=slots, **constants, SAMPLED=sampling is not None,
             MIN_P=sampling is not None and sampling.any_min_p, TOP_K=sampling is not None and sampling.any_top_k,
-            TOP_P=sampling is not None and sampling.any_top_p, num_warps=pool_warps(pool),
+            TOP_P=sampling is not None and sampling.any_top_p, num_warps=WARPS if pool <= 16 else 2 * WARPS,
         )  # fmt: skip
     return Draft(tokens, logprob)
 
