@@ -44,21 +44,11 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
             order,
             rows,
             *attn_mask.stride(),
-            **key_order_constants(columns),
-            num_warps=key_order_warps(columns),
+            COLUMNS=columns,
+            PADDED=max(32, power(columns)),
+            num_warps=max(1, min(8, power(columns) // 256)),  # eight columns a thread
         )
     return order
-
-
-def key_order_constants(columns: int) -> dict[str, int]:
-    """Compile-time constants of `key_order_kernel`."""
-    return {"COLUMNS": columns, "PADDED": max(32, power(columns))}
-
-
-def key_order_warps(columns: int) -> int:
-    """Eight columns a thread; at most eight warps."""
-    warps: int = power(columns) // 256
-    return max(1, min(8, warps))
 
 
 def exact_attention_triton(

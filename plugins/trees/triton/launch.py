@@ -273,14 +273,10 @@ def accept_triton(
     columns = (x.contiguous() for x in (tokens, parent, valid, branch_id, chosen))
     with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
         accept_kernel[(batch,)](
-            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=accept_warps(nodes)
+            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4
         )
     return Accepted(path, packed[:, 0], accepted, packed[:, 1])
 
 
 def accept_constants(nodes: int, longest: int) -> dict[str, int]:
     return {"N": nodes, "NP": power(nodes), "G": longest, "GP": power(longest)}
-
-
-def accept_warps(nodes: int) -> int:
-    return 1 if nodes <= 256 else 4
