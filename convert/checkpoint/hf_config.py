@@ -134,7 +134,9 @@ class HFConfig:
         numbers: dict[str, Any] = {
             field: part.get(key, float) for key, field in _ROPE_NUMBERS.items() if part.values.get(key) is not None
         }
-        original = int(numbers.pop("original_max_positions", 0)) or self._trained_positions(kind)
+        original = int(numbers.pop("original_max_positions", 0))
+        if kind == "yarn" and not original:  # as transformers fills it in
+            original = self.size("max_position_embeddings")
         return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
 
     def _check_spellings_agree(self, part: HFConfig) -> None:
@@ -150,10 +152,6 @@ class HFConfig:
                 "rope_scaling",
                 "null, or the scaling of rope_parameters",
             )
-
-    def _trained_positions(self, kind: str) -> int:
-        """Context length before stretching, if the rope dictionary omits it (as transformers fills it in)."""
-        return self.size("max_position_embeddings") if kind == "yarn" else 0
 
 
 def _scaling(values: dict[str, Any]) -> dict[str, Any]:

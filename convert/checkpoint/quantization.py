@@ -90,12 +90,7 @@ def _read_file(file: HFConfig) -> Quantization:
 
 def _read_inline(part: HFConfig) -> Quantization:
     if part.values.get("quant_method") != "modelopt":
-        raise part.refuse(
-            "This quantization is not supported.",
-            "quant_method",
-            "modelopt",
-            "start from the checkpoint from before it was quantized",
-        )
+        raise _refused(part, "quant_method", "modelopt")
     _only_fp8(part)
     part.only("kv_cache_scheme", None, _FLOAT8)
     for group in part.get("config_groups", dict, {}).values():
@@ -106,12 +101,12 @@ def _read_inline(part: HFConfig) -> Quantization:
 
 def _only_fp8(part: HFConfig) -> None:
     if part.values.get("quant_algo") != "FP8":
-        raise part.refuse(
-            "This quantization is not supported.",
-            "quant_algo",
-            "FP8",
-            "start from the checkpoint from before it was quantized",
-        )
+        raise _refused(part, "quant_algo", "FP8")
+
+
+def _refused(part: HFConfig, key: str, expected: str) -> CheckpointError:
+    fix = "start from the checkpoint from before it was quantized"
+    return part.refuse("This quantization is not supported.", key, expected, fix)
 
 
 def _names(part: HFConfig, key: str) -> tuple[str, ...]:

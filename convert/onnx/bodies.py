@@ -32,12 +32,8 @@ class TargetBody(nn.Module):
 
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers, self.norm, self._rotary, self._aux_layer_ids = (
-            target.layers,
-            target.norm,
-            target.rotary,
-            aux_layer_ids,
-        )
+        self.layers, self.norm, self._rotary = target.layers, target.norm, target.rotary
+        self._aux_layer_ids = aux_layer_ids
 
     def forward(
         self,

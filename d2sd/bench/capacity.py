@@ -102,7 +102,8 @@ def compute(
     roofline = Roofline(plan, gpu, efficiency)
     context = demand.prompt_tokens + demand.output_tokens // 2  # in the middle of its answer
     costs = arithmetic_costs(roofline, policy, max_batch, context, tau)
-    chunks = prefill_chunks(roofline, demand.prompt_tokens, limits.prefill_chunk)
+    prompt, chunk = demand.prompt_tokens, limits.prefill_chunk
+    chunks = [roofline.prefill_seconds(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
     # The pages that fit hold a request of max_context, and so at least one of this load.
     sustained = most_sustained(costs, chunks, demand, min(max_batch, max(1, pages // request_pages)))
     most_rate = UTILIZATION * sustained.rate
@@ -117,11 +118,6 @@ def compute(
         request_pages=request_pages,
         sustained=sustained,
     )
-
-
-def prefill_chunks(roofline: Roofline, prompt: int, chunk: int) -> list[float]:
-    """Seconds of each chunk of a prompt."""
-    return [roofline.prefill_seconds(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
 
 
 def operation(cost: StepCost, chunks: list[float], demand: Demand, batch: int) -> Operation:

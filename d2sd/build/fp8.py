@@ -12,6 +12,7 @@ FP8, and a CPU has to emulate FP8 for each node.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +109,9 @@ class Fp8Build:
             for role in FACTS[policy].drafters
         }
         bundle, recipe = self._bundle(drafters), self.plan.recipe
+        answer = partial(_generate, bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
         with self.work.progress(f"calibrating {part.name}"):
-            quantized = quantize_drafter(
-                self.modelopt, part.kind, drafter, lambda: exercise_drafters(bundle, policy, recipe)
-            )
+            quantized = quantize_drafter(self.modelopt, part.kind, drafter, answer)
         part.kind.write(folder, drafter.config, *quantized)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
@@ -149,11 +149,6 @@ def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) ->
     with progress("sampling texts"):
         done = _generate(bundle, recipe, "off", SamplingParams(temperature=1.0))
     return [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
-
-
-def exercise_drafters(bundle: Bundle, policy: Policy, recipe: Recipe) -> None:
-    """Generate while ModelOpt records the largest inputs of a drafter's layers."""
-    _generate(bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
 
 
 def compare_fp8(

@@ -99,7 +99,7 @@ class Quantized(NamedTuple):
 
 
 def quantize_drafter(
-    modelopt: ModelOpt, kind: DrafterKind[Any, Any], drafter: DraftModel, run: Callable[[], None]
+    modelopt: ModelOpt, kind: DrafterKind[Any, Any], drafter: DraftModel, run: Callable[[], object]
 ) -> Quantized:
     """Calibrate `drafter` in place while `run` drafts with it.
 

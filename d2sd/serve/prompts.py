@@ -47,7 +47,8 @@ Input = str | tuple[int, ...] | list[Message]
 def prompt_inputs(prompts: Prompt | Sequence[Prompt]) -> list[Input]:
     """Make a list of one prompt or several. Raises `RequestError` for another type."""
     prompts = plain(prompts, 2)
-    if isinstance(prompts, (str, Mapping)) or (_is_list(prompts) and prompts and _all_integers(prompts)):
+    token_ids = _is_list(prompts) and prompts and all(isinstance(one, int) for one in prompts)
+    if isinstance(prompts, (str, Mapping)) or token_ids:
         return [_prompt(prompts, "prompt")]
     if not _is_list(prompts):
         raise _no_prompt(prompts, "prompts")
@@ -144,7 +145,3 @@ def _no_prompt(value: object, where: str) -> RequestError:
 
 def _is_list(value: object) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray))
-
-
-def _all_integers(values: Sequence[object]) -> bool:
-    return all(isinstance(value, int) for value in values)
