@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from d2sd.plugins.trees.reference.nodes import from_scored_nodes
 from d2sd.plugins.trees.types import Source, Tree, lanes
 
-# Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, P parents that a row tells
+# Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, P parents that a row splits
 # apart: 1, or any and M; N nodes, W ≤ N nodes of one level.
 
 

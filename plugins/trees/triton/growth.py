@@ -65,13 +65,13 @@ def grow_kernel(
     anchor, draft_tokens, draft_table, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, scratch,
     tokens_stride, table_stride, slots,
-    SOURCES: tl.constexpr, START: tl.constexpr, TOLD: tl.constexpr,
+    SOURCES: tl.constexpr, START: tl.constexpr, SPLIT: tl.constexpr,
     MP: tl.constexpr, OFFSET: tl.constexpr, TOTAL: tl.constexpr, ROWS: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). Of every source: `draft_tokens`, `draft_table`, with `tokens_stride`, `table_stride` numbers from one
     request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
-    width, lane and the parents that it tells apart; TOLD, whether one does. Of every lane: MP, its width; OFFSET, that
+    width, lane and the parents that it keeps apart; SPLIT, whether one does. Of every lane: MP, its width; OFFSET, that
     of those before, TOTAL of all; ROWS, parents whose children are sorted at a time.
 
     START: the root's state. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its
@@ -102,7 +102,7 @@ def grow_kernel(
             for start in range(0, NP, ROWS[lane]):
                 place = start + tl.arange(0, ROWS[lane])
                 of = tl.gather(state, place, 0)[:, None]
-                came_from = tl.gather(origin, place, 0)[:, None] if TOLD else of
+                came_from = tl.gather(origin, place, 0)[:, None] if SPLIT else of
                 logprob = _logprobs(draft_table, table_stride, request, of, came_from, d, m, slots, SOURCES, lane)
                 token = _candidates(draft_tokens, tokens_stride, request, of, d, m, -1, slots, SOURCES, lane)
                 for rival in tl.static_range(len(MP)):  # of equal children the likelier one stays
@@ -128,7 +128,7 @@ def grow_kernel(
         origin = n * 0
         for lane in tl.static_range(len(MP)):
             m = candidate - OFFSET[lane]
-            if TOLD:
+            if SPLIT:
                 origin += tl.where((m >= 0) & (m < MP[lane]), ((m + 1) << BITS) + _row(came, lane), 0)
             token += _candidates(draft_tokens, tokens_stride, request, came, d, m, 0, slots, SOURCES, lane)
             branch += tl.where((m >= 0) & (m < MP[lane]), _row(came, lane) - 1, 0)

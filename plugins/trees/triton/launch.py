@@ -219,7 +219,7 @@ def growth_constants(
     most = max(padded, 4096 if padded > 128 and len(wide) == 1 else 2048)  # more spill
     return {
         "SOURCES": tuple(zip(first, counts, widths, lanes, parents, strict=True)),
-        "TOLD": max(parents) > 1,
+        "SPLIT": max(parents) > 1,
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
         "MP": tuple(wide),
         "OFFSET": tuple(accumulate(wide, initial=0))[:-1],
