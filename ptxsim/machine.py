@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ptxsim.memory import GlobalMemory, Lanes, LocalMemory
-from ptxsim.order import Fault
+from ptxsim.order import DividedWarp, Fault
 from ptxsim.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
 from ptxsim.shared import SharedMemory
 from ptxsim.values import UNSIGNED, Array, decode, encode, width
@@ -164,7 +164,7 @@ class Machine:
     def whole_warps(self, mask: Mask, what: str) -> Array:
         """The lanes, all or none of each warp."""
         if mask is not None and (mask.reshape(-1, WARP).any(1) != mask.reshape(-1, WARP).all(1)).any():
-            raise Fault(f"{what} by a part of a warp")
+            raise DividedWarp(f"{what} by a part of a warp")
         return self.lanes_of(mask)
 
     def whole_blocks(self, mask: Mask, what: str) -> Array:
@@ -179,20 +179,34 @@ class Machine:
     # -- taking turns --------------------------------------------------------------------------------------------------
 
     def run(self, limit: int = 3_000_000) -> Machine:
-        """To the end of every thread. Raises Fault, with the instruction, at the first thing a kernel must not do."""
+        """To the end of every thread. Raises Fault, with the instruction, at the first thing a kernel must not do.
+
+        Threads at an instruction for whole warps wait for the others of theirs, as on a GPU; it is a fault if those end
+        or wait elsewhere.
+        """
         code, end = self.program.kernel.code, len(self.program.kernel.code)
         counter = np.zeros(self.lanes, np.int64)
+        waiting: dict[int, DividedWarp] = {}  # by instruction
         with np.errstate(all="ignore"):
-            while (at := int(counter.min())) < end:
+            while waiting or counter.min() < end:
+                at = int(np.where(np.isin(counter, [*waiting]), end, counter).min() if waiting else counter.min())
+                if at == end:
+                    raise next(iter(waiting.values()))
                 here = counter == at
-                others = counter[~here]
-                meets = int(others.min()) if len(others) else end
-                mask = here if len(others) else None
-                while at < meets and not self._branch(code[at], at, here, mask, counter):
-                    self._step(code[at], at, mask)
-                    at += 1
+                later = counter[counter > at]
+                meets = int(later.min()) if len(later) else end
+                mask = None if here.all() else here
+                try:
+                    while at < meets and not self._branch(code[at], at, here, mask, counter):
+                        self._step(code[at], at, mask)
+                        at += 1
+                except DividedWarp as error:
+                    waiting[at], counter[here] = error, at
+                    continue
                 if at >= meets:
                     counter[here] = at
+                for place in waiting.keys() & set(counter[here].tolist() if waiting else ()):
+                    del waiting[place]  # others of the warp may have arrived
                 if self.executed > limit:
                     raise Fault("the kernel does not end")
         return self

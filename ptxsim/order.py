@@ -17,6 +17,10 @@ class Fault(Exception):  # what a GPU would do in silence
     """A kernel did what it must not do. The message ends with the instruction."""
 
 
+class DividedWarp(Fault):
+    """Some threads of a warp are at an instruction that takes all of them."""
+
+
 class Order:
     """Order of accesses to one memory. `at` is places of bytes [accesses, bytes]; `epoch`, `warp`: of the accesses."""
 

@@ -108,6 +108,13 @@ BROKEN = {
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;",
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;",
     ),
+    "shfl.sync by a part of a warp, at": (  # whose other threads are at another one; and where they come later
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 16; @%p1 bra $A; shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1;"
+        "bra.uni $B; $A: shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; $B: mov.u32 %r3, 1;",
+        "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 16; bra.uni $C; $A: mov.u32 %r3, 1;"
+        "$B: shfl.sync.bfly.b32 %r2, %r1, 1, 31, -1; bra.uni $D;"
+        "$C: @%p1 bra $A; mov.u32 %r3, 2; bra.uni $B; $D: mov.u32 %r3, 3;",
+    ),
     "redux.sync by a part of a warp": (
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 48; @%p1 redux.sync.add.s32 %r2, %r1, -1;",
         "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 32; @%p1 redux.sync.add.s32 %r2, %r1, -1;",

@@ -305,6 +305,7 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
             ("gt", lambda a, b: a > b),
             ("ne", lambda a, b: a < b or a > b),
             ("neu", lambda a, b: a != b),
+            ("equ", lambda a, b: a == b or a != a or b != b),
             ("ltu", lambda a, b: not a >= b),
             ("nan", lambda a, b: np.isnan(a) or np.isnan(b)),
             ("num", lambda a, b: a == a and b == b),
