@@ -9,11 +9,11 @@
 
 /* A row of candidates a branch; at the root one row, `kept` and `prefix_len` are NULL. */
 struct source {
-    long rows, width, lane, parents; /* K, M, P: 1, or any and M */
-    const int64_t *tokens;           /* [B, K, S, M] */
-    const float *table;              /* [B, K, S, P, M] */
-    const int64_t *kept;       /* [B, K, S] */
-    const int64_t *prefix_len; /* [B, K] */
+    long rows, width, lane, parents, follows; /* K, M, P: 1, or any and M */
+    const int64_t *tokens;                    /* [B, K, S, M] */
+    const float *table;                       /* [B, K, S, P, M] */
+    const int64_t *kept;                      /* [B, K, S] */
+    const int64_t *prefix_len;                /* [B, K] */
 };
 
 struct growth {
@@ -30,7 +30,7 @@ struct growth {
 struct row {
     const int64_t *tokens, *kept;
     const float *table;
-    long width, lane, parents, prefix_len;
+    long width, lane, parents, follows, prefix_len;
 };
 
 /* A child that may become a node; `rank` among those of its parent, `candidate` among those of its row. */
@@ -103,7 +103,11 @@ static void grow_one(const struct growth *g, const struct row *rows, long count,
         g->valid[b * n + node] = mask[node * n + node] = 1;
         /* In each lane a path is continued by the first row whose prefix ends here, or else by that of its parent. */
         int *own = state + node * lanes;
-        for (long lane = 0; lane < lanes; lane++) own[lane] = node ? state[child.parent * lanes + lane] : -1;
+        for (long lane = 0; lane < lanes; lane++) {
+            own[lane] = node ? state[child.parent * lanes + lane] : -1;
+            const struct row *row = rows + own[lane];
+            if (own[lane] >= 0 && row->follows && row->tokens[(child.depth - 1) * row->width] != child.token) own[lane] = -1;
+        }
         passed[node] = node ? 0 : ~0ull;
         for (long r = count - 1; r >= 0; r--) {
             if (!node && !rows[r].kept) own[rows[r].lane] = r;
@@ -150,7 +154,7 @@ void d2sd_grow(const struct growth *g) {
                 const long draft = k * g->slots * s->width;
                 rows[count++] = (struct row){s->tokens + draft, s->kept ? s->kept + k * g->slots : NULL,
                                              s->table + draft * s->parents, s->width, s->lane, s->parents,
-                                             s->kept ? s->prefix_len[k] : 0};
+                                             s->follows, s->kept ? s->prefix_len[k] : 0};
             }
         grow_one(g, rows, count, b, (struct child *)memory, passed, (int *)(passed + g->nodes));
     }

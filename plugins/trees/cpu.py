@@ -20,7 +20,7 @@ class SourcePointers(Structure):
     """`struct source`."""
 
     _fields_ = [
-        *((name, c_long) for name in ("rows", "width", "lane", "parents")),
+        *((name, c_long) for name in ("rows", "width", "lane", "parents", "follows")),
         *((name, c_void_p) for name in ("tokens", "table", "kept", "prefix_len")),
     ]
 
@@ -54,7 +54,7 @@ def best_first_tree_cpu(anchor: Tensor, sources: Sequence[Source], rows: int) ->
         given = [_int64(source.draft.tokens), source.draft.table.float().contiguous()]
         if source.branches is not None:
             given += [_int64(source.branches.tokens), _int64(source.branches.prefix_len)]
-        sizes = source.rows, given[0].shape[-1], lane, given[1].shape[-2]
+        sizes = source.rows, given[0].shape[-1], lane, given[1].shape[-2], source.follows
         pointers[number] = SourcePointers(*sizes, *map(address, given))
         inputs += given  # alive until the call
     tree = replace(Tree.empty(len(anchor), rows), num_merged=torch.zeros_like(anchor))

@@ -72,6 +72,7 @@ class Source:
     draft: Draft  # [B, S, M] at the root, [B, K, S, M] behind `branches`
     branches: Branches | None = None  # None: every path is continued, from the root on
     replaces: bool = False  # behind its branches the source before it proposes no more; otherwise both do
+    follows: bool = False  # a row continues only paths that took its likeliest tokens, as a copy of text does
 
     @property
     def rows(self) -> int:

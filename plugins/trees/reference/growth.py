@@ -11,6 +11,8 @@ children of the best N of the level before.
          └ x ─[x│y]─ …    branch whose prefix it has passed, so siblings differ; equal children from two lanes become
                           one, the likelier, of equals that of the earlier lane
 
+    a source that follows proposes to paths that took its likeliest token in every slot, whoever proposed it as well
+
     a row may say what a candidate is worth behind each candidate of its slot before: that holds where it proposed the
     parent
 """
@@ -38,6 +40,7 @@ def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: i
     width = tokens.shape[-1]
     lane = torch.cat([torch.full((s.rows,), n, device=device) for s, n in zip(sources, lanes(sources), strict=True)])
     own = lane == torch.arange(lanes(sources)[-1] + 1, device=device)[:, None]  # [L, R]
+    follows = pad(torch.cat([torch.full((s.rows,), s.follows, device=device) for s in sources]), (1, 0))  # [1 + R]
     at_root = own & torch.cat([torch.full((s.rows,), s.branches is None, device=device) for s in sources])
     zeros = torch.zeros(batch, 1, dtype=torch.long, device=device)
     b = torch.arange(batch, device=device)[:, None, None]
@@ -64,6 +67,7 @@ def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: i
         passed = passed.gather(1, above[..., None].expand(-1, -1, passed.shape[2])) & matches
         enters = (passed & (prefix_len[:, None] == depth + 1))[:, :, None] & own  # [B, W, L, R]
         state = state.gather(1, above[..., None].expand(-1, -1, len(own)))
+        state = state.masked_fill(follows[state] & (tokens[b, state, depth, 0] != token[..., None]), 0)
         state = torch.where(enters.any(-1), enters.int().argmax(-1) + 1, state)
         rank = (best % width + 1)[..., None]
         above_rank = torch.where(state == row[..., None], rank, 0).clamp(max=table.shape[3] - 1)

@@ -71,8 +71,8 @@ def grow_kernel(
 ):  # fmt: skip
     """Grid (B). Of every source: `draft_tokens`, `draft_table`, with `tokens_stride`, `table_stride` numbers from one
     request to the next; `kept` and `prefix_len` of its branches, None at the root; in SOURCES its first row, rows,
-    width, lane and the parents that it keeps apart; SPLIT, whether one does. Of every lane: MP, its width; OFFSET, that
-    of those before, TOTAL of all; ROWS, parents whose children are sorted at a time.
+    width, lane, the parents that it keeps apart, and whether it follows; SPLIT, whether one keeps any apart. Of every
+    lane: MP, its width; OFFSET, that of those before, TOTAL of all; ROWS, parents whose children are sorted at a time.
 
     START: the root's state. scratch: int64 [B, 4, 1 + slots·NP], of every node found: token, parent, branch, and its
     rank among the best.
@@ -139,6 +139,12 @@ def grow_kernel(
         tl.store(node_branch + index, branch)
         best = merged(best, pack_entry(level_score, index))
         state = came
+        for s in tl.static_range(len(SOURCES)):
+            if SOURCES[s][5]:  # paths that took another token leave the row
+                row = _row(came, SOURCES[s][3])
+                its = _candidates(draft_tokens, tokens_stride, request, came, d, 0, -1, slots, SOURCES, SOURCES[s][3])
+                on = (row > SOURCES[s][0]) & (row <= SOURCES[s][0] + SOURCES[s][1])
+                state -= tl.where(on & (its != token), row << (BITS * SOURCES[s][3]), 0)
         before = tl.gather(passed, above, 0)[:, None]
         passed = tl.zeros([NP], tl.int64)
         for s in tl.static_range(len(SOURCES) - 1, -1, -1):  # the first of equals is the last to enter

@@ -209,16 +209,17 @@ def growth_constants(
     lanes: Sequence[int],
     at_root: Sequence[bool],
     parents: Sequence[int],
+    follows: Sequence[bool],
 ) -> dict[str, object]:
-    """Constants of sources with these candidates a slot, rows, lanes, whether they stand at the root, and the parents
-    that they tell apart.
+    """Constants of sources with these candidates a slot, rows, lanes, whether they stand at the root, the parents that
+    they tell apart, and whether they follow.
     """
     padded, first = power(nodes), [0, *accumulate(counts)][:-1]
     wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
     most = max(padded, 4096 if padded > 128 and len(wide) == 1 else 2048)  # more spill
     return {
-        "SOURCES": tuple(zip(first, counts, widths, lanes, parents, strict=True)),
+        "SOURCES": tuple(zip(first, counts, widths, lanes, parents, follows, strict=True)),
         "SPLIT": max(parents) > 1,
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
         "MP": tuple(wide),
@@ -256,7 +257,7 @@ def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
             scratch,
             *strides,
             slots,
-            **growth_constants(rows, *sizes, at_root, [x.shape[-2] for x in table]),
+            **growth_constants(rows, *sizes, at_root, [x.shape[-2] for x in table], [s.follows for s in sources]),
             **tree_constants(rows),
             num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
         )

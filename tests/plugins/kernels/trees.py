@@ -157,7 +157,7 @@ def test_sources(
     for width, count in zip(widths, counts, strict=True):
         first, branches, second = random_drafts(draw, slots, width, count, ties)
         sources += sources_of(first if not sources or count != 1 else None, branches, second)
-        sources[-1] = replace(sources[-1], replaces=count != 1)
+        sources[-1] = replace(sources[-1], replaces=count != 1, follows=len(sources) > 1 and ties)
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 

@@ -167,9 +167,10 @@ def test_trees_and_acceptance(
         second = draft(generator, batch, branches, slots, width)
         sources.append(Source(second, restarts(generator, first, branches), replaces=True))
     if copies:
-        sources.append(Source(best(draft(generator, batch, slots, 4), 2)))
+        follows = seed % 3 == 0
+        sources.append(Source(best(draft(generator, batch, slots, 4), 2), follows=follows))
         behind = best(draft(generator, batch, copies, slots, 4), 1)
-        sources.append(Source(behind, restarts(generator, first, copies), replaces=seed % 2 == 0))
+        sources.append(Source(behind, restarts(generator, first, copies), replaces=seed % 2 == 0, follows=follows))
     expected, tree = (grow(anchor, sources, nodes) for grow in (best_first_tree_reference, best_first_tree_cpu))
     for field in fields(tree):
         assert torch.equal(getattr(tree, field.name), getattr(expected, field.name)), field.name
