@@ -5,6 +5,7 @@
    and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
 
 #include "attention.h"
+#include "copies.h"
 #include "linear.h"
 #include "trees.h"
 

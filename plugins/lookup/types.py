@@ -1,0 +1,60 @@
+"""Inputs and outputs of the lookup op: a request's own text in pages, and a continuation copied from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from d2sd.plugins.trees import Draft
+
+# Shape letters: B requests, P pages, Z tokens a page, M pages a request, S slots.
+
+#: Longest suffix that is compared: a longer match says no more.
+LONGEST = 16
+#: Lengths of a match at which the entries of `CopyScores.table` begin.
+LENGTHS = (1, 2, 3, 4, 6, 9, 16)
+#: Probabilities of a draft for the copied token, between the entries of `CopyScores.table`, as logarithms.
+SUPPORT = (-3.912, -2.303, -1.204, -0.5108, -0.1625, -0.0408)
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """What each request has said so far, prompt and answer: the tokens of its pages, then its anchor."""
+
+    pages: Tensor  # [P, Z] int64, of committed tokens, in the pages that hold their K/V
+    page_table: Tensor  # [B, M] int64
+    context_len: Tensor  # [B] int64, committed tokens
+    anchor: Tensor  # [B] int64
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """What followed an earlier occurrence of the end of each text."""
+
+    draft: Draft  # [B, S, 1]
+    length: Tensor  # [B] int64, tokens of the text's end that occurred before; 0: no proposal
+
+
+@dataclass(frozen=True, slots=True)
+class CopyScores:
+    """Log-probabilities that a copied token is accepted, by what is known before it is verified."""
+
+    #: [2, lengths, supports, S] fp32: at temperature 0 and 1; by length of the match; by probability of the draft for
+    #: the token, the first entry where it does not propose it; by slot
+    table: Tensor
+
+    def to(self, device: str) -> CopyScores:
+        return CopyScores(self.table.to(device))
+
+
+def length_entry(length: Tensor) -> Tensor:
+    """Entry of a match's length; 0 also for no match, which proposes nothing."""
+    return torch.bucketize(length, torch.tensor(LENGTHS[1:], device=length.device), right=True)
+
+
+def support_entry(logprob: Tensor) -> Tensor:
+    """Entry of a draft's log-probability for a token, -inf where it does not propose it."""
+    above = torch.bucketize(logprob, torch.tensor(SUPPORT, device=logprob.device))
+    return torch.where(logprob > float("-inf"), 1 + above, 0)
