@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from d2sd.plugins.lookup import find_copy
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.batch import Batch
@@ -26,7 +27,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import Sequence, TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
-from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.calibration import Calibration, default_scores
 from d2sd.runtime.speculation.host_drafts import pack_draft
 from d2sd.runtime.speculation.policy import Policy
 
@@ -105,7 +106,14 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    tree, paths = _built(policy, batch, sources_of(first, branches, second), timer)
+    copy = None
+    if policy.lookup and first is not None:
+        with timer("lookup"):
+            scores = None if calibration is None else calibration.copies
+            scores = scores or default_scores(runner.block_size - 1, runner.device)
+            copy = find_copy(runner.text(batch), first, scores, batch.sampling.temperature).draft
+    sources = sources_of(first, branches, second, copy)
+    tree, paths = _built(policy, batch, sources, timer)
     with timer("verify"):
         verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
@@ -135,10 +143,16 @@ def _guided(
         return grammar.guide(draft, width, branches)
 
 
-def sources_of(first: Draft | None, branches: Branches | None = None, second: Draft | None = None) -> list[Source]:
-    """Sources of a step's tree: behind its branches the second draft takes the place of the first."""
+def sources_of(
+    first: Draft | None, branches: Branches | None = None, second: Draft | None = None, copy: Draft | None = None
+) -> list[Source]:
+    """Sources of a step's tree: behind its branches the second draft takes the place of the first, and a copy of
+    earlier text competes with both.
+    """
     found = [] if first is None else [Source(first)]
-    return found if second is None else [*found, Source(second, branches, replaces=True)]
+    if second is not None:
+        found.append(Source(second, branches, replaces=True))
+    return found if copy is None else [*found, Source(copy, follows=True)]
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:

@@ -270,7 +270,7 @@ class Engine:
                 self.selector.update(policy, _temperature(sequences), lengths, launched.begun)
             outputs = []
             for sequence, (count, accepted_branch, tokens, logprobs, draft) in live:
-                sequence.stats.record(count, accepted_branch, policy.num_nodes, str(policy))
+                sequence.stats.record(count, policy.proposer(accepted_branch), policy.num_nodes, str(policy))
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
                     sequence.carry(draft)

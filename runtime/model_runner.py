@@ -19,8 +19,9 @@ from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows
 from d2sd.modeling.native import reduced_head
-from d2sd.plugins import choice, trees
+from d2sd.plugins import choice, lookup, trees
 from d2sd.plugins.choice import candidates
+from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
@@ -38,6 +39,7 @@ MOST_BLOCKS = 16
 class Verified:
     """The target's outputs at every node; nothing is committed yet."""
 
+    tokens: Tensor  # [B, N], of the nodes
     logits: Tensor  # [B, N, V]: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
     behind: Tensor | None = None  # [B, N, G, E], hidden states that a drafter made behind every node
@@ -89,6 +91,8 @@ class ModelRunner:
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
         self.target_pool, *pools = self.pools
+        #: [P, Z] int64, the tokens whose K/V the pages hold.
+        self.text_pages = torch.zeros(pages, page_size, dtype=torch.long, device=self.device)
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
         self.context = DrafterContext({role: self.drafters[role] for role in own}, self._own_pools, self._dtype)
@@ -117,6 +121,7 @@ class ModelRunner:
         rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size)
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
         self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
+        self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
         self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages))
         return out.hidden[0]
 
@@ -145,7 +150,7 @@ class ModelRunner:
         else:
             out, behind = self.drafters[ahead].verify_and_draft(self.target, *where)
         logits = (self.target.raw_logits if choice.reads_any_type(out.hidden) else self.target.logits)(out.hidden)
-        return Verified(logits, out, behind)
+        return Verified(tree.tokens, logits, out, behind)
 
     @torch.inference_mode()
     def draft_ahead(
@@ -164,7 +169,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        """Append the accepted path to the target's pages, and its features to the context of the drafters."""
+        """Append the accepted path to the target's pages and to the text, and its features to the drafters' context."""
         path = accepted.path  # [B, G]
         steps = self._slots[: path.shape[1]]
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
@@ -174,6 +179,11 @@ class ModelRunner:
         self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
         self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size))
+        lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
+
+    def text(self, batch: Batch) -> Text:
+        """What the requests have said so far."""
+        return Text(self.text_pages, batch.page_table, batch.context_len, batch.anchor)
 
     @property
     def constants(self) -> list[Tensor]:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.stats import COPY, FIRST_DRAFT
 
 
 class NodeOutcome(NamedTuple):
@@ -77,7 +78,7 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
         nodes,
         int(tree.num_merged[row]),
         rank,
-        trace.policy.second_pass is not None and int(accepted.accepted_branch[row]) > 0 and count - 1 > chain,
+        trace.policy.proposer(int(accepted.accepted_branch[row])) > FIRST_DRAFT and count - 1 > chain,
         _judged(trace, row, nodes, path, lengths),
     )
 
@@ -85,16 +86,17 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
 def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:
     tree, second = trace.tree, trace.policy.second_pass
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
-    branch_id = tree.branch_id[row, :nodes].tolist()
+    proposers = [trace.policy.proposer(branch) for branch in tree.branch_id[row, :nodes].tolist()]
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
     on_path, has_child = set(path), set()
     outcomes = []
     for node in range(1, nodes):
         above = parent[node]
-        if above in on_path:
-            branch = branch_id[node] if second is not None else 0
+        branch = proposers[node]
+        if above in on_path and branch != COPY:
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
             drafter = second if branch and second is not None else trace.policy.first_drafter
             outcomes.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
-        has_child.add(above)
+        if branch != COPY:
+            has_child.add(above)
     return outcomes

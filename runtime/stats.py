@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 
 #: `branch_id` of the first draft's nodes; i >= 1 is the i-th branch (ranked by boundary score).
 FIRST_DRAFT = 0
+#: In place of the number of a branch: a copy of earlier text.
+COPY = -1
 
 #: Drafted tokens of one tenth of predicted acceptance: their number, the sum of predictions, the number accepted.
 Bin = tuple[int, float, int]
@@ -20,7 +22,7 @@ class SequenceStats:
     """Counts over the decode steps of one request."""
 
     accepted: Counter[int] = field(default_factory=Counter)  # tokens committed by a step, bonus included -> steps
-    #: branch_id of the last accepted node -> steps with a draft accepted
+    #: Who proposed the last accepted node (`Policy.proposer`) -> steps with a draft accepted
     accepted_branches: Counter[int] = field(default_factory=Counter)
     verified_nodes: int = 0
     policies: Counter[str] = field(default_factory=Counter)  # policy -> steps

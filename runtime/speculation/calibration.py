@@ -9,11 +9,13 @@ sharper when greedy, and interpolated in between.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 
+from d2sd.plugins.lookup import CopyScores
 from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
@@ -30,9 +32,11 @@ class Calibration:
 
     slope: Tensor  # [2, D, S, 2] fp32, positive; D drafters, by role
     offset: Tensor  # [2, D, S, 2] fp32
+    copies: CopyScores | None = None  # None: `default_scores`
 
     def to(self, device: str) -> Calibration:
-        return Calibration(self.slope.to(device), self.offset.to(device))
+        copies = None if self.copies is None else self.copies.to(device)
+        return Calibration(self.slope.to(device), self.offset.to(device), copies)
 
     @staticmethod
     def of(slope: list[list[list[list[float]]]], offset: list[list[list[list[float]]]]) -> Calibration:
@@ -64,3 +68,22 @@ def logit(logprob: Tensor) -> Tensor:
     """log(p / (1 - p)) of a log-probability."""
     clamped = logprob.clamp(max=_MAX_LOGPROB)
     return clamped - torch.log(-torch.expm1(clamped))
+
+
+#: Log-odds that a copied token is accepted: a sum by length of the match, by probability of the first draft for the
+#: token, and by slot, the last of which holds on. Fitted to 4,292 positions of 72 answers to prompts of our own and to
+#: training prompts, greedy.
+_COPY_ODDS = (
+    (-1.13, -0.44, 0.12, 0.46, 0.74, 1.38, 1.62),
+    (-1.3, -1.83, -0.83, -0.48, 0.19, 1.4, 2.43, 3.16),
+    (0.68, 1.94, 2.32, 2.67, 2.69, 2.69, 2.76),
+)
+
+
+@cache
+def default_scores(slots: int, device: str) -> CopyScores:
+    """Scores of copies where a bundle's calibration has none."""
+    length, support, slot = _COPY_ODDS
+    odds = torch.tensor(length)[:, None, None] + torch.tensor(support)[:, None]
+    odds = odds + torch.tensor([slot[min(n, len(slot) - 1)] for n in range(slots)])
+    return CopyScores(logsigmoid(odds).expand(2, *odds.shape).contiguous().to(device))

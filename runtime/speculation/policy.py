@@ -16,7 +16,7 @@ flex_parallel  the step before -                                a chain; behind 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -29,6 +29,7 @@ from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
 from d2sd.runtime.speculation.host_drafts import carried_draft, lookup_draft
+from d2sd.runtime.stats import COPY
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,13 +46,15 @@ class Policy:
 
     num_nodes: int  # nodes of every tree
     num_branches: int = 0  # K
+    lookup: bool = False  # a copy of earlier text competes with the drafts
 
     name: ClassVar[PolicyName]
     topk: ClassVar[int] = 1  # M, candidates of every slot
     uses_probabilities: ClassVar[bool] = True  # ranks by probability, so a calibration applies
 
     def __str__(self) -> str:
-        return self.name if self.num_nodes == 1 else f"{self.name} of {self.num_nodes} rows"
+        name = f"{self.name}+lookup" if self.lookup else self.name
+        return name if self.num_nodes == 1 else f"{name} of {self.num_nodes} rows"
 
     @property
     def first_pass(self) -> FirstPass:
@@ -70,6 +73,11 @@ class Policy:
     def drafters(self) -> tuple[DrafterRole, ...]:
         """The drafters that this policy runs."""
         return FACTS[self.name].drafters
+
+    def proposer(self, row: int) -> int:
+        """Who proposed a node of `Tree.branch_id` `row`: FIRST_DRAFT, a branch from 1, or COPY."""
+        branches = 0 if self.second_pass is None else self.num_branches
+        return COPY if self.lookup and row > branches else row
 
     @property
     def drafts_ahead(self) -> DrafterRole | None:
@@ -231,7 +239,7 @@ def policy_class(name: PolicyName) -> type[Policy]:
     return _POLICIES[name]
 
 
-def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int) -> Policy:
+def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget: int, lookup: bool = False) -> Policy:
     """The policy with at most `row_budget` nodes.
 
     Raises RecipeError if the budget is out of range or a block has fewer boundaries than `branches`.
@@ -245,4 +253,5 @@ def make_policy(name: PolicyName, *, block_size: int, branches: int, row_budget:
             expected=f"2 .. {MAX_NODES}",
             fix="change it, or set tree.policy to off",
         )
-    return kind.sized(block_size, branches, row_budget)
+    policy = kind.sized(block_size, branches, row_budget)
+    return replace(policy, lookup=lookup and FACTS[name].copies)

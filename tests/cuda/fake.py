@@ -203,8 +203,8 @@ def steps(
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters)
         made.allocate(64, 16)
         if calibrated:
-            neutral = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
-            calibration = Calibration(*neutral).to(made.device)
+            slope, offset = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
+            calibration = Calibration(slope, offset).to(made.device)
         batch, draft = batch_of(size, kinds), None
         if policy.drafts_on_host:
             draft = policy.host_draft(made, [], size)

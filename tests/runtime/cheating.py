@@ -110,6 +110,8 @@ class CheatingRunner(ModelRunner):
             for node in accepted.path[row, 1 : accepted.count[row]].tolist():
                 branch_id, slot = int(self._tree.branch_id[row, node]), int(self._tree.depth[row, node]) - 1
                 second = self._second if branch_id else None  # there is none where it is a sample of the first pass
+                if branch_id > (0 if second is None else second.tokens.shape[1]):
+                    continue  # a copy of earlier text
                 best = self._first.top1[row] if second is None else second.top1[row, branch_id - 1]
                 self.siblings[branch_id] += int(self._tree.tokens[row, node]) != int(best[slot])
 

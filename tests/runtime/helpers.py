@@ -112,8 +112,10 @@ def make_engine(
     decode: Decode | None = None,
     calibration: Calibration | None = None,
     prefix_cache: bool = True,
+    lookup: bool = False,
 ) -> Engine:
-    made = make_policy(policy, block_size=runner.block_size, branches=BRANCHES, row_budget=row_budget)
+    size = runner.block_size
+    made = make_policy(policy, block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
     kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
     limits = Limits(max_batch, 64, page_size, prefill_chunk, kv_memory, prefix_cache)
     return Engine(runner, made, limits, decode, calibration)

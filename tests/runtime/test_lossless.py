@@ -13,14 +13,14 @@ import torch
 
 from d2sd.modeling.config import Family
 from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import NAMES, DrafterRole, PolicyName
+from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output
-from d2sd.runtime.stats import SequenceStats
+from d2sd.runtime.stats import COPY, SequenceStats
 from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
@@ -53,7 +53,7 @@ class Way:
     shuffled: bool = False
     row_budget: int = 14
 
-    def engine(self, runner: ModelRunner, policy: PolicyName) -> Engine:
+    def engine(self, runner: ModelRunner, policy: PolicyName, *, lookup: bool = False) -> Engine:
         return make_engine(
             runner,
             policy,
@@ -62,6 +62,7 @@ class Way:
             prefill_chunk=self.prefill_chunk,
             pages=self.pages,
             row_budget=self.row_budget,
+            lookup=lookup,
         )
 
     def run(self, engine: Engine, requests: tuple[Request, ...]) -> SequenceStats:
@@ -200,6 +201,41 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
     assert [s.answer for s in sequences] == texts
     stats = SequenceStats.merged(s.stats for s in sequences)
     assert stats.accepted.keys() >= {1, BLOCK}
+    assert max(stats.accepted) == BLOCK
+    assert stats.tau > 2
+
+
+COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
+
+
+@pytest.mark.parametrize("policy", COPYING)
+@pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["tight pages"], WAYS["page 1"], WAYS["two rows"]])
+def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
+    """Ten texts, greedy and sampled, over few tokens: matches everywhere, most of them wrong."""
+    requests = some_requests()
+    way.run(way.engine(cheater(requests), policy, lookup=True), requests)
+
+
+@pytest.mark.parametrize("policy", COPYING)
+@pytest.mark.parametrize("seed", [1, 5])
+def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> None:
+    """Of a target that walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
+    target = tiny_decoder(layers=2, seed=seed, tie=False)
+    for name, parameter in target.named_parameters():
+        if "o_proj" in name:
+            parameter.zero_()
+    first = tiny_drafter(target.config, block_size=BLOCK)
+    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
+    requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
+    texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
+    head = tiny_flex(target, block_size=BLOCK) if policy.startswith("flex") else None
+    runner = runner_of(target, first, second, flex=head)
+    engine = Way(pages=20, max_batch=6).engine(runner, policy, lookup=True)
+    sequences = run_staggered(engine, requests, gap=2)
+    assert [s.answer for s in sequences] == texts
+    assert sum(s.stats.preemptions for s in sequences) > 0
+    stats = SequenceStats.merged(s.stats for s in sequences)
+    assert stats.accepted_branches[COPY] > 20
     assert max(stats.accepted) == BLOCK
     assert stats.tau > 2
 

@@ -321,7 +321,7 @@ class Scripted:
         size, rows = tree.tokens.shape
         self.now += self.cost(rows, size) * (100 if self.verified.total() in self.slow else 1)
         self.verified[rows, size] += 1
-        return Verified(torch.zeros(size, rows, self.vocab_size), None)  # type: ignore[arg-type]
+        return Verified(tree.tokens, torch.zeros(size, rows, self.vocab_size), None)  # type: ignore[arg-type]
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         self.now += 0.25
