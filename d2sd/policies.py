@@ -62,6 +62,7 @@ class PolicyFacts:
     first_drafter: DrafterRole = DrafterRole.FIRST  # of the first draft, if a drafter makes it
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
     grows: bool = False  # its tree can use more nodes than one block
+    copies: bool = False  # copies of earlier text may compete with its drafts (`tree.lookup`)
     proven: bool = False  # a build compares its answers with plain decoding's
     #: The policy whose recorded trees forecast its tokens a step; None: `auto` never chooses it.
     forecast_by: PolicyName | None = None
@@ -82,10 +83,14 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "chain": PolicyFacts(proven=True, forecast_by="ddtree"),
         "reanchor": PolicyFacts(second_pass=DrafterRole.FIRST, grows=True),
         "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True),
-        "ddtree": PolicyFacts(grows=True, forecast_by="ddtree"),
-        "hybrid": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True, forecast_by="hybrid"),
+        "ddtree": PolicyFacts(grows=True, copies=True, forecast_by="ddtree"),
+        "hybrid": PolicyFacts(
+            second_pass=DrafterRole.SECOND, grows=True, copies=True, proven=True, forecast_by="hybrid"
+        ),
         "flex": PolicyFacts(first_drafter=DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
-        "flex_tree": PolicyFacts(first_drafter=DrafterRole.FLEX, grows=True, proven=True, forecast_by="flex_tree"),
+        "flex_tree": PolicyFacts(
+            first_drafter=DrafterRole.FLEX, grows=True, copies=True, proven=True, forecast_by="flex_tree"
+        ),
         "flex_parallel": PolicyFacts(FirstPass.CARRIED, DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
     }
 )
@@ -93,6 +98,15 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
 _FORECAST: dict[PolicyName, PolicyFacts] = {
     name: facts for name, facts in FACTS.items() if facts.forecast_by is not None
 }
+
+
+#: Written behind a policy, where benchmarks name methods: copies of earlier text compete with its drafts.
+LOOKUP = "+lookup"
+
+
+def parse_method(method: str) -> tuple[str, bool]:
+    """The policy, and whether copies of earlier text compete with its drafts, of `hybrid` or `hybrid+lookup`."""
+    return method.removesuffix(LOOKUP), method.endswith(LOOKUP)
 
 
 def policy_of(role: DrafterRole) -> PolicyName:

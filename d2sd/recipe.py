@@ -211,6 +211,9 @@ class Tree(Part):
     branches: Positive = 7
     #: Most tree nodes verified per request and step; a GPU verifies 64 at little more than the cost of one.
     row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
+    #: Copies of earlier text, prompt and answer, compete with the drafts of ddtree, hybrid and flex_tree: they cost no
+    #: pass, and text that repeats itself takes fewer steps.
+    lookup: bool = True
 
 
 class Sampling(Part):

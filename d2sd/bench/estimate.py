@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 from d2sd.bench.views import ADAPTIVE, PLAIN
 from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.policies import parse_method
 from d2sd.progress import bar
 from d2sd.runtime.sampling_params import SamplingParams
 
@@ -42,7 +43,7 @@ def estimated_seconds(
     text = next(iter(sets.values()))[0][1]
     with bar("timing one answer of each method", len(shapes)) as advance:
         for method, rows in shapes:
-            times[method, rows] = _timed(bundle, cast("Policy", method), rows, text, device, backend)
+            times[method, rows] = _timed(bundle, method, rows, text, device, backend)
             advance(1)
     least = most = 0.0
     for key in keys:
@@ -62,15 +63,20 @@ def duration(seconds: float) -> str:
 
 
 def _shape(method: str, rows: int) -> tuple[str, int]:
-    return (PLAIN, 1) if method == ADAPTIVE else (method, rows)
+    return (PLAIN, 1) if parse_method(method)[0] == ADAPTIVE else (method, rows)
 
 
-def _timed(
-    bundle: Bundle, method: Policy, rows: int, text: str, device: str, backend: BackendName
-) -> tuple[float, float]:
+def _timed(bundle: Bundle, method: str, rows: int, text: str, device: str, backend: BackendName) -> tuple[float, float]:
     """Seconds of a step, and tokens a step."""
+    policy, lookup = parse_method(method)
     engine = make_engine(
-        bundle, policy=method, row_budget=rows if rows > 1 else None, device=device, backend=backend, max_batch=1
+        bundle,
+        policy=cast("Policy", policy),
+        lookup=lookup,
+        row_budget=rows if rows > 1 else None,
+        device=device,
+        backend=backend,
+        max_batch=1,
     )
     request = chat_request(bundle, text, SamplingParams(), _WARM_UP)
     engine.generate([request])

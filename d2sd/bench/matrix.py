@@ -9,7 +9,7 @@ from pathlib import Path
 
 from d2sd.bench.result import Key
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS
+from d2sd.policies import FACTS, parse_method
 from d2sd.prompts import OWN_PROMPTS, read_prompts
 
 #: Methods whose tree grows with the node budget; the others have a fixed size.
@@ -52,11 +52,12 @@ class Matrix:
         for written in self.methods:
             method, _, pinned = written.partition(":")
             rows = (int(pinned),) if pinned else self.rows
-            if method in GROWING:
+            policy, _ = parse_method(method)
+            if policy in GROWING:
                 yield from ((method, budget) for budget in rows)
-            elif method == "auto":
+            elif policy == "auto":
                 yield method, max(rows)
-            elif method != "off":
+            elif policy != "off":
                 yield method, min(self.block_size, max(rows))
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from d2sd.build.plan import Part, Plan
-from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy
+from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, policy_of_tree
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
@@ -21,7 +21,7 @@ from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
 from d2sd.runtime.request import buckets
-from d2sd.runtime.speculation.policy import Off, make_policy
+from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
@@ -155,8 +155,7 @@ def arithmetic_costs(
         candidates = candidate_policies(tree, tree.row_budget, auto_policies(drafters, plan.calibration))
     else:
         check_policy(drafters, policy, Path(plan.recipe.name))
-        sizes = {"block_size": tree.block_size, "branches": tree.branches, "row_budget": tree.row_budget}
-        candidates = [make_policy(policy, **sizes)]
+        candidates = [policy_of_tree(tree, policy, tree.row_budget)]
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]

@@ -16,11 +16,13 @@ from d2sd.bench.plots import write_plots
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, save
 from d2sd.bench.tables import tables
+from d2sd.bench.views import ADAPTIVE
 from d2sd.build.validate.near_ties import top2_margin
 from d2sd.bundle.backends import BackendName
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import claim, write_text
+from d2sd.policies import parse_method
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request
@@ -53,7 +55,8 @@ class Run:
     device: str
     backend: BackendName
     out: Path
-    _selectors: dict[tuple[int, int], PolicySelector] = field(default_factory=dict)  # by rows and concurrency
+    #: By rows, concurrency, and whether copies compete.
+    _selectors: dict[tuple[int, int, bool], PolicySelector] = field(default_factory=dict)
 
     def all(self) -> Iterator[Path]:
         """Measure the missing cells, then write result.json, tables.md and the plots; yields the last two's paths.
@@ -126,15 +129,17 @@ class Run:
 
     def _engine(self, key: Key) -> Engine:
         """A new engine for every cell, so that all start with empty pools; step costs are measured once."""
-        shape = key.rows, key.concurrency
+        policy, lookup = parse_method(key.method)
+        shape = key.rows, key.concurrency, lookup
         engine = make_engine(
             self.bundle,
-            policy=cast("Policy", key.method),
+            policy=cast("Policy", policy),
+            lookup=lookup,
             row_budget=key.rows if key.rows > 1 else None,
             device=self.device,
             backend=self.backend,
             max_batch=key.concurrency,
-            selector=self._selectors.get(shape) if key.method == "auto" else None,
+            selector=self._selectors.get(shape) if policy == ADAPTIVE else None,
         )
         if engine.selector is not None:
             self._selectors[shape] = engine.selector

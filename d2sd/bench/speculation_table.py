@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from d2sd.build.tables import show_table
-from d2sd.runtime.stats import Clock, EngineStats, SequenceStats, mean_tau
+from d2sd.runtime.stats import COPY, FIRST_DRAFT, Clock, EngineStats, SequenceStats, mean_tau
 
 
 def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Clock, plain: Clock) -> None:
@@ -28,7 +28,8 @@ def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Cl
         "share of steps that accepted k drafts or more",
     )
     won = sorted(total.accepted_branches.items())
-    names = ("first draft" if branch_id == 0 else f"branch {branch_id}" for branch_id, _ in won)
+    known = {FIRST_DRAFT: "first draft", COPY: "copy of earlier text"}
+    names = (known.get(proposer, f"branch {proposer}") for proposer, _ in won)
     row(
         "won by",
         ", ".join(f"{n} {c}" for n, (_, c) in zip(names, won, strict=True)) or "none",

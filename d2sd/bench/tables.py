@@ -11,7 +11,7 @@ from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
 from d2sd.bench.result import Cell, Result
 from d2sd.bench.views import ADAPTIVE
-from d2sd.policies import DRAFTER_NAMES
+from d2sd.policies import DRAFTER_NAMES, parse_method
 from d2sd.runtime.stats import calibration_error
 from d2sd.viz.plot_style import Line
 
@@ -138,7 +138,7 @@ def chosen_table(result: Result, temperature: float) -> str | None:
         (concurrency, views.pooled(result, line, temperature, concurrency)[0])
         for concurrency in views.concurrencies(result, temperature)
         for line in views.lines(result, temperature, concurrency)
-        if line.method == ADAPTIVE
+        if parse_method(line.method)[0] == ADAPTIVE
     ]
     columns = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in cells]
     return table(columns) if columns else None

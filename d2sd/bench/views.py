@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from d2sd.bench.result import Cell, Difference, Response, Result
-from d2sd.policies import DrafterName
+from d2sd.policies import DrafterName, parse_method
 from d2sd.runtime.stats import Bin
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
@@ -34,7 +34,8 @@ def sets(result: Result) -> list[str]:
 
 def place(line: Line) -> tuple[int, str, int]:
     """Sort key of lines."""
-    return (METHODS.index(line.method) if line.method in METHODS else len(METHODS), *line)
+    policy, _ = parse_method(line.method)
+    return (METHODS.index(policy) if policy in METHODS else len(METHODS), *line)
 
 
 def lines(result: Result, temperature: float, concurrency: int) -> list[Line]:

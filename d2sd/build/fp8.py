@@ -199,7 +199,7 @@ def _generate(
 ) -> list[Sequence]:
     requests = _requests(bundle, recipe, sampling)[:limit]
     nodes = min(_NODES, bundle.recipe.tree.row_budget)
-    return make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False).generate(requests)
+    return make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False, lookup=False).generate(requests)
 
 
 def _requests(bundle: Bundle, recipe: Recipe, sampling: SamplingParams) -> list[Request]:

@@ -42,6 +42,7 @@ def make_engine(
     calibrated: bool = True,
     prefix_cache: bool | None = None,
     selector: PolicySelector | None = None,
+    lookup: bool | None = None,
 ) -> Engine:
     """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
 
@@ -53,17 +54,16 @@ def make_engine(
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits, buckets
     from d2sd.runtime.speculation.calibration import Calibration
-    from d2sd.runtime.speculation.policy import make_policy
 
     recipe, file = bundle.recipe, bundle.calibration
-    name, rows = policy or recipe.tree.policy, row_budget or recipe.tree.row_budget
+    tree = recipe.tree if lookup is None else recipe.tree.model_copy(update={"lookup": lookup})
+    name, rows = policy or tree.policy, row_budget or tree.row_budget
     if name == "auto":
         names = auto_policies(bundle.draft_configs, file, backend)
-        candidates = candidate_policies(recipe.tree, rows, names)
+        candidates = candidate_policies(tree, rows, names)
     else:
         check_policy(bundle.draft_configs, name, bundle.path, backend)
-        tree = recipe.tree
-        candidates = [make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=rows)]
+        candidates = [policy_of_tree(tree, name, rows)]
     roles = {role for candidate in candidates for role in candidate.drafters}
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
@@ -82,6 +82,14 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
+
+
+def policy_of_tree(tree: Tree, name: PolicyName, rows: int) -> TreePolicy:
+    """The policy with a recipe's settings and at most `rows` nodes; raises RecipeError as `make_policy` does."""
+    from d2sd.runtime.speculation.policy import make_policy
+
+    branches, lookup = tree.branches, tree.lookup
+    return make_policy(name, block_size=tree.block_size, branches=branches, row_budget=rows, lookup=lookup)
 
 
 def check_policy(drafters: Drafters, name: PolicyName, where: Path, backend: BackendName = "torch") -> None:
@@ -134,12 +142,12 @@ def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> li
 
     The engine starts with the last; of equal nodes, the one with more drafters comes later.
     """
-    from d2sd.runtime.speculation.policy import make_policy, policy_class
+    from d2sd.runtime.speculation.policy import policy_class
 
-    make = partial(make_policy, block_size=tree.block_size, branches=tree.branches)
-    policies = [make("off", row_budget=1)]
+    make = partial(policy_of_tree, tree)
+    policies = [make("off", 1)]
     for name in names:
-        policies += [make(name, row_budget=size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
+        policies += [make(name, size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
     return sorted(policies, key=lambda entry: (entry.num_nodes, -FACTS[entry.name].first_drafter, len(entry.drafters)))
 
 

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from d2sd.runtime.decode import StepTrace
 
-Source = Literal["anchor", "first", "second", "bonus"]
+Source = Literal["anchor", "first", "second", "copy", "bonus"]
+#: Sources that propose with a probability.
+DRAFTED = ("first", "second", "copy")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +24,7 @@ class Node:
     parent: int  # index of the parent, less than the node's own; -1 for the anchor
     depth: int  # tokens after the anchor
     source: Source  # what drafted it
-    branch: int  # 0: the first draft; k >= 1: the k-th branch
+    branch: int  # k >= 1: the k-th branch; 0: no branch
     probability: float  # drafted probability of acceptance given its parent; 1 for anchor and bonus
     accepted: bool  # part of the answer
     chain: bool  # on the path of the first draft's top-1 tokens
@@ -68,6 +70,11 @@ class Step:
         """Whether a node of the second pass was accepted."""
         return any(node.source == "second" for node in self.gained)
 
+    @property
+    def by_copy(self) -> bool:
+        """Whether the last accepted draft is a copy of earlier text."""
+        return bool(self.accepted) and self.accepted[-1].source == "copy"
+
 
 def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int | None = None) -> Step:
     """Read the step of the request at `row` of the batch; `show` turns a token id into text.
@@ -99,10 +106,11 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int 
         # Branches that draft the same token share a node, with the score of the first of them: a child from another
         # branch may have a higher score.
         probability = math.exp(min(0.0, scores[number] - scores[parents[number]]))
-        source: Source = "second" if origins[number] and trace.branches is not None else "first"
+        proposer = trace.policy.proposer(origins[number])
+        source: Source = "first" if proposer == 0 else "second" if proposer > 0 else "copy"
         chain = nodes[above].chain and depth <= len(draft) and tokens[number] == draft[depth - 1]
         nodes.append(
-            Node(show(tokens[number]), above, depth, source, origins[number], probability, number in path, chain)
+            Node(show(tokens[number]), above, depth, source, max(0, proposer), probability, number in path, chain)
         )
     if not ended:
         nodes.append(Node(show(chosen[-1]), index[path[-1]], count, "bonus", 0, 1.0, True, False))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from d2sd.extras import require_plots
+from d2sd.policies import parse_method
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,13 +46,15 @@ class Line(NamedTuple):
 
 
 def colour(method: str) -> str:
-    return METHODS.get(method, _OTHER)[0]
+    return METHODS.get(parse_method(method)[0], _OTHER)[0]
 
 
 def curve(line: Line | Evaluation) -> dict[str, Any]:
     """Arguments of `plot` and `errorbar`."""
-    chosen, marker = METHODS.get(line.method, _OTHER)
-    return {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
+    policy, lookup = parse_method(line.method)
+    chosen, marker = METHODS.get(policy, _OTHER)
+    style = {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
+    return {**style, "linestyle": "--"} if lookup else style
 
 
 def name(line: Line | Evaluation) -> str:

@@ -8,7 +8,7 @@ from html import escape
 from rich.cells import cell_len
 
 from d2sd.viz.layout import BOX, CELL, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
-from d2sd.viz.nodes import Node, Step
+from d2sd.viz.nodes import DRAFTED, Node, Step
 from d2sd.viz.text import asset, cut, token_markup, visible
 
 _CAPTION = 34  # height of the caption line of a standalone picture
@@ -93,7 +93,7 @@ def _halo(box: Box, by_second: bool) -> str:
 
 
 def _node(box: Box, node: Node, miss: bool) -> str:
-    """Corners show the source without colour: square for the first pass, round for the second."""
+    """Borders show the source without colour: square for the first pass, round for the second, dashed for a copy."""
     radius = BOX / 2 if node.source == "second" else 5
     shown = cut(visible(node.text), MOST_CELLS)
     # Fallback fonts may have glyphs of another width.
@@ -102,7 +102,7 @@ def _node(box: Box, node: Node, miss: bool) -> str:
     )
     fitted += 'AndGlyphs"' if fitted else ""
     number = ""
-    if node.source in ("first", "second"):
+    if node.source in DRAFTED:
         number = f'<text class="p" x="{box.x + box.width - PAD + 1:g}" y="{box.y + 15.5:g}">{_percent(node)}</text>'
     return (
         f'<g class="{_classes(node)}{" miss" * miss}"><title>{escape(_tip(node))}</title>'
@@ -126,7 +126,7 @@ def _edge(parent: Box, child: Box, node: Node) -> str:
 
 
 def _classes(node: Node) -> str:
-    return f"{node.source} yes" if node.accepted and node.source in ("first", "second") else node.source
+    return f"{node.source} yes" if node.accepted and node.source in DRAFTED else node.source
 
 
 def _percent(node: Node) -> str:
@@ -139,9 +139,9 @@ def _tip(node: Node) -> str:
         return f"{node.text!r}\nanchor: the last token of the answer so far"
     if node.source == "bonus":
         return f"{node.text!r}\nbonus: the target's own choice after the accepted path"
-    who = f"branch {node.branch} of the second pass" if node.source == "second" else "first pass"
+    who = {"first": "first pass", "second": f"branch {node.branch} of the second pass", "copy": "copy of earlier text"}
     fate = "accepted" if node.accepted else "rejected"
-    return f"{node.text!r}\n{who}, {fate}\nprobability given its parent: {node.probability:.1%}"
+    return f"{node.text!r}\n{who[node.source]}, {fate}\nprobability given its parent: {node.probability:.1%}"
 
 
 _LINE = 26
@@ -156,6 +156,8 @@ def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
         keys.append(("first", 5, "first draft"))
     if "second" in sources:
         keys.append(("second", 10, "second pass"))
+    if "copy" in sources:
+        keys.append(("copy", 5, "copy of earlier text"))
     if "first" in sources:
         keys.append(("yes", 5, "accepted by the target"))
     if any(step.miss is not None for step in steps):

@@ -163,7 +163,7 @@ def watch(
     bundle: Bundle, policy: PolicyName, requests: Sequence[Request], temperature: float, device: str
 ) -> list[StepObservation]:
     """Run all requests and observe every step."""
-    engine = make_engine(bundle, policy=policy, row_budget=_NODE_BUDGET, calibrated=False, device=device)
+    engine = make_engine(bundle, policy=policy, row_budget=_NODE_BUDGET, calibrated=False, device=device, lookup=False)
     engine.record_trace = True
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))

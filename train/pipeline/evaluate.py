@@ -68,7 +68,12 @@ class Evaluator:
         """Generate from the prompts with the policy `method`, in one batch, and count accepted tokens."""
         batch = min(self._bundle.recipe.limits.max_batch, len(self._evaluated))
         engine = make_engine(
-            self.serving(drafters), policy=method, row_budget=_NODE_BUDGET, device=self.device, max_batch=batch
+            self.serving(drafters),
+            policy=method,
+            row_budget=_NODE_BUDGET,
+            device=self.device,
+            max_batch=batch,
+            lookup=False,
         )
         engine.record_trace = True
         accepted = {engine.submit(request).id: (name, list[int]()) for name, request in self._evaluated}

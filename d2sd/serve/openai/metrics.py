@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from d2sd.runtime.stats import FIRST_DRAFT, EngineStats
+from d2sd.runtime.stats import COPY, FIRST_DRAFT, EngineStats
 
 if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine
@@ -60,6 +60,7 @@ class Metrics:
         self._accepted = self._counter("spec_decode_num_accepted_tokens", "Drafted tokens accepted, bonus excluded.")
         self._rows = self._counter("verified_rows", "Tree rows verified, the anchor's included.")
         self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
+        self._copies = self._counter("spec_decode_copies", "Steps won by a copy of earlier text.")
         self._ended = Counter(
             "d2sd_request_success",
             "Requests that ended, by reason.",
@@ -96,7 +97,8 @@ class Metrics:
         self._drafts.inc(sum(steps for policy, steps in stats.policies.items() if not policy.startswith("off")))
         self._drafted.inc(drafted)
         self._accepted.inc(stats.tokens - stats.steps)
-        self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch != FIRST_DRAFT))
+        self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch > FIRST_DRAFT))
+        self._copies.inc(stats.accepted_branches[COPY])
 
     def _gauge(self, name: str, text: str, read: Any) -> None:
         gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from starlette.responses import Response
 
+from d2sd.bundle.serving import policy_of_tree
 from d2sd.errors import RecipeError
 from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName
-from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.protocol import ChatBody
@@ -58,9 +58,7 @@ def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
         facts = FACTS[name]
         if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
             try:
-                policies[name] = make_policy(
-                    name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget
-                )
+                policies[name] = policy_of_tree(tree, name, tree.row_budget)
             except RecipeError:  # a budget of one node, or more branches than a block has boundaries
                 continue
     return policies
