@@ -145,7 +145,7 @@ build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
 bench: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS) --out build/bench/trees \
-	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,hybrid --rows 16,64
+	  --methods lookup,chain,reanchor:64,d2sd:64,ddtree,ddtree+lookup,hybrid,hybrid+lookup --rows 16,64
 	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 
