@@ -106,14 +106,8 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    copy = None
-    if policy.lookup and first is not None:
-        with timer("lookup"):
-            scores = None if calibration is None else calibration.copies
-            scores = scores or default_scores(runner.block_size - 1, runner.device)
-            copy = find_copy(runner.text(batch), first, scores, batch.sampling.temperature).draft
-    sources = sources_of(first, branches, second, copy)
-    tree, paths = _built(policy, batch, sources, timer)
+    copy = _copied(runner, policy, batch, first, calibration, timer)
+    tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     with timer("verify"):
         verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
@@ -153,6 +147,24 @@ def sources_of(
     if second is not None:
         found.append(Source(second, branches, replaces=True))
     return found if copy is None else [*found, Source(copy, follows=True)]
+
+
+def _copied(
+    runner: ModelRunner,
+    policy: Policy,
+    batch: Batch,
+    first: Draft | None,
+    calibration: Calibration | None,
+    timer: Timer,
+) -> Draft | None:
+    """A copy of each request's earlier text [B, S, 1], if the policy takes one."""
+    text = runner.text(batch) if policy.lookup else None
+    if text is None or first is None:
+        return None
+    scores = None if calibration is None else calibration.copies
+    with timer("lookup"):
+        scores = scores or default_scores(runner.block_size - 1, runner.device)
+        return find_copy(text, first, scores, batch.sampling.temperature).draft
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:

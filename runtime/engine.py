@@ -71,6 +71,8 @@ class Engine:
         free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
         runner.allocate(self.memory.pool_pages, limits.page_size)
+        if policy.lookup:
+            runner.keep_text()
         self.steps = DecodeSteps(runner, limits, self.calibration)
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
 
@@ -85,6 +87,8 @@ class Engine:
 
         `policies` include plain decoding and are sorted by their nodes. `measure` has the arguments of its default.
         """
+        if self.runner.text_pages is None and any(policy.lookup for policy in policies):
+            self.runner.keep_text()
         times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
         self.selector = PolicySelector(policies, times, forecast)
 

@@ -67,6 +67,7 @@ class ModelRunner:
         self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
+        self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
         self._tables = self._draft_tables()
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
@@ -91,8 +92,6 @@ class ModelRunner:
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
         self.target_pool, *pools = self.pools
-        #: [P, Z] int64, the tokens whose K/V the pages hold.
-        self.text_pages = torch.zeros(pages, page_size, dtype=torch.long, device=self.device)
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
         self.context = DrafterContext({role: self.drafters[role] for role in own}, self._own_pools, self._dtype)
@@ -121,7 +120,8 @@ class ModelRunner:
         rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size)
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
         self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
-        self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
+        if self.text_pages is not None:
+            self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
         self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages))
         return out.hidden[0]
 
@@ -179,10 +179,18 @@ class ModelRunner:
         self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
         self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size))
-        lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
+        if (text := self.text(batch)) is not None:
+            lookup.append(text, verified.tokens, accepted, batch.active)
 
-    def text(self, batch: Batch) -> Text:
-        """What the requests have said so far."""
+    def keep_text(self) -> None:
+        """Keep the tokens of all requests from now on, in the pages of their K/V: what copies are taken from."""
+        pages, page_size = self.target_pool.k.shape[1:3]
+        self.text_pages = torch.zeros(pages, page_size, dtype=torch.long, device=self.device)
+
+    def text(self, batch: Batch) -> Text | None:
+        """The requests' text so far; None before `keep_text`."""
+        if self.text_pages is None:
+            return None
         return Text(self.text_pages, batch.page_table, batch.context_len, batch.anchor)
 
     @property

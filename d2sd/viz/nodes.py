@@ -107,7 +107,9 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int 
         # branch may have a higher score.
         probability = math.exp(min(0.0, scores[number] - scores[parents[number]]))
         proposer = trace.policy.proposer(origins[number])
-        source: Source = "first" if proposer == 0 else "second" if proposer > 0 else "copy"
+        source: Source = "copy" if proposer < 0 else "first"
+        if proposer > 0 and trace.branches is not None:
+            source = "second"
         chain = nodes[above].chain and depth <= len(draft) and tokens[number] == draft[depth - 1]
         nodes.append(
             Node(show(tokens[number]), above, depth, source, max(0, proposer), probability, number in path, chain)

@@ -60,13 +60,9 @@ def rescue(step: Step) -> str:
     """Says which pass saved how many tokens; empty if the first draft's top-1 chain gave as many."""
     if not step.saved:
         return ""
-    return f"{_saver(step)} saved {step.saved}"
-
-
-def _saver(step: Step) -> str:
     if step.by_copy:
-        return "a copy of earlier text"
-    return "a branch of the second pass" if step.by_second else "another guess of the first pass"
+        return f"a copy of earlier text saved {step.saved}"
+    return f"{'second pass' if step.by_second else 'another guess of the first pass'} saved {step.saved}"
 
 
 def caption(step: Step, number: int, steps: int) -> str:
@@ -86,7 +82,8 @@ def story(step: Step) -> str:
     else:
         begun = "The first draft was wrong at once"
     if step.saved:
-        begun += f"; {_saver(step)} was right for {step.saved} more"
+        which = "a branch of the second pass" if step.by_second else "another guess of the first pass"
+        begun += f"; {'a copy of earlier text' if step.by_copy else which} was right for {step.saved} more"
     if step.bonus is None:
         return f"{begun}. The answer ends with “{visible(step.gained[-1].text)}”."
     return f"{begun}. The target added “{visible(step.bonus.text)}”."

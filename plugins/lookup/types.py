@@ -21,7 +21,7 @@ SUPPORT = (-3.912, -2.303, -1.204, -0.5108, -0.1625, -0.0408)
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """What each request has said so far, prompt and answer: the tokens of its pages, then its anchor."""
+    """The text of each request so far, prompt and answer: the tokens of its pages, then its anchor."""
 
     pages: Tensor  # [P, Z] int64, of committed tokens, in the pages that hold their K/V
     page_table: Tensor  # [B, M] int64
@@ -31,7 +31,7 @@ class Text:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """What followed an earlier occurrence of the end of each text."""
+    """A continuation of an earlier occurrence of the end of each text."""
 
     draft: Draft  # [B, S, 1]
     length: Tensor  # [B] int64, tokens of the text's end that occurred before; 0: no proposal

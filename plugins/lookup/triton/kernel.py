@@ -38,7 +38,7 @@ def copy_kernel(
         alive = (place < end) & (_tokens(pages, table, end, last, place, place < end, PAGE) == last)
         matched = alive.to(tl.int64)
         back = 1
-        while (back < LONGEST) & (tl.max(alive.to(tl.int32), axis=0) > 0):
+        while (back < LONGEST) & (tl.max(alive.to(tl.int64), axis=0) > 0):
             there = _tokens(pages, table, end, last, end - back, back <= end, PAGE)
             alive = alive & (place >= back)
             alive = alive & (_tokens(pages, table, end, last, place - back, alive, PAGE) == there)

@@ -11,7 +11,7 @@ children of the best N of the level before.
          └ x ─[x│y]─ …    branch whose prefix it has passed, so siblings differ; equal children from two lanes become
                           one, the likelier, of equals that of the earlier lane
 
-    a source that follows proposes to paths that took its likeliest token in every slot, whoever proposed it as well
+    a source that follows proposes to paths that took its likeliest token in every slot, other sources' or its own
 
     a row may say what a candidate is worth behind each candidate of its slot before: that holds where it proposed the
     parent

@@ -81,7 +81,7 @@ def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
     costs = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=4.0)
-    assert costs[1].policy == costs[4].policy == "hybrid of 64 rows"
+    assert costs[1].policy == costs[4].policy == "hybrid+lookup of 64 rows"
     assert costs[4].tokens == 4.0
     largest = make_policy("hybrid", block_size=16, branches=4, row_budget=64)
     assert costs[4].seconds == ROOFLINE.decode_seconds(largest, 4, 1000)

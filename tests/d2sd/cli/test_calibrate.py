@@ -62,7 +62,7 @@ def ended(bundle: Path) -> Result:
 
 def tokens_a_step(bundle: Bundle, policy: PolicyName, temperature: float) -> float:
     """Return tokens per step of a tree of 64 rows, over all steps of all prompts."""
-    engine = make_engine(bundle, policy=policy, row_budget=64, calibrated=False)
+    engine = make_engine(bundle, policy=policy, row_budget=64, calibrated=False, lookup=False)
     sequences = engine.generate(
         chat_request(bundle, text, SamplingParams(temperature, seed=seed), LENGTH)
         for seed, (_, text) in enumerate(read_prompts(bundle.path.parent / "prompts.jsonl"))
