@@ -103,6 +103,7 @@ def test_an_interrupt_that_a_library_turned_into_an_error_ends_with_130(error: B
         except KeyboardInterrupt:
             raise error from None
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background job ignores
     result = CliRunner().invoke(command, [])
     assert (result.exit_code, result.stderr.strip()) == (130, "interrupted")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
