@@ -21,6 +21,16 @@ NAME = "calibration.json"
 Table = list[list[list[list[float]]]]
 
 
+class CopyTable(BaseModel):
+    """`CopyOdds` of a temperature, with the entries of `d2sd.plugins.lookup.types`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    length: Annotated[list[float], Field(min_length=7, max_length=7)]
+    support: Annotated[list[float], Field(min_length=8, max_length=8)]
+    slot: list[float]
+
+
 class CalibrationFile(BaseModel):
     """Written by `d2sd calibrate`; read by the build, which compares the fingerprints with its drafters'."""
 
@@ -32,7 +42,9 @@ class CalibrationFile(BaseModel):
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
     offset: Table
-    #: tokens a step by temperature ("0", "1") and policy; entry n is for n + 1 nodes
+    #: odds of copies of earlier text; files that were written before have none
+    copies: dict[Literal["0", "1"], CopyTable] | None = None
+    #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`; entry n is for n + 1 nodes
     tau: dict[Literal["0", "1"], dict[str, list[Annotated[float, Field(ge=1)]]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
@@ -76,6 +88,8 @@ class CalibrationFile(BaseModel):
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
             if [*sizes, *{len(pair) for pair in pairs}] != shape:
                 raise ValueError(f"slope and offset must have the shape {shape}")
+        if self.copies is not None and [len(odds.slot) for odds in self.copies.values()] != [shape[2]] * 2:
+            raise ValueError(f"copies must have {shape[2]} slots at the temperatures 0 and 1")
         return self
 
 

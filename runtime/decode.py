@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.plugins.lookup import find_copy
+from d2sd.plugins.lookup import Copy, find_copy
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.batch import Batch
@@ -52,6 +52,7 @@ class StepResult:
     first: Draft | None
     branches: Branches | None
     second: Draft | None
+    copy: Copy | None
     tree: Tree
     accepted: Accepted
     next_draft: Draft | None  # the first draft of the next step, where the policy's first pass is carried
@@ -118,7 +119,7 @@ def decode_step(
     with timer("commit"):
         runner.commit(batch, verified, accepted)
         following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
-    found = first, branches, second, tree, accepted, following
+    found = first, branches, second, copy, tree, accepted, following
     return StepResult(*found, _packed(batch, verified.logits, accepted, following))
 
 
@@ -138,7 +139,7 @@ def _guided(
 
 
 def sources_of(
-    first: Draft | None, branches: Branches | None = None, second: Draft | None = None, copy: Draft | None = None
+    first: Draft | None, branches: Branches | None = None, second: Draft | None = None, copy: Copy | None = None
 ) -> list[Source]:
     """Sources of a step's tree: behind its branches the second draft takes the place of the first, and a copy of
     earlier text competes with both.
@@ -146,7 +147,7 @@ def sources_of(
     found = [] if first is None else [Source(first)]
     if second is not None:
         found.append(Source(second, branches, replaces=True))
-    return found if copy is None else [*found, Source(copy, follows=True)]
+    return found if copy is None else [*found, Source(copy.draft, follows=True)]
 
 
 def _copied(
@@ -156,15 +157,15 @@ def _copied(
     first: Draft | None,
     calibration: Calibration | None,
     timer: Timer,
-) -> Draft | None:
-    """A copy of each request's earlier text [B, S, 1], if the policy takes one."""
+) -> Copy | None:
+    """A copy of each request's earlier text, if the policy takes one."""
     text = runner.text(batch) if policy.lookup else None
     if text is None or first is None:
         return None
     scores = None if calibration is None else calibration.copies
     with timer("lookup"):
         scores = scores or default_scores(runner.block_size - 1, runner.device)
-        return find_copy(text, first, scores, batch.sampling.temperature).draft
+        return find_copy(text, first, scores, batch.sampling.temperature)
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:
@@ -209,3 +210,4 @@ class StepTrace:
     branches: Branches | None
     tree: Tree
     accepted: Accepted
+    copy: Copy | None = None

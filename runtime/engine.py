@@ -25,7 +25,7 @@ from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.stats import Clock, EngineStats
+from d2sd.runtime.stats import COPY, Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
 
@@ -222,9 +222,11 @@ class Engine:
         self._chosen = None if name is None else self.choices[name]
         if self.selector is not None and self._chosen is None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
-            self.policy = self.selector.choose(
-                bucket(len(sequences)), _temperature(sequences), context, remaining, self.runner.context.pending_rows
-            )
+            for s in sequences:
+                s.acceptance = s.acceptance or replace(self.selector.usual)
+            size, pending = bucket(len(sequences)), self.runner.context.pending_rows
+            known = [s.acceptance for s in sequences if s.acceptance]
+            self.policy = self.selector.choose(size, _temperature(sequences), context, remaining, pending, known)
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
         if self.in_force.drafts_on_host:
             with self.clock.stage("draft_first"):
@@ -265,13 +267,15 @@ class Engine:
             sequences, policy, result = launched.sequences, launched.policy, launched.result
             if self.record_trace:
                 accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0))
-                tensors = result.first, result.branches, result.tree, accepted
+                tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             rows = launched.read()
             live = [(s, row) for s, row in zip(sequences, rows, strict=False) if s.finish is None]
             if self.selector is not None and policy in self.selector.policies:
                 lengths = [row.length for _, row in live]
-                self.selector.update(policy, _temperature(sequences), lengths, launched.begun)
+                copied = [policy.proposer(row.accepted_branch) == COPY for _, row in live]
+                known = [s.acceptance for s, _ in live if s.acceptance]
+                self.selector.update(policy, _temperature(sequences), lengths, launched.begun, copied, known)
             outputs = []
             for sequence, (count, accepted_branch, tokens, logprobs, draft) in live:
                 sequence.stats.record(count, policy.proposer(accepted_branch), policy.num_nodes, str(policy))

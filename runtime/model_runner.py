@@ -27,6 +27,7 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
+from d2sd.runtime.drafting.window import Window
 
 # Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
 # slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -68,6 +69,7 @@ class ModelRunner:
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
+        self.window: Window | None = None  # of the context that drafters read; None: all of it
         self._tables = self._draft_tables()
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
@@ -214,8 +216,11 @@ class ModelRunner:
         context = None if own is None else self.context.take(role)
         slots, same_block = self._rows_of_blocks(blocks.shape[1])
         attn_mask = same_block.expand(len(blocks), -1, -1)
-        rows = Rows(batch.context_len[:, None] + slots, attn_mask, batch.page_table, batch.context_len)
         pool = self.target_pool if own is None else own
+        context_pages = batch.page_table, batch.context_len
+        if self.window is not None:
+            context_pages = self.window.pages(*context_pages, pool.page_size)
+        rows = Rows(batch.context_len[:, None] + slots, attn_mask, *context_pages)
         logits = self.drafters[role].draft_logits(blocks, rows, pool, context, self._tables[role])
         return logits if choice.reads_any_type(logits) else logits.float()
 

@@ -7,10 +7,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from d2sd.plugins.lookup import length_entry, support_entry
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import COPY, FIRST_DRAFT
+
+
+class CopyOutcome(NamedTuple):
+    """A copied token, those before which were the target's, so that the target has decided about it."""
+
+    length: int  # entry of its match in `LENGTHS`
+    support: int  # entry of the first draft's probability for it, 0 for none, then as in `SUPPORT`
+    slot: int
+    accepted: bool  # the target chose it
 
 
 class NodeOutcome(NamedTuple):
@@ -40,7 +50,9 @@ class StepObservation:
     num_merged: int
     rank: int | None  # index of the branch that restarts exactly where that chain ends; None: no branch does
     rescued: bool  # nodes of the second pass were accepted beyond that chain
+    path: list[int]  # accepted nodes, without the root
     judged: list[NodeOutcome]
+    copied: list[CopyOutcome]
 
 
 def observe(trace: StepTrace) -> list[StepObservation]:
@@ -79,8 +91,21 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
         int(tree.num_merged[row]),
         rank,
         trace.policy.proposer(int(accepted.accepted_branch[row])) > FIRST_DRAFT and count - 1 > chain,
+        path[1:],
         _judged(trace, row, nodes, path, lengths),
+        _copied(trace, row, count),
     )
+
+
+def _copied(trace: StepTrace, row: int, count: int) -> list[CopyOutcome]:
+    copy, first = trace.copy, trace.first
+    if copy is None or first is None or not copy.length[row]:
+        return []
+    tokens = copy.draft.top1[row]
+    length, support = int(length_entry(copy.length)[row]), support_entry(first, copy.draft.top1)[row].tolist()
+    matched = trace.accepted.matches(row, tokens.tolist())
+    decided = range(min(matched + 1, count, len(tokens)))
+    return [CopyOutcome(length, support[slot], slot, slot < matched) for slot in decided]
 
 
 def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:

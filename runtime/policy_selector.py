@@ -11,27 +11,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from math import inf
+from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
-from d2sd.policies import DrafterRole
+from d2sd.policies import LOOKUP, DrafterRole
+from d2sd.runtime.acceptance import REQUEST_WINDOW, WINDOW, Acceptance, Gain, Outcome
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
 #: Forecast speedup over plain decoding that speculation must exceed to begin: forecasts and clocks err, and beginning
 #: has a cost. What runs already has been measured and goes on while it is faster at all.
 MARGIN = 1.05
-#: EMA window in request-steps for the acceptance correction: a few answers.
-_EMA_WINDOW = 32
 #: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
 #: speculation against it, which a few steps show.
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
 #: Largest factor that one step can show: a step during which the machine did something else says nothing.
 _MOST_FACTOR = 2.0
-#: Steps of plain decoding until a correction decays back and speculation is retried; a retry has a cost too, which is
-#: less for step times, because they are learned in fewer steps.
-_DECAY_STEPS, _TIME_DECAY_STEPS = 2048, 256
+#: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
+#: which is less than that of acceptance, because step times are learned in fewer steps.
+_TIME_DECAY_STEPS = 256
 
 
 class Begun(NamedTuple):
@@ -49,7 +50,7 @@ class PolicySelector:
     times: StepTimes
     forecast: Forecast
     clock: Callable[[], float] = time.perf_counter  # seconds
-    acceptance_scale: float = 1.0  # accepted drafts, observed over forecast
+    usual: Acceptance = field(default_factory=Acceptance)  # of all requests
     plain_scale: float = 1.0  # seconds of a step of plain decoding, observed over measured
     speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
     off: Policy = field(init=False)
@@ -67,18 +68,21 @@ class PolicySelector:
         context: float = 0,
         remaining: float = inf,
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
+        requests: Sequence[Acceptance] = (),
     ) -> Policy:
         """The policy with the most tokens a second for a batch of `bucket` requests; its step begins now.
 
         `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.
         `pending` are the rows that each drafter must catch up with before it drafts: after plain decoding of a whole
-        batch that takes several steps' time, which the last tokens of an answer do not earn back.
+        batch that takes several steps' time, which the last tokens of an answer do not earn back. `requests` are what
+        each has shown: those whose text repeats itself gain from copies, whatever the others do.
         """
 
         def rate(policy: Policy, seconds: float) -> float:
             step = seconds if policy is self.off else self.speculation_scale * seconds
             catch_up = self.times.catch_up(policy, pending)
-            return 1 / (step / self.expected(policy, temperature, remaining) + catch_up / max(1.0, remaining))
+            tokens = self.expected(policy, temperature, remaining, requests)
+            return 1 / (step / tokens + catch_up / max(1.0, remaining))
 
         steps = {policy: seconds for policy in self.policies if (seconds := self.times.step(policy, bucket, context))}
         rates = {policy: rate(policy, seconds) for policy, seconds in steps.items()}
@@ -88,18 +92,31 @@ class PolicySelector:
         self.begun = Begun(self.clock(), steps[best] + self.times.catch_up(best, pending))
         return best
 
-    def expected(self, policy: Policy, temperature: float, remaining: float = inf) -> float:
-        """Forecast tokens a step, corrected by the observed acceptance, of which `remaining` are still to be generated.
+    def expected(
+        self, policy: Policy, temperature: float, remaining: float = inf, requests: Sequence[Acceptance] = ()
+    ) -> float:
+        """Forecast tokens a step and request, corrected by the observed acceptance, of which `remaining` are still to
+        be generated.
 
         Accepted lengths are taken to be geometric with mean tau, which are min(length, n) tokens in the mean of
         tau (1 - (1 - 1 / tau)^n).
         """
-        tau = 1 + self.acceptance_scale * (forecast_tau(self.forecast, policy, temperature) - 1)
-        return tau * (1 - (1 - 1 / tau) ** max(1.0, remaining)) if tau > 1 else 1.0
+        gain = forecast_gain(self.forecast, policy, temperature)
+        taus = [known.tau(gain, policy.num_nodes) for known in requests or (self.usual,)]
+        left = max(1.0, remaining)
+        return fmean(tau * (1 - (1 - 1 / tau) ** left) if tau > 1 else 1.0 for tau in taus)
 
-    def update(self, policy: Policy, temperature: float, accepted: Sequence[int], begun: Begun | None) -> None:
+    def update(
+        self,
+        policy: Policy,
+        temperature: float,
+        accepted: Sequence[int],
+        begun: Begun | None,
+        copied: Sequence[bool] = (),
+        requests: Sequence[Acceptance] = (),
+    ) -> None:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
-        none if all requests had ended.
+        none if all requests had ended. `copied` says of each whether a copy won, `requests` are what it has shown.
 
         Steps end in the order in which they were chosen. A step that was launched before another ended is timed from
         that end. `begun` is None if other work was done meanwhile, so that the step's time says nothing.
@@ -111,23 +128,36 @@ class PolicySelector:
             factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
         if not accepted:
             return
-        drafts = forecast_tau(self.forecast, policy, temperature) - 1
-        if drafts > 0:
-            observed = (sum(accepted) / len(accepted) - 1) / drafts
-            self.acceptance_scale += (observed - self.acceptance_scale) * len(accepted) / (_EMA_WINDOW + len(accepted))
+        gain = forecast_gain(self.forecast, policy, temperature)
+        if gain.drafts > 0:
+            outcomes = [Outcome(tokens - 1, won) for tokens, won in zip_longest(accepted, copied, fillvalue=False)]
+            self.usual.observe(gain, outcomes, WINDOW)
+            for known, outcome in zip(requests, outcomes, strict=False):
+                known.observe(gain, [outcome], REQUEST_WINDOW)
             if factor is not None:
                 self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
         else:  # nothing was drafted: the texts may have changed, so decay until speculation is retried
             if factor is not None:
                 self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
-            self.acceptance_scale += (1 - self.acceptance_scale) / _DECAY_STEPS
+            for known in (self.usual, *requests):
+                known.decay()
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
 
 
+def forecast_gain(forecast: Forecast, policy: Policy, temperature: float) -> Gain:
+    """Tokens a step over one of a policy, interpolated linearly between T = 0 and T = 1."""
+    drafts = _at(forecast.get(policy.name), policy.num_nodes, temperature)
+    copies = _at(forecast.get(policy.name + LOOKUP), policy.num_nodes, temperature) if policy.lookup else 0.0
+    return Gain(drafts, max(0.0, copies - drafts))
+
+
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
-    """Tokens a step of a policy, interpolated linearly between T = 0 and T = 1."""
-    if policy.name not in forecast:
-        return 1.0
-    greedy, sampled = (curve[min(policy.num_nodes, len(curve)) - 1] for curve in forecast[policy.name])
-    weight = min(max(temperature, 0.0), 1.0)
-    return greedy + weight * (sampled - greedy)
+    """Tokens a step of a policy, uncorrected."""
+    return 1 + sum(forecast_gain(forecast, policy, temperature))
+
+
+def _at(curves: tuple[Sequence[float], Sequence[float]] | None, nodes: int, temperature: float) -> float:
+    if curves is None:
+        return 0.0
+    greedy, sampled = (curve[min(nodes, len(curve)) - 1] - 1 for curve in curves)
+    return greedy + min(max(temperature, 0.0), 1.0) * (sampled - greedy)

@@ -94,11 +94,17 @@ def time_steps(
             if policy is off or policy.name in pruned:
                 continue
             seconds = times[policy, bucket] = _time(runner, policy, batch, steps, clock)
-            best = max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
-            if seconds > best * plain:
+            if seconds > _most(policy, forecast, runner.block_size) * plain:
                 pruned.add(policy.name)
         advance(1)
     return times
+
+
+def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:
+    """Tokens a step that the policy's trees may make: a block where a text repeats itself, else by its forecast."""
+    if policy.lookup:
+        return min(block_size, policy.num_nodes)
+    return max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
 
 
 def time_context(

@@ -9,8 +9,9 @@ from pathlib import Path
 
 from d2sd.bench.result import Key
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS, parse_method
+from d2sd.policies import FACTS, LOOKUP, parse_method
 from d2sd.prompts import OWN_PROMPTS, read_prompts
+from d2sd.recipe import Policy
 
 #: Methods whose tree grows with the node budget; the others have a fixed size.
 GROWING = tuple(name for name, facts in FACTS.items() if facts.grows)
@@ -59,6 +60,17 @@ class Matrix:
                 yield method, max(rows)
             elif policy != "off":
                 yield method, min(self.block_size, max(rows))
+
+
+def with_copies(policies: Sequence[Policy]) -> list[str]:
+    """The policies, each that may copy earlier text also with copies; `auto` with them alone, as it is served."""
+    methods: list[str] = []
+    for name in policies:
+        if name == "auto":
+            methods.append(name + LOOKUP)
+        else:
+            methods += [name, name + LOOKUP] if FACTS[name].copies else [name]
+    return methods
 
 
 def read_sets(prompts: tuple[Path, ...], per_set: int) -> dict[str, list[tuple[str, str]]]:

@@ -12,7 +12,7 @@ from d2sd.bundle.backends import BackendName, make_runner
 from d2sd.bundle.chat import Messages, encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request
     from d2sd.runtime.sampling_params import SamplingParams
+    from d2sd.runtime.speculation.calibration import Calibration
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
     from d2sd.runtime.step_times import Forecast
 
@@ -53,7 +54,6 @@ def make_engine(
     from d2sd.bundle.step_times import step_times
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits, buckets
-    from d2sd.runtime.speculation.calibration import Calibration
 
     recipe, file = bundle.recipe, bundle.calibration
     tree = recipe.tree if lookup is None else recipe.tree.model_copy(update={"lookup": lookup})
@@ -73,7 +73,7 @@ def make_engine(
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
-        calibration=Calibration.of(file.slope, file.offset) if file and calibrated else None,
+        calibration=_scores(file) if file and calibrated else None,
     )
     if selector is not None:
         engine.selector = selector
@@ -82,6 +82,15 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
+
+
+def _scores(file: CalibrationFile) -> Calibration:
+    from d2sd.runtime.speculation.calibration import Calibration, CopyOdds
+
+    if file.copies is None:
+        return Calibration.of(file.slope, file.offset)
+    tables = file.copies["0"], file.copies["1"]
+    return Calibration.of(file.slope, file.offset, [CopyOdds(one.length, one.support, one.slot) for one in tables])
 
 
 def policy_of_tree(tree: Tree, name: PolicyName, rows: int) -> TreePolicy:
@@ -152,7 +161,10 @@ def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> li
 
 
 def forecasts(file: CalibrationFile) -> Forecast:
-    """Tokens a step by nodes of every policy that `auto` may choose: its own curve, or that of one with equal trees."""
+    """Tokens a step by nodes of every policy that `auto` may choose: its own curve, or that of one with equal trees.
+
+    Curves with copies are under the policy's name and LOOKUP.
+    """
     curves = dict[str, tuple[list[float], list[float]]]()
     for name, facts in FACTS.items():
         if facts.forecast_by is None:
@@ -160,6 +172,8 @@ def forecasts(file: CalibrationFile) -> Forecast:
         equal = [other for other, o in FACTS.items() if (o.forecast_by, o.grows) == (facts.forecast_by, facts.grows)]
         if (known := next((other for other in equal if other in file.tau["0"]), None)) is not None:
             curves[name] = file.tau["0"][known], file.tau["1"][known]
+        if name + LOOKUP in file.tau["0"]:
+            curves[name + LOOKUP] = file.tau["0"][name + LOOKUP], file.tau["1"][name + LOOKUP]
     return curves
 
 

@@ -10,7 +10,7 @@ from click.core import ParameterSource
 
 from d2sd.bench.compare import compare as compared
 from d2sd.bench.estimate import duration, estimated_seconds
-from d2sd.bench.matrix import Matrix, read_sets
+from d2sd.bench.matrix import Matrix, read_sets, with_copies
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run
 from d2sd.bench.summary import remarks, summary
@@ -47,7 +47,7 @@ class Quick(Reporting):
 @click.option(
     "--quick",
     is_flag=True,
-    help="Four policies at 64 rows, T = 0, 4 prompts, 32 tokens: a minute or two with SmolLM2 on a CPU.",
+    help="Few policies at 64 rows, T = 0, 4 prompts, 32 tokens: a minute or two with SmolLM2 on a CPU.",
 )
 @click.option(
     "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
@@ -98,7 +98,8 @@ def bench(
     sets = read_sets(prompts, per_set)
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
     known = QUICK_METHODS if quick else get_args(Policy)
-    methods = methods or [name for name in known if can_run(loaded.draft_configs, name)]
+    runs = [name for name in known if can_run(loaded.draft_configs, name)]
+    methods = methods or (with_copies(runs) if tree.lookup else runs)
     matrix = Matrix(methods, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
         click.echo(matrix.plan(sets, repeat))

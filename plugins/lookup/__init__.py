@@ -14,10 +14,10 @@ from d2sd.plugins import dispatch
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.lookup import cpu
 from d2sd.plugins.lookup.reference import append_reference, find_copy_reference
-from d2sd.plugins.lookup.types import LENGTHS, SUPPORT, Copy, CopyScores, Text
+from d2sd.plugins.lookup.types import LENGTHS, SUPPORT, Copy, CopyScores, Text, length_entry, support_entry
 from d2sd.plugins.trees import Accepted, Draft
 
-__all__ = ["LENGTHS", "SUPPORT", "Copy", "CopyScores", "Text", "append", "find_copy"]
+__all__ = ["LENGTHS", "SUPPORT", "Copy", "CopyScores", "Text", "append", "find_copy", "length_entry", "support_entry"]
 
 # Shape letters: B requests, S slots, M candidates a slot, N nodes.
 

@@ -39,9 +39,8 @@ def find_copy_reference(text: Text, first: Draft, scores: CopyScores, temperatur
     behind = torch.arange(slots, device=tokens.device) % (last - best).clamp(min=1)
     copied = tokens.gather(1, (best + 1 + behind).clamp(max=len(place) - 1)).where(matched > 0, 0)
 
-    known = first.logprob.masked_fill(first.tokens != copied[..., None], float("-inf")).amax(-1)
     slot = torch.arange(slots, device=tokens.device)
-    greedy, sampled = scores.table[:, length_entry(matched), support_entry(known), slot].unbind(0)
+    greedy, sampled = scores.table[:, length_entry(matched), support_entry(first, copied), slot].unbind(0)
     logprob = greedy + temperature.clamp(0, 1)[:, None] * (sampled - greedy)
     logprob = logprob.masked_fill(matched == 0, float("-inf"))
     return Copy(Draft(copied[..., None], logprob[..., None]), matched[:, 0])

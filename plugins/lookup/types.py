@@ -54,7 +54,8 @@ def length_entry(length: Tensor) -> Tensor:
     return torch.bucketize(length, torch.tensor(LENGTHS[1:], device=length.device), right=True)
 
 
-def support_entry(logprob: Tensor) -> Tensor:
-    """Entry of a draft's log-probability for a token, -inf where it does not propose it."""
+def support_entry(first: Draft, tokens: Tensor) -> Tensor:
+    """Entry of the log-probability that a draft [B, S, M] gives to tokens [B, S]."""
+    logprob = first.logprob.masked_fill(first.tokens != tokens[..., None], float("-inf")).amax(-1)
     above = torch.bucketize(logprob, torch.tensor(SUPPORT, device=logprob.device))
     return torch.where(logprob > float("-inf"), 1 + above, 0)

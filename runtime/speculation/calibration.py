@@ -8,8 +8,10 @@ sharper when greedy, and interpolated in between.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,10 +41,15 @@ class Calibration:
         return Calibration(self.slope.to(device), self.offset.to(device), copies)
 
     @staticmethod
-    def of(slope: list[list[list[list[float]]]], offset: list[list[list[list[float]]]]) -> Calibration:
+    def of(
+        slope: list[list[list[list[float]]]],
+        offset: list[list[list[list[float]]]],
+        copies: Sequence[CopyOdds] | None = None,
+    ) -> Calibration:
         """Tables of a `CalibrationFile`; a drafter without a row keeps its probabilities."""
         rows = (0, 0, 0, 0, 0, len(DrafterRole) - len(slope[0]))
-        return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows))
+        scores = None if copies is None else copy_scores(copies, len(slope[0][0]))
+        return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows), scores)
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
         """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
@@ -70,20 +77,33 @@ def logit(logprob: Tensor) -> Tensor:
     return clamped - torch.log(-torch.expm1(clamped))
 
 
-#: Log-odds that a copied token is accepted: a sum by length of the match, by probability of the first draft for the
-#: token, and by slot, the last of which holds on. Fitted to 4,292 positions of 72 greedy answers of SmolLM2, to
-#: benchmarks/prompts/calibration.jsonl and training prompts.
-_COPY_ODDS = (
+class CopyOdds(NamedTuple):
+    """Log-odds that a copied token is accepted, given that those before it are: the sum of one entry of each."""
+
+    length: Sequence[float]  # by length of the match, `LENGTHS`
+    support: Sequence[float]  # by probability of the first draft for the token: none, then by `SUPPORT`
+    slot: Sequence[float]  # the last holds on
+
+
+#: Fitted to 4,292 positions of 72 greedy answers of SmolLM2, to benchmarks/prompts/calibration.jsonl and training
+#: prompts.
+DEFAULT_ODDS = CopyOdds(
     (-1.13, -0.44, 0.12, 0.46, 0.74, 1.38, 1.62),
     (-1.3, -1.83, -0.83, -0.48, 0.19, 1.4, 2.43, 3.16),
     (0.68, 1.94, 2.32, 2.67, 2.69, 2.69, 2.76),
 )
 
 
+def copy_scores(odds: Sequence[CopyOdds], slots: int) -> CopyScores:
+    """Scores of copies from their odds at temperature 0 and 1."""
+    tables = []
+    for length, support, slot in odds:
+        last = [slot[min(n, len(slot) - 1)] for n in range(slots)]
+        tables.append(torch.tensor(length)[:, None, None] + torch.tensor(support)[:, None] + torch.tensor(last))
+    return CopyScores(logsigmoid(torch.stack(tables)))
+
+
 @cache
 def default_scores(slots: int, device: str) -> CopyScores:
     """Scores of copies where a bundle's calibration has none."""
-    length, support, slot = _COPY_ODDS
-    odds = torch.tensor(length)[:, None, None] + torch.tensor(support)[:, None]
-    odds = odds + torch.tensor([slot[min(n, len(slot) - 1)] for n in range(slots)])
-    return CopyScores(logsigmoid(odds).expand(2, *odds.shape).contiguous().to(device))
+    return copy_scores([DEFAULT_ODDS, DEFAULT_ODDS], slots).to(device)

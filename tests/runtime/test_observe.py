@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.trees import Branches, Draft, accept
+from d2sd.plugins.lookup import Copy
+from d2sd.plugins.trees import Branches, Draft, accept, from_chain
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.decode import StepTrace, sources_of
-from d2sd.runtime.observe import NodeOutcome, StepObservation, observe
+from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
@@ -88,7 +89,10 @@ def slowly(trace: StepTrace, row: int) -> StepObservation:
         parents.append(above)
     merged = int(trace.tree.num_merged[row])
     rescued = trace.policy.second_pass is not None and by_path[deepest].branch_id > 0 and len(path) - 1 > chain
-    return StepObservation(trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, judged)
+    nodes_on = [number for number, node in enumerate(nodes) if number and node.path in path]
+    return StepObservation(
+        trace.sequences[row], len(path), chain, len(nodes), merged, rank, rescued, nodes_on, judged, []
+    )
 
 
 def check(trace: StepTrace) -> list[StepObservation]:
@@ -300,3 +304,26 @@ def test_calibration_error_by_hand() -> None:
     assert calibration_error(bins) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
     assert calibration_error(reliability_bins([*outcomes, (1.0, True)])) == pytest.approx((0.9 + 0.75) / 4)
     assert calibration_error(reliability_bins([])) is None
+
+
+@pytest.mark.parametrize(
+    ("length", "chosen", "outcomes"),
+    [
+        (2, [5, 6, 9], [(1, 2, 0, True), (1, 0, 1, True), (1, 0, 2, False)]),
+        (40, [5, 9, 9], [(6, 2, 0, True), (6, 0, 1, False)]),
+        (1, [8, 6, 7], [(0, 2, 0, False)]),
+        (0, [5, 6, 7], []),
+    ],
+)
+def test_copied_tokens_until_one_is_wrong_by_hand(
+    length: int, chosen: list[int], outcomes: list[tuple[int, int, int, bool]]
+) -> None:
+    """The copy says 5 6 7, and the first draft gives 5 a chance of 1 in 20; the tree is the copy."""
+    tokens, score = torch.tensor([[1, 5, 6, 7]]), torch.zeros(1, 4)
+    tree = from_chain(tokens, score)
+    first = Draft(torch.tensor([[[5], [4], [4]]]), torch.tensor([[[0.05], [0.5], [0.5]]]).log())
+    copy = Copy(Draft(tokens[:, 1:, None], score[:, 1:, None]), torch.tensor([length]))
+    done = accept(tree, torch.tensor([[*chosen, 3]]), 4)
+    policy = DDTree(4, lookup=True)
+    (one,) = observe(StepTrace(sequences(1), policy, first, None, tree, done, copy))
+    assert one.copied == [CopyOutcome(*outcome) for outcome in outcomes]

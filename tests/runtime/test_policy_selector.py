@@ -19,11 +19,12 @@ from torch import Tensor
 from d2sd.errors import RequestError
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
+from d2sd.runtime.acceptance import Acceptance, Outcome
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner, Verified
-from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_tau
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Off, Policy
@@ -94,11 +95,22 @@ def test_trees_pay_behind_a_long_context() -> None:
 )
 def test_the_forecast(policy: Policy, temperature: float, tau: float) -> None:
     """A straight line between T = 0 and 1 and flat beyond; past a curve's end its end; 1 where nothing is known."""
-    assert forecast_tau(FORECAST, policy, temperature) == pytest.approx(tau)
+    assert forecast_gain(FORECAST, policy, temperature) == pytest.approx((tau - 1, 0.0))
 
 
 def test_curves_of_different_length_end_each_where_it_ends() -> None:
-    assert forecast_tau({"chain": ([1.0, 2.0], [1.0, 1.5, 3.0])}, Chain(3), 0.5) == pytest.approx(2.5)
+    gain = forecast_gain({"chain": ([1.0, 2.0], [1.0, 1.5, 3.0])}, Chain(3), 0.5)
+    assert gain.drafts == pytest.approx(1.5)
+
+
+def test_the_forecast_of_copies() -> None:
+    """What a tree with copies makes more, where both curves are known; copies never cost a token."""
+    curves: Any = {**FORECAST, "ddtree+lookup": ([1.0, 1.4, 2.9, 3.0], [1.0, 1.3, 2.0, 2.1])}
+    sizes = [forecast_gain(curves, DDTree(rows, lookup=True), 0.0) for rows in (2, 3, 64)]
+    assert [gain.copies for gain in sizes] == pytest.approx([0.0, 1.0, 0.0])
+    assert [gain.drafts for gain in sizes] == pytest.approx([0.5, 0.9, 2.0])
+    assert forecast_gain(curves, DDTree(3), 0.0).copies == 0.0
+    assert forecast_gain(FORECAST, DDTree(3, lookup=True), 0.0) == forecast_gain(FORECAST, DDTree(3), 0.0)
 
 
 # -- the choice --------------------------------------------------------------------------------------------------------
@@ -129,13 +141,13 @@ def test_speculation_must_promise_a_margin() -> None:
 def test_what_speculates_goes_on_without_a_margin() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.98})  # 2 tokens
     assert own.choose(1, 0.0) == OFF
-    own.acceptance_scale = 1.2
+    own.usual.drafts = 1.2
     assert own.choose(1, 0.0) == CHAIN
-    own.acceptance_scale = 1.0
+    own.usual.drafts = 1.0
     assert own.choose(1, 0.0) == CHAIN
-    own.acceptance_scale = 0.97
+    own.usual.drafts = 0.97
     assert own.choose(1, 0.0) == OFF
-    own.acceptance_scale = 1.0
+    own.usual.drafts = 1.0
     assert own.choose(1, 0.0) == OFF
 
 
@@ -175,7 +187,7 @@ def test_what_was_promised_teaches_nothing() -> None:
     own = selector(CHEAP)
     serve(own, [1, 3, 2, 2])
     serve(own, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1], temperature=0.5)  # 1.7 a step
-    assert own.acceptance_scale == pytest.approx(1.0)
+    assert own.usual.drafts == pytest.approx(1.0)
     assert own.speculation_scale == pytest.approx(1.0)
     assert own.plain_scale == 1.0
 
@@ -187,19 +199,19 @@ def test_trust_goes_to_the_ratio_that_is_seen(accepted: list[int], limit: float)
     for _ in range(60):
         assert serve(own, accepted) == CHAIN
         wanted += (limit - wanted) * len(accepted) / (32 + len(accepted))
-        assert own.acceptance_scale == pytest.approx(wanted)
-    assert abs(own.acceptance_scale - limit) < 0.65 * abs(1 - limit)
-    assert own.expected(LARGE, 0.0) == pytest.approx(1 + 2 * own.acceptance_scale)
+        assert own.usual.drafts == pytest.approx(wanted)
+    assert abs(own.usual.drafts - limit) < 0.65 * abs(1 - limit)
+    assert own.expected(LARGE, 0.0) == pytest.approx(1 + 2 * own.usual.drafts)
     assert own.expected(OFF, 0.0) == 1.0
 
 
 def test_plain_steps_forget_from_both_sides() -> None:
     for start in (0.2, 1.8):
         own = selector({OFF: 1.0})
-        own.acceptance_scale = own.speculation_scale = start
+        own.usual.drafts = own.speculation_scale = start
         for step in range(1, 400):
             serve(own, [1, 1])
-            assert own.acceptance_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
+            assert own.usual.drafts == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
             assert own.speculation_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 256) ** step)
 
 
@@ -217,7 +229,7 @@ def test_steps_that_take_longer_than_measured_are_served_plainly() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
     served = [serve(own, [2], 1.5) for _ in range(40)]
     assert served.index(OFF) == 9  # 1 + 0.5 x (1 - (7 / 8) ** 9) is 1.350, and one step less 1.328
-    assert own.acceptance_scale == 1.0
+    assert own.usual.drafts == 1.0
 
 
 def test_a_machine_that_is_slower_for_all_policies_changes_nothing() -> None:
@@ -266,6 +278,49 @@ def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
     watch.now += 2.0
     own.update(OFF, 0.0, [], own.begun)
     assert own.plain_scale == pytest.approx(1.0), "all its requests had ended"
+
+
+COPYING = DDTree(4, lookup=True)  # makes 2.2 tokens, with copies 2.7
+COPIES = {**FORECAST, "ddtree+lookup": ([1.0, 1.7, 2.3, 2.7], [1.0, 1.4, 1.8, 2.0])}
+
+
+def test_a_text_that_repeats_itself_learns_about_copies_alone() -> None:
+    """Its copies bring 4 tokens a step; drafts are what they were, and so are policies without copies."""
+    known = Acceptance()
+    for _ in range(200):
+        known.observe(forecast_gain(COPIES, COPYING, 0.0), [Outcome(4, copied=True)], 15)
+    assert known.drafts == 1.0
+    assert known.copies == pytest.approx((4 - 1.2) / 0.5, rel=1e-2)
+    assert known.tau(forecast_gain(COPIES, COPYING, 0.0), 4) == 4.0, "no more than its nodes"
+    assert known.tau(forecast_gain(COPIES, CHAIN, 0.0), 4) == 2.0
+
+
+def test_a_text_without_copies_learns_that_they_fail() -> None:
+    known = Acceptance()
+    for _ in range(200):
+        known.observe(forecast_gain(COPIES, COPYING, 0.0), [Outcome(0.6)], 15)
+    assert known.drafts == pytest.approx(0.5, rel=1e-2)
+    assert known.copies < 0.01
+
+
+def test_one_that_repeats_itself_does_not_pay_for_one_that_does_not() -> None:
+    """Two requests: both plain are served plainly, and one that gains enough takes the other along."""
+    plain, repeats = Acceptance(drafts=0.1, copies=0.0), Acceptance(drafts=0.1, copies=8.0)
+    costs = {(OFF, 2): 1.0, (COPYING, 2): 1.9}
+    for requests, best in (([plain, plain], OFF), ([plain, repeats], COPYING), ([repeats, repeats], COPYING)):
+        own = PolicySelector([OFF, COPYING], StepTimes.of(costs), COPIES)
+        assert own.choose(2, 0.0, requests=requests) == best
+
+
+def test_each_request_learns_for_itself_and_all_teach_the_next() -> None:
+    own = PolicySelector([OFF, COPYING], StepTimes.of({(OFF, 2): 1.0, (COPYING, 2): 0.1}), COPIES, Watch())
+    plain, repeats = Acceptance(), Acceptance()
+    for _ in range(100):
+        own.choose(2, 0.0, requests=[plain, repeats])
+        own.update(COPYING, 0.0, [1, 4], own.begun, [False, True], [plain, repeats])
+    assert plain.drafts < 0.01
+    assert repeats.drafts == 1.0
+    assert repeats.copies > 3 > own.usual.copies > plain.copies
 
 
 # -- measuring ---------------------------------------------------------------------------------------------------------
@@ -500,7 +555,7 @@ def test_a_request_chooses_its_policy_while_it_is_alone(monkeypatch: pytest.Monk
             served[tuple(s.id for s in engine.trace.sequences), engine.trace.policy] += 1
             assert engine.stats.policy == str(engine.trace.policy)
         if sum(served.values()) == 2:
-            assert engine.selector is None or engine.selector.acceptance_scale == 1.0
+            assert engine.selector is None or engine.selector.usual.drafts == 1.0
             other = other or engine.submit(requests[1])
     assert served.keys() == {((0,), wished), ((0, 1), own), ((1,), own)}
     assert other is not None
@@ -519,7 +574,8 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():
         selector = engine.selector
         assert selector is not None
-        selector.acceptance_scale = selector.plain_scale = selector.speculation_scale = 1.0
+        selector.usual = Acceptance()
+        selector.plain_scale = selector.speculation_scale = 1.0
         running = [engine.submit(Request((5,), 40, SamplingParams(t, seed=1))) for t in temperatures]
         engine.step()
         assert engine.policy == wanted, temperatures

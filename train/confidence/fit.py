@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import torch
@@ -16,16 +17,17 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, make_engine
-from d2sd.calibration import CalibrationFile
+from d2sd.calibration import CalibrationFile, CopyTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS, DrafterName, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
-from d2sd.runtime.observe import NodeOutcome, StepObservation, run_observed
+from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.stats import calibration_error, reliability_bins
+from d2sd.train.confidence.copies import fit_copies
 
 #: Weight, in observations, of the prior a = 1, b = 0: it regularises distances that are rarely reached.
 PRIOR = 4.0
@@ -149,7 +151,7 @@ def fit_calibration(
     slots = next(iter(bundle.drafters.values())).config.block_size - 1
     fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
     report |= _errors(outcomes, fitted, roles)
-    return CalibrationFile(
+    file = CalibrationFile(
         drafters=dict(weights),
         block_size=slots + 1,
         tau=tau,
@@ -157,17 +159,39 @@ def fit_calibration(
         slope=fitted.slope.double().round(decimals=4).tolist(),
         offset=fitted.offset.double().round(decimals=4).tolist(),
     )
+    return with_copies(bundle, file, requests, device)
+
+
+def with_copies(bundle: Bundle, file: CalibrationFile, requests: Sequence[Request], device: str) -> CalibrationFile:
+    """The calibration with the odds of copies, and the tokens per step of trees in which they compete."""
+    calibrated, tau = replace(bundle, calibration=file), {key: dict(curves) for key, curves in file.tau.items()}
+    odds: dict[Literal["0", "1"], CopyTable] = {}
+    for key, temperature in _REGIMES:
+        outcomes: list[CopyOutcome] = []
+        for policy in [name for name in FACTS if name in file.tau[key] and FACTS[name].copies]:
+            steps = watch(calibrated, policy, requests, temperature, device, lookup=True)
+            tau[key][policy + LOOKUP] = _gain(steps, tree=True)
+            outcomes += [outcome for step in steps for outcome in step.copied]
+        odds[key] = CopyTable(**fit_copies(outcomes, file.block_size - 1)._asdict())
+    return file.model_copy(update={"tau": tau, "copies": odds})
 
 
 def watch(
-    bundle: Bundle, policy: PolicyName, requests: Sequence[Request], temperature: float, device: str
+    bundle: Bundle,
+    policy: PolicyName,
+    requests: Sequence[Request],
+    temperature: float,
+    device: str,
+    *,
+    lookup: bool = False,
 ) -> list[StepObservation]:
-    """Run all requests and observe every step."""
-    engine = make_engine(bundle, policy=policy, row_budget=_NODE_BUDGET, calibrated=False, device=device, lookup=False)
+    """Run all requests and observe every step; calibrated trees if copies compete, else as the drafters score them."""
+    scored = partial(make_engine, bundle, policy=policy, row_budget=_NODE_BUDGET, device=device)
+    engine = scored(calibrated=lookup, lookup=lookup)
     engine.record_trace = True
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
-    with bar(f"{policy} at T = {temperature:g}", len(requests)) as advance:
+    with bar(f"{engine.policy} at T = {temperature:g}", len(requests)) as advance:
         return list(run_observed(engine, advance))
 
 
@@ -183,10 +207,7 @@ def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[
 
 def _gain(observations: list[StepObservation], *, tree: bool) -> list[float]:
     """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
-    accepted = [
-        [node.node for node in step.judged if node.accepted] if tree else list(range(1, step.chain + 1))
-        for step in observations
-    ]
+    accepted = [step.path if tree else list(range(1, step.chain + 1)) for step in observations]
     return [
         round(1 + sum(sum(index < rows for index in step) for step in accepted) / len(accepted), 4)
         for rows in range(1, _NODE_BUDGET + 1)

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from d2sd.bench.matrix import GROWING, Matrix
+from d2sd.bench.matrix import GROWING, Matrix, with_copies
 from d2sd.bench.result import Key
 from d2sd.recipe import Policy
 from d2sd.runtime.speculation.policy import make_policy
@@ -103,3 +103,10 @@ def test_every_combination_and_plain_decoding_before_what_is_compared_with_it() 
         assert keys.index(plain) <= keys.index(key)
         # Answers are those of plain decoding at the lowest concurrency, which must have been measured before.
         assert keys.index(plain._replace(concurrency=1)) <= keys.index(key)
+
+
+def test_every_policy_that_may_copy_is_measured_with_copies_and_without() -> None:
+    assert with_copies(["off", "chain", "ddtree", "hybrid", "auto"]) == [
+        *("off", "chain", "ddtree", "ddtree+lookup", "hybrid", "hybrid+lookup"),
+        "auto+lookup",
+    ]

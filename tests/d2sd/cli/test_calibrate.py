@@ -14,6 +14,7 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
 from d2sd.convert.kinds import kind_of
+from d2sd.plugins.lookup import LENGTHS, SUPPORT
 from d2sd.policies import PolicyName
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
@@ -80,7 +81,7 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     assert found.tau.keys() == {"0", "1"}
     for key, temperature in (("0", 0.0), ("1", 1.0)):
         curves = found.tau[key]  # type: ignore[index]
-        assert curves.keys() == {"chain", "ddtree", "hybrid"}
+        assert curves.keys() == {"chain", "ddtree", "hybrid", "ddtree+lookup", "hybrid+lookup"}
         for curve in curves.values():
             assert len(curve) == 64
             assert curve[0] == 1
@@ -104,6 +105,11 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     for name, value in found.report.items():
         if name.endswith("after"):  # random drafters say much and know nothing
             assert value < found.report[name.replace("after", "before")]
+    assert found.copies is not None
+    assert {key: odds.slot for key, odds in found.copies.items()}.keys() == {"0", "1"}
+    assert found.copies["0"] != found.copies["1"]
+    assert len(found.copies["0"].length) == len(LENGTHS)
+    assert len(found.copies["0"].support) == len(SUPPORT) + 2
     neutral = [value for table in (found.slope[0][0], found.slope[1][1]) for distance in table for value in distance]
     assert set(neutral) != {1.0}
     assert ended.stdout.splitlines()[-1] == str(bundle.parent / "found.json")
@@ -161,7 +167,7 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(tmp_path / "one.json")
     assert found.drafters.keys() == {"first"}
-    assert {*found.tau["0"], *found.tau["1"]} == {"chain", "ddtree"}
+    assert {*found.tau["0"], *found.tau["1"]} == {"chain", "ddtree", "ddtree+lookup"}
     assert not [name for name in found.report if "second" in name]
     assert found.slope[0][1] == [[1.0, 1.0]] * 3
 

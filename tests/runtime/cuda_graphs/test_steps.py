@@ -207,7 +207,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
         if broken < rows:
             tokens[broken, count[broken] - 1] = NOT_FINITE
         accepted = Accepted(torch.zeros_like(tokens), count, tokens, torch.zeros_like(count))
-        result = StepResult(None, None, None, cast(Tree, None), accepted, None, accepted.packed())
+        result = StepResult(None, None, None, None, cast(Tree, None), accepted, None, accepted.packed())
         handover.end(own, link, result)
         state = {}
         for row, one in enumerate(sequences):

@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 
-from d2sd.policies import NAMES, PolicyName
+from d2sd.policies import FACTS, NAMES, PolicyName
 from d2sd.runtime.decode import decode_step, sources_of
 from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.stats import SequenceStats
+from d2sd.runtime.stats import COPY, SequenceStats
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
 from tests.runtime.grammar.watched import WatchedRunner, constrained_text, drafted, is_inside, models
 from tests.runtime.helpers import BUDGET, all_pages, free_pages, make_engine, run_staggered
@@ -79,19 +79,25 @@ def engine_for(
     pages: int | None = None,
     errors: float = 0.3,
     row_budget: int = BUDGET,
+    lookup: bool = False,
 ) -> Engine:
     texts = {r.seed: [*r.prompt, *answers()[r.seed], *[7] * 32] for r in kept}
     runner = WatchedRunner(kept, texts, errors)
-    engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget)
+    engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget, lookup=lookup)
     runner.policy = engine.policy
     return engine
 
 
 def run(
-    policy: PolicyName, kept: tuple[Request, ...], *, pages: int | None = None, errors: float = 0.3
+    policy: PolicyName,
+    kept: tuple[Request, ...],
+    *,
+    pages: int | None = None,
+    errors: float = 0.3,
+    lookup: bool = False,
 ) -> SequenceStats:
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
-    engine = engine_for(policy, kept, pages=pages, errors=errors)
+    engine = engine_for(policy, kept, pages=pages, errors=errors, lookup=lookup)
     sequences = run_staggered(engine, kept, gap=1)
     assert [s.answer for s in sequences] == [answers()[r.seed] for r in kept]
     assert free_pages(engine) == all_pages(engine)
@@ -106,6 +112,14 @@ def run(
 def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
     stats = run(policy, requests())
     assert stats.tau > (1.5 if policy not in ("off", "lookup") else 0.9)
+
+
+@pytest.mark.parametrize("policy", [name for name, facts in FACTS.items() if facts.copies])
+def test_a_copy_that_the_grammar_forbids_is_no_node(policy: PolicyName) -> None:
+    """Prompts hold what answers may not say, and what they may."""
+    stats = run(policy, requests(), lookup=True)
+    assert stats.tau > 1.5
+    assert stats.accepted_branches[COPY] > 0
 
 
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])

@@ -14,6 +14,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.reference import gumbel
+from d2sd.plugins.lookup import find_copy
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.batch import Batch
@@ -21,6 +22,7 @@ from d2sd.runtime.decode import sources_of
 from d2sd.runtime.grammar.grammar import has
 from d2sd.runtime.model_runner import Verified
 from d2sd.runtime.request import Request
+from d2sd.runtime.speculation.calibration import default_scores
 from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.tokens import END, vocab_size
@@ -61,11 +63,15 @@ class WatchedRunner(CheatingRunner):
             drafts = (self._first, self._second) if self._first else (None, None)
             width = self.policy.topk
             first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
-            usual = self.policy.build(batch, sources_of(first, self._branches, second))
-        for row, text, start, _ in self._known(batch, "unused"):
+            copy = None
+            if first is not None and self.policy.lookup and (text := self.text(batch)) is not None:
+                scores = default_scores(self.block_size - 1, "cpu")
+                copy = find_copy(text, first, scores, batch.sampling.temperature)
+            usual = self.policy.build(batch, sources_of(first, self._branches, second, copy))
+        for row, known, start, _ in self._known(batch, "unused"):
             request = self._requests[int(batch.sampling.seed[row])]
             if request.grammar is not None:
-                self._count(tree, row, request, text[len(request.prompt) : start + 1])
+                self._count(tree, row, request, known[len(request.prompt) : start + 1])
             elif usual is not None:
                 for field in fields(Tree):
                     assert getattr(tree, field.name)[row].equal(getattr(usual, field.name)[row]), field.name

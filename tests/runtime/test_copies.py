@@ -1,0 +1,156 @@
+"""Copies of earlier text where somebody tries to break them: whose text is read, and texts made to mislead."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+
+from d2sd.plugins.lookup import Text, find_copy
+from d2sd.plugins.trees import Draft
+from d2sd.policies import FACTS, PolicyName
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.speculation.calibration import default_scores
+from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.stats import COPY, SequenceStats
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, make_engine, run_staggered
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+
+COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
+
+
+def circling(policy: PolicyName = "hybrid") -> ModelRunner:
+    """A runner of a target that walks in circles, behind drafters that are hardly ever right."""
+    target = tiny_decoder(layers=2, seed=1, tie=False)
+    for name, parameter in target.named_parameters():
+        if "o_proj" in name:
+            parameter.zero_()
+    first = tiny_drafter(target.config, block_size=BLOCK)
+    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
+    head = tiny_flex(target, block_size=BLOCK) if policy.startswith("flex") else None
+    return runner_of(target, first, second, flex=head)
+
+
+class Watched:
+    """Checks at every step that each request's text is its own."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.steps, self._text = engine, 0, engine.runner.text
+        engine.runner.text = self.text  # type: ignore[method-assign]
+
+    def text(self, batch: Batch) -> Text | None:
+        text = self._text(batch)
+        assert text is not None
+        for row, sequence in enumerate(self.engine.scheduler.running[: int(batch.active.sum())]):
+            length = int(text.context_len[row])
+            said = text.pages[text.page_table[row]].flatten()[:length].tolist()
+            said.append(int(text.anchor[row]))
+            assert said in [one.tokens for one in self.engine.scheduler.running], sequence.id
+            self.steps += 1
+        return text
+
+
+def prompts(shared: int) -> list[tuple[int, ...]]:
+    """Return six prompts that begin alike and end apart."""
+    return [(*range(1, shared + 1), 40 + n, 3 * n + 1, 40 + n) for n in range(6)]
+
+
+@pytest.mark.parametrize("policy", COPYING)
+def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
+    """In flight, preempted, over prefix hits, with salts of their own and of others, twice over the same pages."""
+    requests = [
+        Request(prompt, 24, SamplingParams(n % 2, seed=n), cache_salt=("", "a", "b")[n % 3])
+        for n, prompt in enumerate(prompts(17) * 2)
+    ]
+    plain = run_staggered(make_engine(circling(policy), "off"), requests, gap=1)
+    engine = make_engine(circling(policy), policy, pages=40, max_batch=6, lookup=True)
+    watched = Watched(engine)
+    for _ in range(2):
+        found = run_staggered(engine, requests, gap=1)
+        assert [s.answer for s in found] == [s.answer for s in plain]
+    assert watched.steps > 100
+    assert sum(s.stats.cached_tokens for s in found) > 0
+    assert SequenceStats.merged(s.stats for s in found).accepted_branches[COPY] > 10
+
+
+@pytest.mark.parametrize("policy", COPYING)
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
+        SamplingParams(1.0, min_p=0.02, repetition_penalty=1.2, seed=3),
+        SamplingParams(logit_bias={5: -100.0, 7: 3.0}),
+        SamplingParams(1.5, top_k=3, seed=9),
+    ],
+    ids=["penalties", "sampled penalties", "bias", "hot"],
+)
+def test_parameters_that_forbid_what_was_said(policy: PolicyName, sampling: SamplingParams) -> None:
+    """A penalty makes the copy wrong exactly where the text would repeat."""
+    requests = [Request(prompt, 30, sampling) for prompt in prompts(5)]
+    plain = run_staggered(make_engine(circling(policy), "off"), requests)
+    found = run_staggered(make_engine(circling(policy), policy, lookup=True), requests)
+    assert [s.answer for s in found] == [s.answer for s in plain]
+
+
+def test_a_stop_string_in_the_middle_of_a_copy() -> None:
+    """The text ends where plain decoding ends it, whatever was accepted behind."""
+
+    def decode(ids: list[int]) -> str:
+        return "".join(chr(97 + token % 26) for token in ids)
+
+    request = Request((1, 2), 40)
+    text = decode(make_engine(circling(), "off").generate([request])[0].answer)
+    for first in range(6):  # a circle of six tokens: three of them, and what they begin
+        asked = replace(request, stop=(text[first : first + 20],))
+        plain = list(make_engine(circling(), "off", decode=decode).stream([asked]))
+        found = list(make_engine(circling(), "hybrid", decode=decode, lookup=True).stream([asked]))
+        assert "".join(one.text for one in found) == "".join(one.text for one in plain) == text[:first]
+        assert found[-1].sequence.answer == plain[-1].sequence.answer
+        assert found[-1].finish == "stop"
+        assert found[-1].sequence.stats.accepted_branches[COPY] > 1
+
+
+LONG = 2000
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [(7,) * LONG, tuple(n % 2 for n in range(LONG)), (*(7,) * 14, 3) * (LONG // 15)],
+    ids=["one token", "two tokens", "almost the longest match, everywhere"],
+)
+def test_a_prompt_that_repeats_two_thousand_times(prompt: tuple[int, ...]) -> None:
+    runner = circling()
+    policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET, lookup=True)
+    answers = []
+    for one in (make_policy("off", block_size=BLOCK, branches=1, row_budget=2), policy):
+        engine = Engine(runner, one, Limits(1, 2048, 16, 512, None, False))
+        answers.append(engine.generate([Request(prompt, 24)])[0].answer)
+    assert answers[0] == answers[1]
+
+
+def test_no_text_makes_the_search_slow() -> None:
+    """2,000 tokens that all match but one: the search takes less than a millisecond."""
+    seconds = {}
+    first = Draft(torch.zeros(1, 7, 1, dtype=torch.long), torch.zeros(1, 7, 1))
+    for name, tokens in {
+        "different": range(LONG),
+        "one token": [7] * LONG,
+        "almost": [*[7] * 14, 3] * (LONG // 15),
+        "ends apart": [*[7] * (LONG - 1), 3],
+    }.items():
+        pages = torch.tensor([*tokens, *[0] * LONG])[:LONG].view(-1, 16)
+        table = torch.arange(len(pages))[None]
+        text = Text(pages, table, torch.tensor([LONG - 1]), pages[-1, -1:].clone())
+        best = 1.0
+        for _ in range(5):
+            start = time.perf_counter()
+            find_copy(text, first, default_scores(7, "cpu"), torch.zeros(1))
+            best = min(best, time.perf_counter() - start)
+        seconds[name] = best
+    assert max(seconds.values()) < 1e-3, seconds
