@@ -192,6 +192,9 @@ class Drafters(Part):
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
+    #: Most tokens of a context that the drafters read, the last ones; the target reads all. Drafters that were trained
+    #: on short texts draft worse behind long ones.
+    window: Positive | None = None
 
     @property
     def sources(self) -> dict[DrafterRole, Source]:

@@ -99,6 +99,8 @@ def decode_step(
         with timer("draft_first"):
             first = runner.draft_first(batch, offered, policy.first_drafter)
         first = calibrated(guided(first), batch, policy.first_drafter)
+    elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
+        first = guided(_copied(runner, batch, None, calibration, timer).draft)
     elif first is not None:
         first = guided(first)
     if first is not None and policy.second_pass is not None:
@@ -107,7 +109,7 @@ def decode_step(
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
-    copy = _copied(runner, policy, batch, first, calibration, timer)
+    copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     with timer("verify"):
         verified = runner.verify(batch, tree, policy.drafts_ahead)
@@ -151,21 +153,13 @@ def sources_of(
 
 
 def _copied(
-    runner: ModelRunner,
-    policy: Policy,
-    batch: Batch,
-    first: Draft | None,
-    calibration: Calibration | None,
-    timer: Timer,
-) -> Copy | None:
-    """A copy of each request's earlier text, if the policy takes one."""
-    text = runner.text(batch) if policy.lookup else None
-    if text is None or first is None:
-        return None
+    runner: ModelRunner, batch: Batch, first: Draft | None, calibration: Calibration | None, timer: Timer
+) -> Copy:
+    """A copy of each request's earlier text; the first draft says how likely its tokens are."""
     scores = None if calibration is None else calibration.copies
     with timer("lookup"):
         scores = scores or default_scores(runner.block_size - 1, runner.device)
-        return find_copy(text, first, scores, batch.sampling.temperature)
+        return find_copy(runner.text(batch), first or runner.no_draft(batch), scores, batch.sampling.temperature)
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:

@@ -59,7 +59,7 @@ class Engine:
         """
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
-        self.choices: Mapping[PolicyName, Policy] = {}  # that requests may choose; of the runner's models
+        self._choices: Mapping[PolicyName, Policy] = {}
         self._chosen: Policy | None = None  # by the only request, in place of `policy`; set by prepare
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
@@ -71,8 +71,7 @@ class Engine:
         free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
         runner.allocate(self.memory.pool_pages, limits.page_size)
-        if policy.lookup:
-            runner.keep_text()
+        self.allow([policy])
         self.steps = DecodeSteps(runner, limits, self.calibration)
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
 
@@ -87,10 +86,24 @@ class Engine:
 
         `policies` include plain decoding and are sorted by their nodes. `measure` has the arguments of its default.
         """
-        if self.runner.text_pages is None and any(policy.lookup for policy in policies):
-            self.runner.keep_text()
+        self.allow(policies)
         times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
-        self.selector = PolicySelector(policies, times, forecast)
+        self.selector = PolicySelector(policies, times, forecast, slots=self.runner.block_size - 1)
+
+    @property
+    def choices(self) -> Mapping[PolicyName, Policy]:
+        """The policies that requests may choose; of the runner's models."""
+        return self._choices
+
+    @choices.setter
+    def choices(self, policies: Mapping[PolicyName, Policy]) -> None:
+        self.allow(policies.values())
+        self._choices = policies
+
+    def allow(self, policies: Iterable[Policy]) -> None:
+        """Prepare to serve these policies: keep what requests say, if one of them copies from it."""
+        if self.runner.text_pages is None and any(policy.copies for policy in policies):
+            self.runner.keep_text()
 
     # -- requests ------------------------------------------------------------------------------------------------------
 
@@ -223,7 +236,8 @@ class Engine:
         if self.selector is not None and self._chosen is None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
             for s in sequences:
-                s.acceptance = s.acceptance or replace(self.selector.usual)
+                s.acceptance = s.acceptance or self.selector.usual.request()
+                s.acceptance.read(s.tokens)
             size, pending = bucket(len(sequences)), self.runner.context.pending_rows
             known = [s.acceptance for s in sequences if s.acceptance]
             self.policy = self.selector.choose(size, _temperature(sequences), context, remaining, pending, known)

@@ -77,6 +77,8 @@ class ModelRunner:
         # Constants, built once: every op is a kernel launch on CUDA.
         self._slots = self._same_block = torch.empty(0, device=self.device)
         self._rows_of_blocks(MOST_BLOCKS)
+        nothing = torch.full((1, self.block_size - 1, 1), float("-inf"), device=self.device)
+        self._nothing = torch.full_like(nothing, -1, dtype=torch.long), nothing
         self._masks = {
             role: torch.full((self.block_size - 1,), drafter.mask_token_id, device=self.device)
             for role, drafter in self.drafters.items()
@@ -93,6 +95,7 @@ class ModelRunner:
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
+        self.text_pages = None
         self.target_pool, *pools = self.pools
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
@@ -181,24 +184,29 @@ class ModelRunner:
         self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
         self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size))
-        if (text := self.text(batch)) is not None:
-            lookup.append(text, verified.tokens, accepted, batch.active)
+        if self.text_pages is not None:
+            lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 
     def keep_text(self) -> None:
         """Keep the tokens of all requests from now on, in the pages of their K/V: what copies are taken from."""
         pages, page_size = self.target_pool.k.shape[1:3]
         self.text_pages = torch.zeros(pages, page_size, dtype=torch.long, device=self.device)
 
-    def text(self, batch: Batch) -> Text | None:
-        """The requests' text so far; None before `keep_text`."""
-        if self.text_pages is None:
-            return None
+    def text(self, batch: Batch) -> Text:
+        """The requests' text so far; `keep_text` was called before any of it."""
+        assert self.text_pages is not None
         return Text(self.text_pages, batch.page_table, batch.context_len, batch.anchor)
+
+    def no_draft(self, batch: Batch) -> Draft:
+        """A first draft [B, S, 1] that proposes nothing."""
+        return Draft(
+            self._nothing[0].expand(len(batch.anchor), -1, -1), self._nothing[1].expand(len(batch.anchor), -1, -1)
+        )
 
     @property
     def constants(self) -> list[Tensor]:
         """Tensors that no step changes."""
-        return [self._slots, self._same_block, *self._masks.values()]
+        return [self._slots, self._same_block, *self._nothing, *self._masks.values()]
 
     @torch.inference_mode()
     def compute_context(self, role: DrafterRole, rows: int) -> None:

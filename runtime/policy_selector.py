@@ -11,14 +11,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import compress
 from math import inf
 from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
-from d2sd.policies import LOOKUP, DrafterRole
-from d2sd.runtime.acceptance import REQUEST_WINDOW, WINDOW, Acceptance, Gain, Outcome
+from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
+from d2sd.runtime.acceptance import Acceptance, Gain, RequestAcceptance
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
@@ -50,6 +50,7 @@ class PolicySelector:
     times: StepTimes
     forecast: Forecast
     clock: Callable[[], float] = time.perf_counter  # seconds
+    slots: int = 7  # most tokens of a copy
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
     plain_scale: float = 1.0  # seconds of a step of plain decoding, observed over measured
     speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
@@ -68,7 +69,7 @@ class PolicySelector:
         context: float = 0,
         remaining: float = inf,
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
-        requests: Sequence[Acceptance] = (),
+        requests: Sequence[RequestAcceptance] = (),
     ) -> Policy:
         """The policy with the most tokens a second for a batch of `bucket` requests; its step begins now.
 
@@ -93,7 +94,7 @@ class PolicySelector:
         return best
 
     def expected(
-        self, policy: Policy, temperature: float, remaining: float = inf, requests: Sequence[Acceptance] = ()
+        self, policy: Policy, temperature: float, remaining: float = inf, requests: Sequence[RequestAcceptance] = ()
     ) -> float:
         """Forecast tokens a step and request, corrected by the observed acceptance, of which `remaining` are still to
         be generated.
@@ -101,8 +102,8 @@ class PolicySelector:
         Accepted lengths are taken to be geometric with mean tau, which are min(length, n) tokens in the mean of
         tau (1 - (1 - 1 / tau)^n).
         """
-        gain = forecast_gain(self.forecast, policy, temperature)
-        taus = [known.tau(gain, policy.num_nodes) for known in requests or (self.usual,)]
+        gain = forecast_gain(self.forecast, policy, temperature, self.slots)
+        taus = [known.tau(gain) for known in requests] or [self.usual.tau(gain)]
         left = max(1.0, remaining)
         return fmean(tau * (1 - (1 - 1 / tau) ** left) if tau > 1 else 1.0 for tau in taus)
 
@@ -113,7 +114,7 @@ class PolicySelector:
         accepted: Sequence[int],
         begun: Begun | None,
         copied: Sequence[bool] = (),
-        requests: Sequence[Acceptance] = (),
+        requests: Sequence[RequestAcceptance] = (),
     ) -> None:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
         none if all requests had ended. `copied` says of each whether a copy won, `requests` are what it has shown.
@@ -128,32 +129,41 @@ class PolicySelector:
             factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
         if not accepted:
             return
-        gain = forecast_gain(self.forecast, policy, temperature)
-        if gain.drafts > 0:
-            outcomes = [Outcome(tokens - 1, won) for tokens, won in zip_longest(accepted, copied, fillvalue=False)]
-            self.usual.observe(gain, outcomes, WINDOW)
-            for known, outcome in zip(requests, outcomes, strict=False):
-                known.observe(gain, [outcome], REQUEST_WINDOW)
-            if factor is not None:
-                self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
-        else:  # nothing was drafted: the texts may have changed, so decay until speculation is retried
+        if policy == self.off:  # nothing was drafted: the texts may have changed, so decay until it is tried again
             if factor is not None:
                 self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
-            for known in (self.usual, *requests):
+            self.usual.decay()
+            for known in requests:
                 known.decay()
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
+            return
+        if factor is not None:
+            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
+        gain = forecast_gain(self.forecast, policy, temperature, self.slots)
+        drafted = [not won for won in copied] or [True] * len(accepted)
+        self.usual.observe(gain, [one - 1 for one in compress(accepted, drafted)])
+        for known, one in compress(zip(requests, accepted, strict=False), drafted):
+            known.observe(gain, one - 1)
 
 
-def forecast_gain(forecast: Forecast, policy: Policy, temperature: float) -> Gain:
-    """Tokens a step over one of a policy, interpolated linearly between T = 0 and T = 1."""
+def forecast_gain(forecast: Forecast, policy: Policy, temperature: float, slots: int = 7) -> Gain:
+    """The forecast of a policy, interpolated linearly between T = 0 and T = 1; a copy has at most `slots` tokens."""
     drafts = _at(forecast.get(policy.name), policy.num_nodes, temperature)
-    copies = _at(forecast.get(policy.name + LOOKUP), policy.num_nodes, temperature) if policy.lookup else 0.0
-    return Gain(drafts, max(0.0, copies - drafts))
+    depth = max(1, min(slots, policy.num_nodes - 1))
+    if not policy.copies:
+        return Gain(drafts, depth)
+    if policy.first_pass is FirstPass.PROMPT_LOOKUP:
+        return Gain(drafts, depth, depth)
+    curves = forecast.get(policy.name + LOOKUP)
+    most = _at(curves, MAX_NODES, temperature) - _at(forecast.get(policy.name), MAX_NODES, temperature)
+    more = _at(curves, policy.num_nodes, temperature) - drafts
+    return Gain(drafts, depth, slots, min(1.0, max(0.0, more / most)) if most > 0 else 1.0)
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
-    """Tokens a step of a policy, uncorrected."""
-    return 1 + sum(forecast_gain(forecast, policy, temperature))
+    """Tokens a step of a policy in the mean, uncorrected: by its curve with copies, if they compete and it is known."""
+    known = policy.name + LOOKUP if policy.lookup and policy.name + LOOKUP in forecast else policy.name
+    return 1 + _at(forecast.get(known), policy.num_nodes, temperature)
 
 
 def _at(curves: tuple[Sequence[float], Sequence[float]] | None, nodes: int, temperature: float) -> float:

@@ -18,9 +18,9 @@ from d2sd.runtime.speculation.policy import Off, Policy
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 
-_REPEATS = 5
-#: Context tokens of the requests that are timed. Longer contexts add the same time to a step of every policy, which is
-#: measured on plain decoding: they make trees cheaper against it.
+_REPEATS, _FEW_REPEATS = 5, 2
+#: Context tokens of the requests that are timed. On a GPU, which reads it once for all rows, a longer context adds the
+#: same time to a step of every policy; a CPU computes each row's attention, so that it is measured for every policy.
 _CONTEXT, _LONG_CONTEXT = 64, 512
 #: Rows of pending context that are timed.
 _PENDING = 128
@@ -31,7 +31,7 @@ class StepTimes:
     """Measured seconds of decode steps."""
 
     seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
-    context: Mapping[int, float]  # of a token more of context, by batch bucket
+    context: Mapping[tuple[Policy, int], float]  # of a token more of context
     pending: Mapping[DrafterRole, float]  # of a row of pending context
 
     @staticmethod
@@ -42,7 +42,9 @@ class StepTimes:
     def step(self, policy: Policy, bucket: int, context: float) -> float | None:
         """Seconds of a step of `bucket` requests with `context` tokens each; None if it was not measured."""
         seconds = self.seconds.get((policy, bucket))
-        return None if seconds is None else seconds + self.context.get(bucket, 0.0) * max(0.0, context - _CONTEXT)
+        if seconds is None:
+            return None
+        return seconds + self.context.get((policy, bucket), 0.0) * max(0.0, context - _CONTEXT)
 
     def catch_up(self, policy: Policy, pending: Mapping[DrafterRole, int]) -> float:
         """Seconds in which the policy's drafters compute their pending context, `pending` rows of each."""
@@ -108,15 +110,25 @@ def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:
 
 
 def time_context(
-    runner: ModelRunner, seconds: Mapping[tuple[Policy, int], float], limits: Limits, steps: DecodeSteps | None = None
-) -> dict[int, float]:
-    """Seconds that a token more of context adds to a step, by batch bucket; `seconds` of `time_steps`."""
-    tokens = min(_LONG_CONTEXT, limits.max_context) - _CONTEXT
-    if tokens <= 0:
+    runner: ModelRunner,
+    seconds: Mapping[tuple[Policy, int], float],
+    limits: Limits,
+    steps: DecodeSteps | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[tuple[Policy, int], float]:
+    """Seconds that a token more of context adds to a step, by policy and batch bucket; `seconds` of `time_steps`."""
+    length = min(_LONG_CONTEXT, limits.max_context)
+    if length <= _CONTEXT:
         return {}
-    off = next(policy for policy, _ in seconds if isinstance(policy, Off))
-    longer = time_steps(runner, [off], {}, limits, steps=steps, context=_LONG_CONTEXT)
-    return {size: max(0.0, longer[off, size] - seconds[off, size]) / tokens for _, size in longer}
+    steps = steps or DecodeSteps(runner, limits)
+    found: dict[tuple[Policy, int], float] = {}
+    for policy, size in seconds:
+        measured = next(one for one, _ in seconds if isinstance(one, Off)) if runner.static_shapes else policy
+        if (measured, size) not in found:
+            longer = _time(runner, measured, _dummy_batch(runner, limits, size, length), steps, clock, _FEW_REPEATS)
+            found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - _CONTEXT)
+        found[policy, size] = found[measured, size]
+    return found
 
 
 def time_pending(runner: ModelRunner) -> dict[DrafterRole, float]:
@@ -134,13 +146,20 @@ def time_pending(runner: ModelRunner) -> dict[DrafterRole, float]:
     return row_seconds
 
 
-def _time(runner: ModelRunner, policy: Policy, batch: Batch, steps: DecodeSteps, clock: Callable[[], float]) -> float:
+def _time(
+    runner: ModelRunner,
+    policy: Policy,
+    batch: Batch,
+    steps: DecodeSteps,
+    clock: Callable[[], float],
+    repeats: int = _REPEATS,
+) -> float:
     """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
 
     The first run is a warm-up.
     """
     durations = []
-    for _ in range(1 + _REPEATS):
+    for _ in range(1 + repeats):
         _wait(runner)
         start = clock()
         steps.run(policy, batch, graph=steps.graph_for(policy, batch))

@@ -52,6 +52,7 @@ def make_engine(
     times of `auto` are measured once per machine and kept in the user's cache folder.
     """
     from d2sd.bundle.step_times import step_times
+    from d2sd.runtime.drafting.window import Window
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.request import Limits, buckets
 
@@ -68,14 +69,18 @@ def make_engine(
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
         limits = replace(limits, prefix_cache=prefix_cache)
+    runner = make_runner(bundle, roles, backend, device)
+    if recipe.drafters.window is not None:
+        runner.window = Window.of(recipe.drafters.window, limits.page_size)
     engine = Engine(
-        make_runner(bundle, roles, backend, device),
+        runner,
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=_scores(file) if file and calibrated else None,
     )
     if selector is not None:
+        engine.allow(candidates)
         engine.selector = selector
     elif len(candidates) > 1 and file is not None:
         curves = forecasts(file)
@@ -155,7 +160,7 @@ def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> li
 
     make = partial(policy_of_tree, tree)
     policies = [make("off", 1)]
-    for name in names:
+    for name in (*names, "lookup") if tree.lookup and names else names:
         policies += [make(name, size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
     return sorted(policies, key=lambda entry: (entry.num_nodes, -FACTS[entry.name].first_drafter, len(entry.drafters)))
 

@@ -98,9 +98,9 @@ def _code() -> str:
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    d2sd_step_times: Literal[1] = 1
+    d2sd_step_times: Literal[2] = 2
     seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
-    context: dict[int, _Seconds]
+    context: list[tuple[str, int, _Seconds]]  # the same of a token more of context
     pending: dict[DrafterRole, _Seconds]
     busy: bool = False  # other work had the processor
 
@@ -161,13 +161,15 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy:
         raise D2SDError("The step times were measured on a busy machine.", where=path)
     known = {str(policy): policy for policy in policies}
     plain = {size for name, size, _ in times.seconds if name == "off"}
-    if not known.keys() >= {name for name, *_ in times.seconds} or not plain >= set(sizes):
+    if not known.keys() >= {name for name, *_ in (*times.seconds, *times.context)} or not plain >= set(sizes):
         raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
     seconds = {(known[name], size): duration for name, size, duration in times.seconds}
-    return StepTimes(seconds, times.context, times.pending)
+    context = {(known[name], size): added for name, size, added in times.context}
+    return StepTimes(seconds, context, times.pending)
 
 
 def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
     seconds = [(str(policy), size, duration) for (policy, size), duration in times.seconds.items()]
-    file = _File(seconds=seconds, context=dict(times.context), pending=dict(times.pending), busy=busy)
+    context = [(str(policy), size, added) for (policy, size), added in times.context.items()]
+    file = _File(seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
     write_text(path, file.model_dump_json() + "\n")

@@ -13,6 +13,9 @@ from torch import Tensor
 
 # Shape letters: B requests, M pages a request, W pages of a window.
 
+#: Pages of the beginning that are read: attention goes to a text's first tokens whatever they say.
+FIRST_PAGES = 1
+
 
 @dataclass(frozen=True, slots=True)
 class Window:
@@ -20,6 +23,13 @@ class Window:
 
     first: int
     last: int
+
+    @staticmethod
+    def of(tokens: int, page_size: int) -> Window:
+        """A window of at most `tokens` tokens, or of one page: the first page, if there is room, and the last ones."""
+        pages = max(1, tokens // page_size)
+        first = min(FIRST_PAGES, pages - 1)
+        return Window(first, pages - first)
 
     def pages(self, page_table: Tensor, context_len: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
         """page_table [B, M] and context_len [B] of what is read: [B, min(M, W)], and its tokens."""

@@ -2,7 +2,7 @@
 
 policy         first pass      second pass                      tree
 off            -               -                                the anchor: plain decoding
-lookup         prompt lookup   -                                a chain: the baseline for drafters
+lookup         a copy of text  -                                a chain: the baseline for drafters
 chain          first drafter   -                                a chain: DFlash (arXiv 2602.06036)
 reanchor       first drafter   first drafter at K boundaries    the chain and K branches
 d2sd           first drafter   second drafter at K boundaries   the same: D²SD (arXiv 2606.04446)
@@ -28,7 +28,7 @@ from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
-from d2sd.runtime.speculation.host_drafts import carried_draft, lookup_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft
 from d2sd.runtime.stats import COPY
 
 if TYPE_CHECKING:
@@ -80,6 +80,11 @@ class Policy:
         return COPY if self.lookup and row > branches else row
 
     @property
+    def copies(self) -> bool:
+        """Whether its trees hold copies of earlier text."""
+        return self.lookup or self.first_pass is FirstPass.PROMPT_LOOKUP
+
+    @property
     def drafts_ahead(self) -> DrafterRole | None:
         """The drafter that drafts for the next step behind the nodes that a step verifies; None: none does."""
         return self.first_drafter if self.first_pass is FirstPass.CARRIED else None
@@ -87,7 +92,7 @@ class Policy:
     @property
     def drafts_on_host(self) -> bool:
         """Whether the first draft is made on the host, by `host_draft`."""
-        return self.first_pass in (FirstPass.PROMPT_LOOKUP, FirstPass.CARRIED)
+        return self.first_pass is FirstPass.CARRIED
 
     @classmethod
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
@@ -145,9 +150,12 @@ class Chain(_Chained):
 
 class Lookup(_Chained):
     name = "lookup"
+    uses_probabilities = False
 
-    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
-        return lookup_draft([one.tokens for one in sequences], runner.block_size - 1, batch_size)
+    @classmethod
+    def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
+        """Chains shorter than a block too: without a drafter's pass, rows are all that a step costs."""
+        return [*(size for size in AUTO_SIZES if size < min(rows, block_size)), min(rows, block_size)]
 
 
 class _Branched(Policy):

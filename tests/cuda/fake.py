@@ -39,6 +39,7 @@ from d2sd.runtime import model_runner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import Handover, captured_step
+from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
@@ -178,8 +179,8 @@ def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
     return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
 
 
-def policy_of(name: PolicyName) -> Policy:
-    return make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)
+def policy_of(name: PolicyName, *, lookup: bool = False) -> Policy:
+    return make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
 
 
 def steps(
@@ -192,6 +193,8 @@ def steps(
     fp8: bool = False,
     exact: bool = False,
     calibrated: bool = False,
+    lookup: bool = False,
+    window: Window | None = None,
 ) -> Watch:
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
@@ -199,9 +202,12 @@ def steps(
     """
     watch = Watch()
     with fake_gpu(watch):
-        policy, calibration = policy_of(name), None
+        policy, calibration = policy_of(name, lookup=lookup), None
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters)
         made.allocate(64, 16)
+        made.window = window
+        if lookup:
+            made.keep_text()
         if calibrated:
             slope, offset = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
             calibration = Calibration(slope, offset).to(made.device)

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from benchmarks.gpu.steps import Step, count
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.drafting.window import Window
 from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
 from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
@@ -92,6 +93,22 @@ def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], 
     assert not over, f"tests/cuda/budget.py allows {[(stage, budget.get(stage, 0)) for stage in over]}, found {over}"
     assert watch.launches.keys() == budget.keys()
     assert policy != "d2sd" or watch.launches.total() <= MOST[fp8]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_copy_is_a_launch_to_find_it_and_one_to_write_the_text(size: int) -> None:
+    plain, copying = (steps("hybrid", (GREEDY,), size=size, lookup=lookup) for lookup in (False, True))
+    assert copying.launches - plain.launches == Counter(lookup=1, commit=1)
+    assert not plain.launches - copying.launches
+    assert copying.copies == []
+
+
+def test_a_window_of_the_context_stays_on_the_device() -> None:
+    plain, windowed = (steps("hybrid", (GREEDY,), window=window) for window in (None, Window(1, 3)))
+    assert windowed.copies == []
+    more = windowed.launches - plain.launches
+    assert more.keys() == {"draft_first", "draft_second"}
+    assert max(more.values()) <= 12
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ class Episode:
         memory = (1 + pages) * runner.page_bytes(page_size)
         limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), memory, dice.random() < 0.7)
         engine = Engine(runner, dice.choice(self.policies()), limits, decode)
+        engine.runner.keep_text()  # the policies that take turns may copy
         if dice.random() < 0.2:
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
             costs: dict[tuple[Policy, int], float] = {one: dice.random() for one in served}
@@ -173,8 +174,9 @@ class Episode:
         return RecordedGraphs(rerun=True).guard(engine) if dice.random() < 0.3 else engine
 
     def policies(self) -> list[Policy]:
-        budget = self.dice.choice((2, 7, 14, 30))
-        return [make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=budget) for name in NAMES]
+        budget, copies = self.dice.choice((2, 7, 14, 30)), self.dice.random() < 0.5
+        sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": budget}
+        return [make_policy(name, **sizes, lookup=copies) for name in NAMES]
 
     def run(self) -> Episode:
         """Decode all together and compare; `differing` says what differs."""

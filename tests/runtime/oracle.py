@@ -191,22 +191,6 @@ def tree_worth(first: Slots) -> dict[Path, float]:
     return worth
 
 
-def lookup(tokens: Sequence[int], count: int) -> list[int]:
-    """For every earlier place, how many of the last three tokens stand before it; the last of the best places wins.
-
-    What reaches the end of the text goes on with itself: the distance to the place is a period.
-    """
-    best, at = 0, len(tokens)
-    for place in range(1, len(tokens)):
-        shared = 0
-        while shared < min(3, place) and tokens[place - 1 - shared] == tokens[-1 - shared]:
-            shared += 1
-        if shared and shared >= best:
-            best, at = shared, place
-    period = len(tokens) - at
-    return [tokens[at + n % period] for n in range(count)] if period else []
-
-
 def calibrated(logprob: float, slope: float, offset: float) -> float:
     """Log-probability whose log-odds are slope · log-odds + offset; closer to certainty than 1e-6 nothing goes in."""
     if logprob == -math.inf:

@@ -155,7 +155,9 @@ class Soak:
         self.graphs = RecordedGraphs(rerun=self.rerun)
         made = make_engine(Poisoned(*copies(), texts), "off", max_batch=4, pages=20, decode=decode)
         self.engine = self.graphs.guard(made)
-        self.policies = [make_policy(n, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET) for n in POLICIES]
+        self.engine.runner.keep_text()
+        sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
+        self.policies = [make_policy(name, **sizes, lookup=True) for name in POLICIES]
 
     def run(self, steps: int) -> Counter[str]:
         """Serve until so many decode steps have been launched, then until nothing is left; returns what happened."""

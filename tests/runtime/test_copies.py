@@ -44,9 +44,8 @@ class Watched:
         self.engine, self.steps, self._text = engine, 0, engine.runner.text
         engine.runner.text = self.text  # type: ignore[method-assign]
 
-    def text(self, batch: Batch) -> Text | None:
+    def text(self, batch: Batch) -> Text:
         text = self._text(batch)
-        assert text is not None
         for row, sequence in enumerate(self.engine.scheduler.running[: int(batch.active.sum())]):
             length = int(text.context_len[row])
             said = text.pages[text.page_table[row]].flatten()[:length].tolist()

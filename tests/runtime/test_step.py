@@ -142,12 +142,12 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     for prompt in prompts:
         engine.submit(Request(prompt, 5))
     batch, draft = engine.prepare(engine.admit())
-    assert draft is not None
-    assert draft.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
-    assert draft.confidence.exp().tolist() == [[1] * 4, [1] * 4, [0] * 4, [0] * 4]
-    tree = decode_step(engine.runner, engine.policy, batch, host_draft=draft).tree
-    assert tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
-    assert tree.valid.sum(1).tolist() == [5, 5, 1, 1]
+    assert draft is None
+    result = decode_step(engine.runner, engine.policy, batch)
+    assert result.first is not None
+    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
+    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
+    assert result.tree.valid.sum(1).tolist() == [5, 5, 1, 1]
 
 
 def made_up(seed: int = 0) -> Calibration:

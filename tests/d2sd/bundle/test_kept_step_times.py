@@ -25,7 +25,7 @@ POLICIES: list[Policy] = [Off(1), Chain(4), DDTree(8), Hybrid(8, 2)]
 SIZES = [1, 2]
 TIMES = StepTimes(
     {(policy, size): 0.1 * size / 3 for policy in POLICIES for size in SIZES if policy.name != "hybrid" or size == 1},
-    {1: 1e-7, 2: 0.0},
+    {(POLICIES[0], 1): 1e-7, (POLICIES[2], 2): 0.0},
     {DrafterRole.FIRST: 1e-5, DrafterRole.SECOND: 2e-5},
 )
 

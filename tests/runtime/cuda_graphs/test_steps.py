@@ -80,7 +80,9 @@ def served(
     engine: Engine, requests: SequenceOf[Request], policies: SequenceOf[PolicyName], dice: random.Random
 ) -> None:
     """Serve requests that join and leave, every step by one of `policies`; all answers and pages are right."""
-    made = [make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET) for name in policies]
+    engine.runner.keep_text()
+    sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
+    made = [make_policy(name, **sizes, lookup=True) for name in policies]
     sequences, waiting = [], list(requests)
     for step in range(100 * len(requests)):
         if waiting and (not engine.busy or dice.random() < 0.4):

@@ -64,7 +64,8 @@ class WatchedRunner(CheatingRunner):
             width = self.policy.topk
             first, second = (d and Draft(d.tokens[..., :width], d.logprob[..., :width]) for d in drafts)
             copy = None
-            if first is not None and self.policy.lookup and (text := self.text(batch)) is not None:
+            if first is not None and self.policy.lookup:
+                text = self.text(batch)
                 scores = default_scores(self.block_size - 1, "cpu")
                 copy = find_copy(text, first, scores, batch.sampling.temperature)
             usual = self.policy.build(batch, sources_of(first, self._branches, second, copy))

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 
-import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.host_drafts import carried_draft, lookup, pack_draft
+from d2sd.runtime.speculation.host_drafts import carried_draft, pack_draft
 from d2sd.runtime.speculation.policy import make_policy
-from tests.runtime import oracle
-from tests.runtime.helpers import BLOCK, STEADY, honest, make_engine
+from tests.runtime.helpers import BLOCK, honest, make_engine
 
 
 def test_numbers_survive_to_the_bit() -> None:
@@ -88,30 +84,3 @@ def test_switching_modes_costs_a_draft_and_no_text() -> None:
         engine.policy = policies[step % len(policies)]
         engine.step()
     assert sequence.answer == expected
-
-
-@STEADY
-@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 8))
-def test_equals_a_count_of_matching_tokens(tokens: list[int], count: int) -> None:
-    before = list(tokens)
-    assert lookup(tokens, count) == oracle.lookup(tokens, count)
-    assert tokens == before
-
-
-@pytest.mark.parametrize(
-    ("tokens", "expected"),
-    [
-        ([1], []),
-        ([1, 2, 3], []),
-        ([1, 2, 3, 1, 2], [3, 1, 2, 3]),
-        ([9, 1, 2, 3, 4, 5, 6, 7, 2, 3], [4, 5, 6, 7]),  # no more than asked for
-        ([1, 2, 3, 7, 8, 2, 3, 9, 1, 2, 3], [7, 8, 2, 3]),  # three tokens before two, though these are nearer
-        ([2, 3, 7, 2, 3, 8, 2, 3], [8, 2, 3, 8]),  # the last of equals
-        ([0, 1, 2, 3, 5, 4, 1, 2, 3, 6, 0, 1, 2, 3], [6, 0, 1, 2]),  # a fourth token does not count
-        ([5, 5], [5, 5, 5, 5]),  # what repeats goes on repeating
-        ([5, 5, 5, 5], [5, 5, 5, 5]),
-        ([1, 2, 1, 2, 1], [2, 1, 2, 1]),
-    ],
-)
-def test_by_hand(tokens: list[int], expected: list[int]) -> None:
-    assert lookup(tokens, 4) == expected
