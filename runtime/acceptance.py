@@ -1,4 +1,4 @@
-"""What a step may accept, by who proposes it, as every request has shown: texts differ, and answers change.
+"""Forecasts of what a step accepts, by who proposes it, corrected by what every request has shown.
 
 Drafts are forecast by the bundle's calibration and corrected by what is observed. Copies of earlier text are forecast
 for each step by how far the text's end matches an earlier place, and how often the token behind such a match was right.
@@ -35,7 +35,7 @@ _BEGINNING, _FORGOTTEN = 3.0, 1 / 64
 
 
 class Gain(NamedTuple):
-    """What a tree may accept, by forecast."""
+    """The forecast of a tree."""
 
     drafts: float  # tokens a step over one, without copies
     depth: int  # most of them
@@ -53,6 +53,8 @@ class Gain(NamedTuple):
 
     def accepted(self, factor: float) -> float:
         """Drafts that are accepted in the mean, with `factor` times the odds of each."""
+        if factor == 1.0:
+            return self.drafts
         chance = self.another(factor)
         return chance * (1 - chance**self.depth) / (1 - chance)
 
@@ -82,7 +84,7 @@ class Hits:
 
 @dataclass(slots=True)
 class Acceptance:
-    """What is known of all requests."""
+    """Forecasts' corrections that all requests have taught."""
 
     drafts: float = 1.0  # odds of a draft, observed over forecast
     hits: Hits = field(default_factory=Hits)
@@ -113,7 +115,7 @@ def _learned(factor: float, gain: Gain, accepted: float, rate: float) -> float:
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """What is known of one request; what it shows is learned by `all` as well, where that is said."""
+    """The same of one request."""
 
     all: Acceptance
     drafts: float = field(init=False)

@@ -94,15 +94,15 @@ def decode_step(
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
-    first, branches, second = host_draft, None, None
+    branches, second = None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
             first = runner.draft_first(batch, offered, policy.first_drafter)
         first = calibrated(guided(first), batch, policy.first_drafter)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)
-    elif first is not None:
-        first = guided(first)
+    else:
+        first = host_draft and guided(host_draft)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
             branches = policy.branches(batch, first)
@@ -115,8 +115,7 @@ def decode_step(
         verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, paths, verified.logits, timer)
     with timer("accept"):
-        depths = min(runner.block_size, policy.num_nodes)
-        where = batch.context_len, batch.sampling, depths
+        where = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes)
         accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)

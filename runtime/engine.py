@@ -23,7 +23,7 @@ from d2sd.runtime.request import Limits, Request, bucket
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
-from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.calibration import Calibration, default_scores
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import COPY, Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
@@ -104,6 +104,7 @@ class Engine:
         """Prepare to serve these policies: keep what requests say, if one of them copies from it."""
         if self.runner.text_pages is None and any(policy.copies for policy in policies):
             self.runner.keep_text()
+            default_scores(self.runner.block_size - 1, self.runner.device)  # made now, not inside a captured step
 
     # -- requests ------------------------------------------------------------------------------------------------------
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from d2sd.errors import D2SDError, GenerationError, UnexpectedError
-from d2sd.runtime.acceptance import RequestAcceptance
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
@@ -66,7 +65,7 @@ class Sequence:
     stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
     bias: Any = field(default=None, repr=False)  # `Entries` of its parameters, on the device; set by the first step
     stats: SequenceStats = field(default_factory=SequenceStats)
-    acceptance: RequestAcceptance | None = field(default=None, repr=False)  # set and changed where `auto` chooses
+    acceptance: Any = field(default=None, repr=False)  # a `RequestAcceptance`; set and changed where `auto` chooses
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: SequenceOf[TokenLogprobs] = ()  # of the prompt after its first token, if asked

@@ -181,7 +181,7 @@ def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> 
             )
         return {policy.name: ([tau], [tau]) for policy in policies if not isinstance(policy, Off)}
     curves = plan.calibration.tau if plan.calibration is not None else {"0": {}, "1": {}}
-    missing = [str(policy) for policy in policies if not isinstance(policy, Off) and policy.name not in curves["0"]]
+    missing = [str(policy) for policy in policies if policy.drafters and policy.name not in curves["0"]]
     if missing:
         raise D2SDError(
             "The tokens a step are unknown: they depend on the drafters.",

@@ -245,6 +245,7 @@ def test_policies_may_change_between_steps() -> None:
     requests = some_requests()
     engine = WAYS["in flight"].engine(cheater(requests), "off")
     every = [WAYS["in flight"].engine(honest(), policy).policy for policy in NAMES]
+    engine.allow(every)
     step, turns = engine.step, cycle([policy for policy in every for _ in range(2)])
 
     def changing() -> list[Output]:

@@ -330,7 +330,7 @@ def test_each_request_learns_for_itself_and_all_teach_the_next() -> None:
         own.choose(2, 0.0, requests=[bad, good])
         own.update(CHAIN, 0.0, [1, 4], own.begun, [False, False], [bad, good])
     assert bad.drafts < 0.1
-    assert good.drafts > 10
+    assert good.drafts > 5
     assert bad.drafts < own.usual.drafts < good.drafts
     assert own.usual.request().drafts == own.usual.drafts
 
@@ -620,7 +620,7 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
     told: list[list[int]] = []
     monkeypatch.setattr(
-        PolicySelector, "update", lambda self, policy, temperature, accepted, begun: told.append(list(accepted))
+        PolicySelector, "update", lambda self, policy, temperature, accepted, *more: told.append(list(accepted))
     )
     sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
     engine.step()

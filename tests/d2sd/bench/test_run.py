@@ -111,7 +111,8 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     result = load_result(out / "result.json")
     trees = {("off", 1), ("lookup", 4), ("chain", 4)}
-    trees |= {(name, 8) for name in ("auto", "reanchor", "d2sd", "ddtree", "hybrid")}
+    trees |= {(name, 8) for name in ("reanchor", "d2sd", "ddtree", "hybrid")}
+    trees |= {(name + "+lookup", 8) for name in ("auto", "ddtree", "hybrid")}
     assert {cell.key for cell in result.cells} == {
         Key(method, rows, "two", temperature, concurrency)
         for method, rows in trees
@@ -122,7 +123,8 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
         assert [one.id for one in cell.requests] == [f"{cell.set}-0", f"{cell.set}-1"]
         assert cell.differences == []
         assert all(sum(one.accepted) >= one.tokens > 0 for one in cell.requests)
-        served = {"auto": {"off", "chain", "ddtree", "hybrid"}}.get(cell.method, {cell.method})
+        adaptive = {"off", "lookup", "chain", "ddtree+lookup", "hybrid+lookup"}
+        served = {"auto+lookup": adaptive}.get(cell.method, {cell.method})
         assert {name.split(" of ")[0] for name in cell.policies} <= served
         assert cell.tau == 1 if cell.method == "off" else cell.tau >= 1
     written = {path.name for path in out.iterdir()}
@@ -130,8 +132,8 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
     names = ["tables.md", *_pictures(out)]
     assert ended.stdout.splitlines()[: len(names)] == [str(out / name) for name in names]
     table = ended.stdout.partition("T = 0, 1 in flight")[2]
-    assert all(f"│ {name} " in table for name in ("off", "chain", "hybrid", "auto"))
-    assert table.endswith("60 answers compared with plain decoding's: 0 differ.\n")
+    assert all(f"│ {name} " in table for name in ("off", "chain", "hybrid", "hybrid+lookup", "auto+lookup"))
+    assert table.endswith("76 answers compared with plain decoding's: 0 differ.\n")
     for name in _pictures(out):
         assert (out / name).read_bytes().startswith(b"\x89PNG")
     assert "## Losslessness" in (out / "tables.md").read_text()
@@ -157,14 +159,15 @@ def test_two_runs_count_the_same(project: Path, tmp_path: Path) -> None:
     assert counted(done(project, tmp_path / "a", *arguments)) == counted(done(project, tmp_path / "b", *arguments))
 
 
-@pytest.mark.parametrize(("bundle", "methods"), [("one", {"d2sd", "hybrid"}), ("none", None)])
+@pytest.mark.parametrize(("bundle", "methods"), [("one", {"d2sd", "hybrid", "hybrid+lookup"}), ("none", None)])
 def test_by_default_what_the_bundle_can_run(
     project: Path, tmp_path: Path, bundle: str, methods: set[str] | None
 ) -> None:
     """Without a second drafter, and without any."""
     result = done(project, tmp_path, "--rows", "8", "--per-set", "1", "--max-new-tokens", "2", bundle=bundle)
     found = {cell.method for cell in result.cells}
-    everything = {"auto", "off", "lookup", "chain", "reanchor", "ddtree", "d2sd", "hybrid"}
+    everything = {"off", "lookup", "chain", "reanchor", "ddtree", "d2sd", "hybrid"}
+    everything |= {"ddtree+lookup", "hybrid+lookup", "auto+lookup"}
     assert found == ({"off", "lookup"} if methods is None else everything - methods)
 
 
@@ -444,10 +447,13 @@ def test_quick_is_a_small_run_of_what_the_bundle_can_run(project: Path, tmp_path
         return bench(project, tmp_path, "--quick", "--plan", *arguments, **options).stdout.splitlines()[:-2]
 
     end = "one, T = 0, 1 in flight: 4 prompts"
-    trees = [f"{name}, 64 rows, {end}" for name in ("ddtree", "hybrid", "auto")]
+    trees = [
+        f"{name}, 64 rows, {end}" for name in ("ddtree", "ddtree+lookup", "hybrid", "hybrid+lookup", "auto+lookup")
+    ]
     alone = {"prompts": "sets/one.jsonl"}
     assert planned(**alone) == [f"off, 1 rows, {end}", f"chain, 4 rows, {end}", *trees]
-    assert [line.split(",")[0] for line in planned(bundle="one", **alone)] == ["off", "chain", "ddtree", "auto"]
+    one = [line.split(",")[0] for line in planned(bundle="one", **alone)]
+    assert one == ["off", "chain", "ddtree", "ddtree+lookup", "auto+lookup"]
     given = planned("--rows", "8", "--methods", "hybrid", "--temperatures", "1", "--per-set", "1", **alone)
     assert given[1:] == ["hybrid, 8 rows, one, T = 1, 1 in flight: 1 prompts"]
 

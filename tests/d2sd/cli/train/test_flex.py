@@ -79,7 +79,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     selector = make_engine(load_bundle(project / "bundle")).selector
     assert selector is not None
-    assert {policy.name for policy in selector.policies} == {"off", "flex", "flex_tree", "flex_parallel"}
+    assert {policy.name for policy in selector.policies} == {"off", "lookup", "flex", "flex_tree", "flex_parallel"}
     calibration = load_calibration(project / "out" / "calibration.json")
     for warm in calibration.slope:
         assert warm[:2] == [[[1.0, 1.0]] * 3] * 2
