@@ -94,15 +94,15 @@ def decode_step(
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
-    branches, second = None, None
+    first, branches, second = host_draft, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
             first = runner.draft_first(batch, offered, policy.first_drafter)
         first = calibrated(guided(first), batch, policy.first_drafter)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)
-    else:
-        first = host_draft and guided(host_draft)
+    elif first is not None:
+        first = guided(first)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
             branches = policy.branches(batch, first)
