@@ -51,11 +51,10 @@ class CopyScores:
 
 def length_entry(length: Tensor) -> Tensor:
     """Entry of a match's length; 0 also for no match, which proposes nothing."""
-    return torch.bucketize(length, torch.tensor(LENGTHS[1:], device=length.device), right=True)
+    return sum((length >= least).long() for least in LENGTHS[1:]) + torch.zeros_like(length)
 
 
 def support_entry(first: Draft, tokens: Tensor) -> Tensor:
     """Entry of the log-probability that a draft [B, S, M] gives to tokens [B, S]."""
     logprob = first.logprob.masked_fill(first.tokens != tokens[..., None], float("-inf")).amax(-1)
-    above = torch.bucketize(logprob, torch.tensor(SUPPORT, device=logprob.device))
-    return torch.where(logprob > float("-inf"), 1 + above, 0)
+    return sum((logprob > least).long() for least in (float("-inf"), *SUPPORT)) + torch.zeros_like(tokens)

@@ -206,7 +206,7 @@ def steps(
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters)
         made.allocate(64, 16)
         made.window = window
-        if lookup:
+        if policy.copies:
             made.keep_text()
         if calibrated:
             slope, offset = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)

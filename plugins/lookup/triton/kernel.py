@@ -74,15 +74,15 @@ def copy_kernel(
     tl.store(length + request, matched.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["columns", "nodes"])
+@triton.jit(do_not_specialize=["columns", "nodes", "count_stride"])
 def append_kernel(
-    pages, page_table, context_len, node_tokens, path, count, active, columns, nodes,
+    pages, page_table, context_len, node_tokens, path, count, active, columns, nodes, count_stride,
     G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B): write the tokens of each accepted path [B, G] behind the committed ones."""
     request = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, GP)
-    kept = (step < tl.load(count + request)) & (step < G) & (tl.load(active + request) != 0)
+    kept = (step < tl.load(count + request * count_stride)) & (step < G) & (tl.load(active + request) != 0)
     node = tl.load(path + request * G + step, mask=kept, other=0)
     token = tl.load(node_tokens + request * nodes + node, mask=kept, other=0)
     place = tl.load(context_len + request) + step
