@@ -31,6 +31,7 @@ class Rows:
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
+    needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
@@ -61,6 +62,11 @@ class Chunks:
         positions = context_len[request] + step
         pages = page_table[request, positions // page_size]
         return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)
+
+
+def first_rows(needed: Sequence[int], count: int) -> Tensor:
+    """Numbers of the first `needed[b]` rows of each request b among all rows, `count` of each request."""
+    return torch.tensor([b * count + row for b, length in enumerate(needed) for row in range(length)])
 
 
 class ContextRows(NamedTuple):

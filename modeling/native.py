@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
+from itertools import accumulate
 from threading import Lock
 from typing import cast
 
@@ -23,7 +24,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
 from d2sd.modeling.inference import plain, replace_layers
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, address
@@ -127,24 +128,26 @@ class NativeLayers(nn.Module):
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
-        x = x.to(torch.float32, copy=True).contiguous()  # becomes the output of the last layer
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
         assert pool.k.dtype == dtype
         assert rows.positions.shape == (batch, count)
-        cos, sin = (part.contiguous() for part in rotary(rows.positions, torch.float32))
         if isinstance(rows, Chunks):
-            starts, longest, mask = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
+            starts, longest, mask, kept = rows.attn_mask.starts, max(rows.attn_mask.lengths), None, None
         else:
             assert rows.attn_mask.shape == (batch, count, count)
-            starts, longest = torch.arange(0, (batch + 1) * count, count), count
+            lengths = rows.needed or (count,) * batch
+            starts, longest = torch.tensor([0, *accumulate(lengths)]), max(lengths)
             mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
+            kept = None if rows.needed is None else first_rows(rows.needed, count)
+        inputs = x.to(torch.float32, copy=True), *rotary(rows.positions, torch.float32)  # x becomes the last output
+        x, cos, sin = (_flat(part, kept).contiguous() for part in inputs)
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
-        k, v = torch.empty(2, body.num_layers, batch, count, body.num_kv_heads, body.head_dim, dtype=dtype)
-        features = torch.empty(batch, count, len(aux_layer_ids) * hidden, dtype=dtype)
-        out = torch.empty(batch, count, hidden, dtype=dtype)
+        k, v = torch.empty(2, body.num_layers, len(x), body.num_kv_heads, body.head_dim, dtype=dtype)
+        features = torch.empty(len(x), len(aux_layer_ids) * hidden, dtype=dtype)
+        out = torch.empty(len(x), hidden, dtype=dtype)
         arguments = library.Pass(
             len(context), longest, address(starts), address(x), address(cos), address(sin),
             *((None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(1))),
@@ -157,7 +160,12 @@ class NativeLayers(nn.Module):
             functions.d2sd_layers(
                 ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
             )
-        return out, features, k, v
+        shape = batch, count
+        return (
+            _spread(out, 0, kept, shape),
+            _spread(features, 0, kept, shape),
+            *(_spread(part, 1, kept, shape) for part in (k, v)),
+        )
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
@@ -181,6 +189,20 @@ def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear,
     norm = RMSNorm(1, eps)
     norm.weight = nn.Parameter(torch.stack([k_norm.weight.detach() for k_norm in norms])[:, None, None, None])
     return product, norm
+
+
+def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
+    """x [B, T, ...] -> [N, ...], of the rows `kept` or of all."""
+    x = x.flatten(0, 1)
+    return x if kept is None else x[kept]
+
+
+def _spread(x: Tensor, axis: int, kept: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    """The inverse of `_flat` on an axis; rows that were not kept are undefined."""
+    if kept is not None:
+        size = *x.shape[:axis], shape[0] * shape[1], *x.shape[axis + 1 :]
+        x = x.new_empty(size).index_copy_(axis, kept, x)
+    return x.unflatten(axis, shape)
 
 
 def _padded(weight: Tensor) -> Tensor:

@@ -123,6 +123,7 @@ class RequestAcceptance:
     right: float = _BEGINNING  # copied tokens
     expected: float = _BEGINNING  # the same, by the chances of all requests
     steps: int = 0  # that drafted
+    _run: list[float] = field(init=False, default_factory=list)  # `run` of the text that was read last
 
     def __post_init__(self) -> None:
         self.drafts = self.all.drafts
@@ -141,12 +142,13 @@ class RequestAcceptance:
 
     def run(self, most: int) -> list[float]:
         """Chances that the next 1, 2, … `most` tokens are those behind the match; each right one lengthens it."""
-        chances, reached, odds = [], 1.0, self.right / self.expected
-        for ahead in range(most if self.repeats.length else 0):
+        odds, chances = self.right / self.expected, self._run
+        reached = chances[-1] if chances else 1.0
+        for ahead in range(len(chances), most if self.repeats.length else 0):
             chance = self.all.hits.chance[entry_of(self.repeats.length + ahead)]
             reached *= odds * chance / (1 - chance + odds * chance)
             chances.append(reached)
-        return chances
+        return chances[:most]
 
     def observe(self, gain: Gain, accepted: float) -> None:
         """Learn from drafts that were accepted in a step which no copy has won."""
@@ -158,6 +160,7 @@ class RequestAcceptance:
     def read(self, text: Sequence[int]) -> None:
         """Follow the text, and learn from what is new in it; the first time is the prompt, which says nothing of it."""
         begun = self.repeats.read > 0
+        self._run = []
         for entry, right in self.repeats.follow(text):
             if begun:
                 self.right += right - self.right * _FORGOTTEN

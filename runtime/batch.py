@@ -32,14 +32,17 @@ class Batch:
     active: Tensor  # [B] bool
     sampling: Sampling
     grammar: StepGrammar | None = None  # None: no request has one
+    rows: tuple[int, ...] | None = None  # most nodes of each request's tree, on a CPU; None: those of the policy
 
     @staticmethod
-    def pack(sequences: SequenceOf[Sequence], vocab_size: int, device: str) -> Batch:
-        """The inputs of a decode step over `sequences`, padded to the batch bucket.
+    def pack(
+        sequences: SequenceOf[Sequence], vocab_size: int, device: str, rows: tuple[int, ...] | None = None
+    ) -> Batch:
+        """The inputs of a decode step over `sequences`, padded to the batch bucket, but on a CPU.
 
         They are on the host until `to`, but for tables of biases and penalties, which are made on `device`.
         """
-        size = bucket(len(sequences))
+        size = len(sequences) if device == "cpu" else bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
@@ -50,6 +53,7 @@ class Batch:
             active=torch.arange(size) < len(sequences),
             sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
+            rows=rows,
         )
 
     @staticmethod
@@ -75,6 +79,7 @@ class Batch:
             self.active.to(device),
             self.sampling.to(device),
             self.grammar,
+            self.rows,
         )
 
     @property

@@ -9,6 +9,7 @@ grammars is the exception: the host reads the drafts and trees of their requests
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
 from d2sd.policies import FirstPass
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
-from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import Sequence, TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
@@ -113,15 +114,15 @@ def decode_step(
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     with timer("verify"):
         verified = runner.verify(batch, tree, policy.drafts_ahead)
-    mask = _mask(batch.grammar, paths, verified.logits, timer)
+    mask = _mask(batch.grammar, paths, tree, verified.logits, timer)
     with timer("accept"):
-        where = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes)
-        accepted = sample_target(tree, verified.logits, *where, mask, static_shapes=runner.static_shapes)
+        how = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
+        accepted = sample_target(tree, verified.logits, *how, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
         following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
     found = first, branches, second, copy, tree, accepted, following
-    return StepResult(*found, _packed(batch, verified.logits, accepted, following))
+    return StepResult(*found, _packed(batch, verified, accepted, following))
 
 
 def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
@@ -162,34 +163,48 @@ def _copied(
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:
-    """The tree of `policy`; trees of constrained requests are taken from larger ones, to stay inside their grammars."""
+    """The tree of `policy`, cut to each request's rows; trees of constrained requests are taken from larger ones, to
+    stay inside their grammars.
+    """
     with timer("build_tree"):
         tree = policy.build(batch, sources)
         if batch.grammar is None:
-            return tree, None
+            return _cut(tree, batch.rows), None
         candidates = sum(source.rows * source.draft.tokens.shape[-2] for source in sources)  # if a slot has one
         larger = replace(policy, num_nodes=max(SPARE * policy.num_nodes, 1 + candidates)).build(batch, sources)
     with timer("grammar"):
-        return batch.grammar.prune(tree, larger)
+        inside, paths = batch.grammar.prune(tree, larger)
+        return _cut(inside, batch.rows), paths
 
 
-def _mask(grammar: StepGrammar | None, paths: TreePaths | None, logits: Tensor, timer: Timer) -> Tensor | None:
+def _cut(tree: Tree, rows: tuple[int, ...] | None) -> Tree:
+    """The first `rows` nodes of each request's tree, which are the tree of that budget; the others stay in the mask."""
+    if rows is None:
+        return tree
+    valid = tree.valid & (torch.arange(tree.tokens.shape[1]) < torch.tensor(rows)[:, None])
+    return replace(tree, valid=valid, score=tree.score.where(valid, -math.inf))
+
+
+def _mask(
+    grammar: StepGrammar | None, paths: TreePaths | None, tree: Tree, logits: Tensor, timer: Timer
+) -> Tensor | None:
     """The mask of `sample_target`. On a GPU the host walks the leaves while the target verifies the trees."""
     if grammar is None or paths is None:
         return None
     with timer("grammar"):
-        return grammar.mask(paths, *logits.shape).to(logits.device)
+        return grammar.mask(paths, *tree.tokens.shape, logits.shape[-1]).to(logits.device)
 
 
-def _packed(batch: Batch, logits: Tensor, accepted: Accepted, following: Draft | None) -> Tensor:
+def _packed(batch: Batch, verified: Verified, accepted: Accepted, following: Draft | None) -> Tensor:
     """`StepResult.packed`, with log-probabilities if a request asks for them."""
     packed = accepted.packed()
     if following is not None:
         packed = torch.cat([packed, pack_draft(following)], dim=1)
     if batch.sampling.logprobs is None:
         return packed
-    rows = torch.arange(len(packed), device=packed.device)[:, None]
-    found = pack_logprobs(logits[rows, accepted.path].float(), accepted.tokens.clamp(min=0), batch.sampling.logprobs)
+    of_rows = torch.arange(len(packed), device=packed.device)[:, None]
+    logits = verified.at(of_rows, accepted.path).float()
+    found = pack_logprobs(logits, accepted.tokens.clamp(min=0), batch.sampling.logprobs)
     return torch.cat([packed, found.flatten(1)], dim=1)
 
 

@@ -26,7 +26,7 @@ from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration, default_scores
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import COPY, Clock, EngineStats
-from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
+from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
 
 
@@ -39,6 +39,7 @@ class Launched:
     result: StepResult  # overwritten by the next launch, if captured
     read: Callable[[], list[Committed]]  # waits for the step
     begun: Begun | None  # for the selector; None: its time is not measured
+    rows: tuple[int, ...] | None = None  # see `Batch.rows`
 
 
 class Engine:
@@ -88,7 +89,8 @@ class Engine:
         """
         self.allow(policies)
         times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
-        self.selector = PolicySelector(policies, times, forecast, slots=self.runner.block_size - 1)
+        verify = None if self.runner.static_shapes else RowTimes.of(times)
+        self.selector = PolicySelector(policies, times, forecast, slots=self.runner.block_size - 1, verify=verify)
 
     @property
     def choices(self) -> Mapping[PolicyName, Policy]:
@@ -234,6 +236,7 @@ class Engine:
         alone = len(self.scheduler.running) + len(self.scheduler.waiting) == 1
         name = sequences[0].request.policy if alone else None
         self._chosen = None if name is None else self.choices[name]
+        rows = None
         if self.selector is not None and self._chosen is None:
             context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
             for s in sequences:
@@ -242,7 +245,8 @@ class Engine:
             size, pending = bucket(len(sequences)), self.runner.context.pending_rows
             known = [s.acceptance for s in sequences if s.acceptance]
             self.policy = self.selector.choose(size, _temperature(sequences), context, remaining, pending, known)
-        batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device)
+            rows = self.selector.begun.rows
+        batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
         if self.in_force.drafts_on_host:
             with self.clock.stage("draft_first"):
                 return batch, self.in_force.host_draft(self.runner, sequences, len(batch.anchor))
@@ -262,7 +266,7 @@ class Engine:
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
         selector = None if self._chosen else self.selector
         begun = None if selector is None or delayed else selector.begun
-        return Launched(sequences, self.in_force, result, self.steps.fetch(result), begun)
+        return Launched(sequences, self.in_force, result, self.steps.fetch(result), begun, batch.rows)
 
     def collect(self, launched: Launched | None) -> list[Output]:
         """Read the tokens of a step that `launch` returned; none where it is None."""
@@ -284,16 +288,17 @@ class Engine:
                 accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0))
                 tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
-            rows = launched.read()
-            live = [(s, row) for s, row in zip(sequences, rows, strict=False) if s.finish is None]
+            nodes = launched.rows or (policy.num_nodes,) * len(sequences)
+            found = zip(sequences, nodes, launched.read(), strict=False)
+            live = [(s, count, row) for s, count, row in found if s.finish is None]
             if self.selector is not None and policy in self.selector.policies:
-                lengths = [row.length for _, row in live]
-                copied = [policy.proposer(row.accepted_branch) == COPY for _, row in live]
-                known = [s.acceptance for s, _ in live if s.acceptance]
+                lengths = [row.length for *_, row in live]
+                copied = [policy.proposer(row.accepted_branch) == COPY for *_, row in live]
+                known = [s.acceptance for s, *_ in live if s.acceptance]
                 self.selector.update(policy, _temperature(sequences), lengths, launched.begun, copied, known)
             outputs = []
-            for sequence, (count, accepted_branch, tokens, logprobs, draft) in live:
-                sequence.stats.record(count, policy.proposer(accepted_branch), policy.num_nodes, str(policy))
+            for sequence, verified, (count, accepted_branch, tokens, logprobs, draft) in live:
+                sequence.stats.record(count, policy.proposer(accepted_branch), verified, str(policy))
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
                     sequence.carry(draft)

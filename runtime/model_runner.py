@@ -1,7 +1,8 @@
 """Runs the target and the drafters of one bundle over paged K/V pools, with the same code on CPU and CUDA.
 
 Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
-value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph.
+value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph. On a CPU, where
+each row costs its full price, `verify` leaves the padding of trees out.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables
 from d2sd.modeling.fp8 import kv_scales
-from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows, first_rows
 from d2sd.modeling.native import reduced_head
 from d2sd.plugins import choice, lookup, trees
 from d2sd.plugins.choice import candidates
@@ -41,9 +42,14 @@ class Verified:
     """The target's outputs at every node; nothing is committed yet."""
 
     tokens: Tensor  # [B, N], of the nodes
-    logits: Tensor  # [B, N, V]: fp32, or the head's own type where kernels choose the tokens
+    logits: Tensor  # [B, N, V], or [M, V] of some: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
     behind: Tensor | None = None  # [B, N, G, E], hidden states that a drafter made behind every node
+    places: Tensor | None = None  # [B, N], the row of each node in `logits [M, V]`; 0 in padding. None: all have one
+
+    def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
+        """The logits [..., V] at nodes [...]."""
+        return self.logits[request, node] if self.places is None else self.logits[self.places[request, node]]
 
 
 class ModelRunner:
@@ -148,14 +154,20 @@ class ModelRunner:
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         """The target over all nodes; then the drafter `ahead`, if there is one, drafts behind each of them."""
-        where = tree.tokens, _rows(batch, tree), self.target_pool, self.aux_layer_ids
+        needed = None if self.static_shapes or ahead is not None else _nodes(tree)
+        where = tree.tokens, _rows(batch, tree, needed), self.target_pool, self.aux_layer_ids
         out: DecoderOutput
         if ahead is None:
             out, behind = self.target(*where), None
         else:
             out, behind = self.drafters[ahead].verify_and_draft(self.target, *where)
-        logits = (self.target.raw_logits if choice.reads_any_type(out.hidden) else self.target.logits)(out.hidden)
-        return Verified(tree.tokens, logits, out, behind)
+        hidden, places = out.hidden, None
+        if needed is not None:
+            kept = first_rows(needed, tree.tokens.shape[1])
+            hidden, places = hidden.flatten(0, 1)[kept], torch.zeros_like(tree.tokens)
+            places.view(-1)[kept] = torch.arange(len(kept))
+        logits = (self.target.raw_logits if choice.reads_any_type(hidden) else self.target.logits)(hidden)
+        return Verified(tree.tokens, logits, out, behind, places)
 
     @torch.inference_mode()
     def draft_ahead(
@@ -265,8 +277,15 @@ class ModelRunner:
         }
 
 
-def _rows(batch: Batch, tree: Tree) -> Rows:
-    return Rows(batch.context_len[:, None] + tree.depth, tree.attn_mask, batch.page_table, batch.context_len)
+def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:
+    positions = batch.context_len[:, None] + tree.depth
+    return Rows(positions, tree.attn_mask, batch.page_table, batch.context_len, needed)
+
+
+def _nodes(tree: Tree) -> tuple[int, ...] | None:
+    """Nodes of each request, where some have fewer than others; read back from the device."""
+    counts: list[int] = tree.valid.sum(1).tolist()
+    return None if min(counts) == tree.valid.shape[1] else tuple(counts)
 
 
 def _common(name: str, configs: Mapping[DrafterRole, DraftConfig]) -> Any:

@@ -20,11 +20,13 @@ from typing import NamedTuple
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
 from d2sd.runtime.acceptance import Acceptance, Gain, RequestAcceptance
 from d2sd.runtime.speculation.policy import Off, Policy
-from d2sd.runtime.step_times import Forecast, StepTimes
+from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes
 
 #: Forecast speedup over plain decoding that speculation must exceed to begin: forecasts and clocks err, and beginning
 #: has a cost. What runs already has been measured and goes on while it is faster at all.
 MARGIN = 1.05
+#: The same of a copy. It begins at no cost, but in each step it is found and its tree is cut.
+_COPY_MARGIN = 1.06
 #: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
 #: speculation against it, which a few steps show.
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
@@ -40,6 +42,26 @@ class Begun(NamedTuple):
 
     at: float  # seconds of the selector's clock
     seconds: float  # that it should take, uncorrected
+    rows: tuple[int, ...] | None = None  # most nodes of each request's tree; None: those of the policy
+
+
+class Asked(NamedTuple):
+    """The arguments of `PolicySelector.choose`."""
+
+    bucket: int
+    temperature: float
+    context: float
+    remaining: float
+    pending: Mapping[DrafterRole, int]
+    requests: Sequence[RequestAcceptance]
+
+
+class Plan(NamedTuple):
+    """A step of one policy."""
+
+    rate: float  # tokens of a request a second, by what is known
+    seconds: float  # that it should take, uncorrected
+    rows: tuple[int, ...] | None  # see `Begun`
 
 
 @dataclass(slots=True)
@@ -51,12 +73,14 @@ class PolicySelector:
     forecast: Forecast
     clock: Callable[[], float] = time.perf_counter  # seconds
     slots: int = 7  # most tokens of a copy
+    verify: RowTimes | None = None  # where rows of a copy can be left out, on a CPU: what they cost
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
-    plain_scale: float = 1.0  # seconds of a step of plain decoding, observed over measured
-    speculation_scale: float = 1.0  # the same of every other policy, over `plain_scale`
+    plain_scale: float = 1.0  # seconds of a step without a drafter, observed over measured
+    speculation_scale: float = 1.0  # the same of policies that run a drafter, over `plain_scale`
     off: Policy = field(init=False)
-    _speculates: bool = field(init=False, default=False)  # the step that was chosen last
+    _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
     begun: Begun = field(init=False, default=Begun(0.0, inf))  # the step that was chosen last
+    _gains: dict[tuple[Policy, float], Gain] = field(init=False, default_factory=dict)  # of one temperature
     _ended: float = field(init=False, default=-inf)  # when the step before it did
 
     def __post_init__(self) -> None:
@@ -78,19 +102,44 @@ class PolicySelector:
         batch that takes several steps' time, which the last tokens of an answer do not earn back. `requests` are what
         each has shown: those whose text repeats itself gain from copies, whatever the others do.
         """
+        asked = Asked(bucket, temperature, context, remaining, pending, requests)
+        plans = {policy: plan for policy in self.policies if (plan := self._plan(policy, asked))}
+        best = max(plans, key=lambda policy: plans[policy].rate)
+        margin = _COPY_MARGIN if not best.drafters else 1.0 if self._drafts else MARGIN
+        best = best if plans[best].rate > margin * plans[self.off].rate else self.off
+        if best.drafters or best is self.off:
+            self._drafts = best is not self.off
+        self.begun = Begun(self.clock(), plans[best].seconds, plans[best].rows)
+        return best
 
-        def rate(policy: Policy, seconds: float) -> float:
-            step = seconds if policy is self.off else self.speculation_scale * seconds
-            catch_up = self.times.catch_up(policy, pending)
-            tokens = self.expected(policy, temperature, remaining, requests)
-            return 1 / (step / tokens + catch_up / max(1.0, remaining))
+    def _plan(self, policy: Policy, asked: Asked) -> Plan | None:
+        """The best step of this policy; None if its steps were not measured, or if it has nothing to copy."""
+        seconds = self.times.step(policy, asked.bucket, asked.context)
+        if seconds is None:
+            return None
+        catch_up = self.times.catch_up(policy, asked.pending)
+        scale = self.speculation_scale if policy.drafters else 1.0  # a copy's step is a plain one of more rows
 
-        steps = {policy: seconds for policy in self.policies if (seconds := self.times.step(policy, bucket, context))}
-        rates = {policy: rate(policy, seconds) for policy, seconds in steps.items()}
-        best = max(rates, key=lambda policy: rates[policy])
-        best = best if rates[best] > (1.0 if self._speculates else MARGIN) * rates[self.off] else self.off
-        self._speculates = best is not self.off
-        self.begun = Begun(self.clock(), steps[best] + self.times.catch_up(best, pending))
+        def plan(seconds: float, tokens: float, rows: tuple[int, ...] | None = None) -> Plan:
+            rate = 1 / (scale * seconds / tokens + catch_up / max(1.0, asked.remaining))
+            return Plan(rate, seconds + catch_up, rows)
+
+        if self.verify is None or policy.drafters or not asked.requests:
+            return plan(seconds, self.expected(policy, asked.temperature, asked.remaining, asked.requests))
+        most, count = asked.bucket * policy.num_nodes, len(asked.requests)
+        added = seconds - self.times.seconds[policy, asked.bucket]  # by the context, which every row reads
+        if policy is self.off:
+            return plan(self.verify(count) + added * count / most, 1.0)
+        # What each row of a copy brings, the best first; of one request each brings less than the one before it.
+        runs = [known.run(policy.num_nodes - 1) for known in asked.requests]
+        shares = sorted(((chance, request) for request, run in enumerate(runs) for chance in run), reverse=True)
+        rows, tokens, best = [1] * count, 1.0, None
+        for chance, request in shares:
+            rows[request] += 1
+            tokens += chance / count
+            seconds = self.verify(sum(rows)) + added * sum(rows) / most
+            found = plan(seconds, _before_the_end(tokens, asked.remaining), tuple(rows))
+            best = found if best is None or found.rate > best.rate else best
         return best
 
     def expected(
@@ -98,14 +147,19 @@ class PolicySelector:
     ) -> float:
         """Forecast tokens a step and request, corrected by the observed acceptance, of which `remaining` are still to
         be generated.
-
-        Accepted lengths are taken to be geometric with mean tau, which are min(length, n) tokens in the mean of
-        tau (1 - (1 - 1 / tau)^n).
         """
-        gain = forecast_gain(self.forecast, policy, temperature, self.slots)
+        gain = self._gain(policy, temperature)
         taus = [known.tau(gain) for known in requests] or [self.usual.tau(gain)]
-        left = max(1.0, remaining)
-        return fmean(tau * (1 - (1 - 1 / tau) ** left) if tau > 1 else 1.0 for tau in taus)
+        return fmean(_before_the_end(tau, remaining) for tau in taus)
+
+    def _gain(self, policy: Policy, temperature: float) -> Gain:
+        """`forecast_gain`, kept while the temperature stays."""
+        key = policy, temperature
+        if key not in self._gains:
+            if len(self._gains) >= len(self.policies):
+                self._gains.clear()
+            self._gains[key] = forecast_gain(self.forecast, policy, temperature, self.slots)
+        return self._gains[key]
 
     def update(
         self,
@@ -129,21 +183,30 @@ class PolicySelector:
             factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
         if not accepted:
             return
+        if factor is not None and not policy.drafters:
+            self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
+        elif factor is not None:
+            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
         if policy == self.off:  # nothing was drafted: the texts may have changed, so decay until it is tried again
-            if factor is not None:
-                self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
             self.usual.decay()
             for known in requests:
                 known.decay()
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
             return
-        if factor is not None:
-            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
-        gain = forecast_gain(self.forecast, policy, temperature, self.slots)
+        gain = self._gain(policy, temperature)
         drafted = [not won for won in copied] or [True] * len(accepted)
         self.usual.observe(gain, [one - 1 for one in compress(accepted, drafted)])
         for known, one in compress(zip(requests, accepted, strict=False), drafted):
             known.observe(gain, one - 1)
+
+
+def _before_the_end(tau: float, remaining: float) -> float:
+    """Tokens of a step, of which at most `remaining` are still to be generated.
+
+    Accepted lengths are taken to be geometric with mean tau, which are min(length, n) tokens in the mean of
+    tau (1 - (1 - 1 / tau)^n).
+    """
+    return tau * (1 - (1 - 1 / tau) ** max(1.0, remaining)) if tau > 1 else 1.0
 
 
 def forecast_gain(forecast: Forecast, policy: Policy, temperature: float, slots: int = 7) -> Gain:

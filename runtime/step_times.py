@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from math import inf
 
 import torch
 
@@ -49,6 +52,33 @@ class StepTimes:
     def catch_up(self, policy: Policy, pending: Mapping[DrafterRole, int]) -> float:
         """Seconds in which the policy's drafters compute their pending context, `pending` rows of each."""
         return sum(pending.get(role, 0) * self.pending.get(role, 0.0) for role in policy.drafters)
+
+
+@dataclass(frozen=True, slots=True)
+class RowTimes:
+    """Seconds in which a CPU verifies rows: of measured steps that draft nothing, and between them along a line."""
+
+    points: tuple[tuple[int, float], ...]  # rows, seconds; both ascend
+
+    @staticmethod
+    def of(times: StepTimes) -> RowTimes | None:
+        """None without the steps of a policy that has rows to leave out and drafts nothing, which is prompt lookup."""
+        found: dict[int, float] = {}
+        alone = {policy: size for policy, size in times.seconds if not policy.drafters}
+        if all(isinstance(policy, Off) for policy in alone):
+            return None
+        for (policy, size), seconds in times.seconds.items():
+            if policy in alone:
+                rows = size * policy.num_nodes
+                found[rows] = min(seconds, found.get(rows, seconds))
+        rows = sorted(found)
+        return RowTimes(tuple(zip(rows, accumulate((found[count] for count in rows), max), strict=True)))
+
+    def __call__(self, rows: float) -> float:
+        """Seconds of so many rows; beyond the last point along the last line."""
+        place = min(max(1, bisect_left(self.points, (rows, inf))), len(self.points) - 1)
+        (fewer, least), (more, most) = self.points[place - 1 : place + 1]
+        return least + (most - least) * (rows - fewer) / (more - fewer)
 
 
 def measure_step_times(

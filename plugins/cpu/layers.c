@@ -26,7 +26,7 @@ struct body {
 };
 
 struct pass {
-    long batch, rows;      /* B, T; of prompts the most that one has */
+    long batch, rows;      /* B, and T: the most rows that a request has */
     const int64_t *starts; /* [B + 1], first row of each request, and M */
     float *x;              /* [M, E], overwritten */
     const float *cos, *sin; /* [M, D] */
@@ -221,9 +221,10 @@ static void list_seen(const struct run *run, const struct share *share) {
     long first, last;
     divide(all_rows(pass), share, &first, &last);
     for (long row = first; row < last; row++) {
-        const uint8_t *mask = pass->mask + row / pass->rows * pass->mask_batch + row % pass->rows * pass->mask_row;
+        const long b = run->request[row], start = pass->starts[b], rows = pass->starts[b + 1] - start;
+        const uint8_t *mask = pass->mask + b * pass->mask_batch + (row - start) * pass->mask_row;
         int32_t *seen = run->seen + row * pass->rows, count = 0;
-        for (long u = 0; u < pass->rows; u++)
+        for (long u = 0; u < rows; u++)
             if (mask[u]) seen[count++] = (int32_t)u;
         run->count[row] = count;
     }

@@ -32,19 +32,23 @@ def sample_target(
     sampling: Sampling,
     longest: int,
     mask: Tensor | None = None,
+    places: Tensor | None = None,
     *,
     static_shapes: bool = True,
 ) -> Accepted:
     """Choose the target's tokens and accept along them; paths have at most `longest` nodes (γ).
 
-    logits [B, N, V]; context_len [B], the root's position. `mask` [B, N, ceil(V / 32)] int32 has a bit for each
-    token that a grammar allows after the node, the lowest for token 0; -1 in the rows of unconstrained requests.
+    logits [B, N, V], or [M, V] with `places` (see `Verified`); context_len [B], the root's position.
+    `mask` [B, N, ceil(V / 32)] int32 has a bit for each token that a grammar allows after the node, the lowest for
+    token 0; -1 in the rows of unconstrained requests.
     Without `static_shapes` the paths that have ended are left out of the levels below, which reads back from the
     device: then a step chooses no more rows than plain decoding chooses for the same tokens.
     """
     if mask is None and (sampling.is_argmax or (not sampling.changes_logits and choice.reads_any_type(logits))):
-        return trees.accept(tree, choice.choose(logits, context_len, tree.depth, sampling), longest)
-    batch, nodes, vocab_size = logits.shape
+        if places is None:
+            return trees.accept(tree, choice.choose(logits, context_len, tree.depth, sampling), longest)
+        return trees.accept(tree, choice.choose(logits[None], context_len, places, sampling)[0][places], longest)
+    (batch, nodes), vocab_size = tree.tokens.shape, logits.shape[-1]
     noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
     row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)
     is_child = tree.valid & (numbers > 0)  # the root's parent is 0, itself
@@ -55,7 +59,8 @@ def sample_target(
         before = context_len[row] + depth
         level_noise = sampling.noise(before, 1, vocab_size) if noise is None else noise[:, depth : depth + 1]
         allowed = None if mask is None else unpack_bits(mask[row, node], vocab_size)
-        chosen = _choose(logits[row, node].float(), before + 1, sampling, level_noise, allowed)
+        rows = logits[row, node] if places is None else logits[places[row, node]]
+        chosen = _choose(rows.float(), before + 1, sampling, level_noise, allowed)
         path[row, depth] = node.where(on_path, 0)
         tokens[row, depth] = chosen
         count[row] += on_path

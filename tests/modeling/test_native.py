@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def compare(plain: Decoder) -> None:
     for expected, found in (trees, chunks):
         for name in ("hidden", "features", "k", "v"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("needed", [(14, 1, 5), (1, 1, 1), (3, 14, 14)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_not_needed_change_none(needed: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Bit for bit: what else is computed with a row does not matter."""
+    native = packed(tiny_decoder("qwen3", hidden=40, heads=4, kv_heads=2, head_dim=16).to(dtype))
+    pool, table = filled(native, random_tokens(native, 3, 33))
+    depth, mask = random_tree(3, 14)
+    context = torch.tensor([33, 1, 17])
+    asked, tokens = Rows(context[:, None] + depth, mask, table, context), random_tokens(native, 3, 14)
+    every, few = (native(tokens, rows, pool, AUX) for rows in (asked, replace(asked, needed=needed)))
+    for name, axis in (("hidden", 0), ("features", 0), ("k", 1), ("v", 1)):
+        expected, found = (getattr(out, name).movedim(axis, 0) for out in (every, few))
+        for request, count in enumerate(needed):
+            rows = (request, slice(count)) if not axis else (request, slice(None), slice(count))
+            assert torch.equal(found[rows], expected[rows]), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

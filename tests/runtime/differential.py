@@ -14,7 +14,7 @@ import argparse
 import random
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,9 @@ from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.plugins.trees import Draft
 from d2sd.policies import NAMES
+from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
@@ -128,6 +130,19 @@ def answer(sequence: Sequence) -> dict[str, Any]:
     }
 
 
+def cutting(engine: Engine, dice: random.Random) -> Engine:
+    """The engine, whose trees have as many nodes for each request as the dice say, as under `auto` on a CPU."""
+    prepare = engine.prepare
+
+    def cut(sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
+        batch, draft = prepare(sequences)
+        rows = tuple(dice.randrange(1, engine.in_force.num_nodes + 1) for _ in sequences)
+        return replace(batch, rows=rows), draft
+
+    engine.prepare = cut  # type: ignore[method-assign]
+    return engine
+
+
 @dataclass
 class Episode:
     """One random engine; everything about it follows from its seed."""
@@ -171,7 +186,9 @@ class Episode:
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
             costs: dict[tuple[Policy, int], float] = {one: dice.random() for one in served}
             engine.selector = PolicySelector(AUTO, StepTimes.of(costs), FORECAST, dice.random)
-        return RecordedGraphs(rerun=True).guard(engine) if dice.random() < 0.3 else engine
+        if dice.random() < 0.3:
+            return RecordedGraphs(rerun=True).guard(engine)
+        return cutting(engine, dice) if dice.random() < 0.4 else engine
 
     def policies(self) -> list[Policy]:
         budget, copies = self.dice.choice((2, 7, 14, 30)), self.dice.random() < 0.5

@@ -41,7 +41,7 @@ class _Recorder:
         for row in range(int(batch.active.sum())):
             start, seed = int(batch.context_len[row]), int(batch.sampling.seed[row])
             for step, node in enumerate(accepted.path[row, : accepted.count[row]].tolist()):
-                self.logits[seed, start + step] = verified.logits[row, node].clone()
+                self.logits[seed, start + step] = verified.at(row, node).clone()
 
 
 class _Plain(_Recorder, ModelRunner):

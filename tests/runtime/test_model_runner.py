@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import partial
 
 import pytest
@@ -13,14 +13,15 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree, from_candidates
+from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, best_first_tree, from_candidates
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.decode import sources_of
+from d2sd.runtime.decode import _cut, sources_of
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
@@ -209,6 +210,38 @@ def test_verification_says_what_each_path_alone_would(ready: tuple[ModelRunner, 
             alone = full_logits(models()[0], torch.tensor([text[:-1] + path]))[0, -1]
             torch.testing.assert_close(verified.logits[row, node], alone, atol=1e-4, rtol=1e-4)
     assert verified.logits.isfinite().all()  # padding rows as well: they see themselves
+
+
+def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> None:
+    """Nor multiplied with the head; what is left has the same logits, and the choices are the same."""
+    runner, batch = ready
+    tree, rows = tree_of(batch), (5, 1, 12)
+    cut = _cut(tree, rows)
+    assert cut.valid.sum(1).tolist() == [5, 1, int(tree.valid[2].sum())]
+    whole, verified = runner.verify(batch, tree), runner.verify(batch, cut)
+    assert verified.logits.shape == (int(cut.valid.sum()), 64)
+    for row, node in cut.valid.nonzero().tolist():
+        assert torch.equal(verified.at(row, node), whole.at(row, node))
+    for temperature in (0.0, 1.0):
+        sampling = Sampling.pack([SamplingParams(temperature, seed=row) for row in range(3)], 64, "cpu")
+        expected, found = (
+            sample_target(cut, of.logits, batch.context_len, sampling, BLOCK, places=of.places, static_shapes=False)
+            for of in (whole, verified)
+        )
+        assert all(map(torch.equal, astuple(found), astuple(expected)))
+
+
+@pytest.mark.parametrize("rows", [1, 4, 9])
+def test_the_first_nodes_are_the_tree_of_that_budget(ready: tuple[ModelRunner, Batch], rows: int) -> None:
+    """Of trees that grow, of which `auto` cuts some requests'."""
+    runner, batch = ready
+    sources = [Source(runner.draft_first(batch, 4))]
+    grown, own = (best_first_tree(batch.anchor, sources, size) for size in (12, rows))
+    cut = _cut(grown, (rows,) * len(batch.anchor))
+    for name in ("tokens", "parent", "depth", "valid", "score", "branch_id"):
+        assert torch.equal(getattr(cut, name)[:, :rows], getattr(own, name)), name
+    assert torch.equal(cut.attn_mask[:, :rows, :rows], own.attn_mask)
+    assert not cut.valid[:, rows:].any()
 
 
 def test_prefill_commits_the_context(ready: tuple[ModelRunner, Batch]) -> None:

@@ -28,7 +28,7 @@ from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, 
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
-from d2sd.runtime.step_times import StepTimes, measure_step_times, time_context, time_steps
+from d2sd.runtime.step_times import RowTimes, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 
 FIRST, SECOND, *_ = DrafterRole
@@ -321,6 +321,42 @@ def test_a_copy_without_a_drafter_where_the_text_matches_now() -> None:
     assert own.choose(1, 0.0, requests=[request(own, repeats=True)]) == copy
     assert own.choose(1, 0.0, requests=[request(own, repeats=False)]) == OFF
     assert own.choose(1, 0.0) == OFF, "nothing is known of the text"
+
+
+def test_rows_go_to_the_requests_that_earn_them() -> None:
+    """A row costs 0.1 of a step of four, 0.4 of a token: the copies that are right more often get one each."""
+    copy = Lookup(4)
+    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 0.7, (OFF, 2): 0.8, (OFF, 4): 1.0, (copy, 4): 2.2}
+    times = StepTimes.of(costs)
+    own = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
+    known = [request(own, repeats=repeats) for repeats in (True, False, True, False)]
+    chances = known[0].run(3)
+    assert [chance > 0.4 for chance in chances] == [True] * 3
+    assert own.choose(4, 0.0, requests=known) == copy
+    assert own.begun.rows == (4, 1, 4, 1)
+    assert own.begun.seconds == pytest.approx(1.6)
+    assert own.choose(4, 0.0, requests=[known[1]] * 4) == OFF
+    assert (own.begun.rows, own.begun.seconds) == (None, 1.0)
+    assert own.choose(4, 0.0, requests=[known[1]] * 3) == OFF
+    assert own.begun.seconds == pytest.approx(0.9), "three rows, of a bucket of four"
+
+
+def test_seconds_of_rows_lie_on_lines_between_measured_steps() -> None:
+    copy = Lookup(4)
+    costs: dict[tuple[Policy, int], float] = {
+        (OFF, 1): 1.0,
+        (OFF, 2): 0.9,
+        (copy, 1): 2.0,
+        (copy, 2): 4.0,
+        (SMALL, 2): 9.0,
+    }
+    times = RowTimes.of(StepTimes.of(costs))
+    assert times is not None
+    assert times.points == ((1, 1.0), (2, 1.0), (4, 2.0), (8, 4.0)), (
+        "more rows never take less, and drafts are left out"
+    )
+    assert [times(rows) for rows in (1, 2, 3, 4, 6, 8, 10)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert RowTimes.of(StepTimes.of({(OFF, 1): 1.0, (SMALL, 1): 2.0})) is None
 
 
 def test_each_request_learns_for_itself_and_all_teach_the_next() -> None:

@@ -17,6 +17,7 @@ from matplotlib.lines import Line2D
 from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import tau_interval
 from d2sd.bench.plots import PLOTS, write_plots
+from d2sd.bench.plots.sets import plot_tau_by_set
 from d2sd.bench.plots.speed import plot_speedup
 from d2sd.bench.plots.tau import plot_tau_by_rows
 from d2sd.bench.result import Result
@@ -60,7 +61,7 @@ def bars(axes: Axes) -> dict[str, BarContainer]:
 def test_all_plots_are_pngs_one_can_read(whole: Result, tmp_path: Path) -> None:
     paths = write_plots(whole, tmp_path)
     assert [path.name for path in paths] == list(PLOTS)
-    assert len(paths) == 2
+    assert len(paths) == 3
     for path in paths:
         pixels = imread(path)
         assert pixels.shape[1] == 1200
@@ -94,6 +95,25 @@ def test_tau_of_a_missing_set_is_missing(tmp_path: Path, figures: list[Figure]) 
         result(cell("chain", [1]), cell("chain", [1], set="mbpp"), cell("d2sd", [2], set="mbpp")), tmp_path
     )
     assert list(curves(figures[0].axes[0])) == ["chain"], "no mean of other sets"
+
+
+def test_tau_by_set_at_the_most_rows(whole: Result, tmp_path: Path, figures: list[Figure]) -> None:
+    plot_tau_by_set(whole, tmp_path)
+    (axes,) = figures[0].axes
+    drawn = curves(axes)
+    assert list(drawn) == ["lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"]
+    names = [tick.get_text() for tick in axes.get_xticklabels()]
+    cells = views.cells_of(whole, Line("hybrid", 64), 0.0, 1)
+    assert sorted(names) == sorted(views.sets(whole))
+    assert drawn["hybrid"][1] == pytest.approx([metrics.mean_tau([cells[name]]) for name in names])
+    best = [max(taus[place] for _, taus in drawn.values()) for place in range(len(names))]
+    assert best == sorted(best, reverse=True)
+
+
+def test_one_set_has_no_plot_by_set(tmp_path: Path, figures: list[Figure]) -> None:
+    plot_tau_by_set(result(cell("off", [1, 1]), cell("chain", [2, 1], [1])), tmp_path)
+    plot_tau_by_set(result(cell("off", [1]), cell("off", [1], set="mbpp")), tmp_path)
+    assert not figures
 
 
 def test_speedup_takes_the_fastest_rows(tmp_path: Path, figures: list[Figure]) -> None:
