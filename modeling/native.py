@@ -160,12 +160,8 @@ class NativeLayers(nn.Module):
             functions.d2sd_layers(
                 ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
             )
-        shape = batch, count
-        return (
-            _spread(out, 0, kept, shape),
-            _spread(features, 0, kept, shape),
-            *(_spread(part, 1, kept, shape) for part in (k, v)),
-        )
+        where = kept, (batch, count)
+        return _spread(out, 0, *where), _spread(features, 0, *where), _spread(k, 1, *where), _spread(v, 1, *where)
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
@@ -202,7 +198,7 @@ def _spread(x: Tensor, axis: int, kept: Tensor | None, shape: tuple[int, int]) -
     if kept is not None:
         size = *x.shape[:axis], shape[0] * shape[1], *x.shape[axis + 1 :]
         x = x.new_empty(size).index_copy_(axis, kept, x)
-    return x.unflatten(axis, shape)
+    return x.view(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
 
 
 def _padded(weight: Tensor) -> Tensor:

@@ -191,8 +191,9 @@ def _mask(
     """The mask of `sample_target`. On a GPU the host walks the leaves while the target verifies the trees."""
     if grammar is None or paths is None:
         return None
+    batch, nodes = tree.tokens.shape
     with timer("grammar"):
-        return grammar.mask(paths, *tree.tokens.shape, logits.shape[-1]).to(logits.device)
+        return grammar.mask(paths, batch, nodes, logits.shape[-1]).to(logits.device)
 
 
 def _packed(batch: Batch, verified: Verified, accepted: Accepted, following: Draft | None) -> Tensor:

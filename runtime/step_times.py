@@ -64,15 +64,14 @@ class RowTimes:
     def of(times: StepTimes) -> RowTimes | None:
         """None without the steps of a policy that has rows to leave out and drafts nothing, which is prompt lookup."""
         found: dict[int, float] = {}
-        alone = {policy: size for policy, size in times.seconds if not policy.drafters}
-        if all(isinstance(policy, Off) for policy in alone):
+        alone = {(policy, size): seconds for (policy, size), seconds in times.seconds.items() if not policy.drafters}
+        if all(isinstance(policy, Off) for policy, _ in alone):
             return None
-        for (policy, size), seconds in times.seconds.items():
-            if policy in alone:
-                rows = size * policy.num_nodes
-                found[rows] = min(seconds, found.get(rows, seconds))
-        rows = sorted(found)
-        return RowTimes(tuple(zip(rows, accumulate((found[count] for count in rows), max), strict=True)))
+        for (policy, size), seconds in alone.items():
+            rows = size * policy.num_nodes
+            found[rows] = min(seconds, found.get(rows, seconds))
+        counts = sorted(found)
+        return RowTimes(tuple(zip(counts, accumulate((found[rows] for rows in counts), max), strict=True)))
 
     def __call__(self, rows: float) -> float:
         """Seconds of so many rows; beyond the last point along the last line."""

@@ -104,7 +104,10 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
 
 
 def moved(rows: Rows) -> Rows:
-    return Rows(*(tensor.cuda() for tensor in (rows.positions, rows.attn_mask, rows.page_table, rows.context_len)))
+    positions, mask, table, context = (
+        t.cuda() for t in (rows.positions, rows.attn_mask, rows.page_table, rows.context_len)
+    )
+    return Rows(positions, mask, table, context)
 
 
 @torch.inference_mode()
