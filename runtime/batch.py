@@ -38,11 +38,11 @@ class Batch:
     def pack(
         sequences: SequenceOf[Sequence], vocab_size: int, device: str, rows: tuple[int, ...] | None = None
     ) -> Batch:
-        """The inputs of a decode step over `sequences`, padded to the batch bucket, but on a CPU.
+        """The inputs of a decode step over `sequences`, padded to the batch bucket.
 
         They are on the host until `to`, but for tables of biases and penalties, which are made on `device`.
         """
-        size = len(sequences) if device == "cpu" else bucket(len(sequences))
+        size = bucket(len(sequences))
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
@@ -53,7 +53,7 @@ class Batch:
             active=torch.arange(size) < len(sequences),
             sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
-            rows=rows,
+            rows=None if rows is None else (*rows, *[1] * len(padding)),
         )
 
     @staticmethod

@@ -124,20 +124,19 @@ class PolicySelector:
             rate = 1 / (scale * seconds / tokens + catch_up / max(1.0, asked.remaining))
             return Plan(rate, seconds + catch_up, rows)
 
-        if self.verify is None or policy.drafters or not asked.requests:
+        if self.verify is None or policy.first_pass is not FirstPass.PROMPT_LOOKUP or not asked.requests:
             return plan(seconds, self.expected(policy, asked.temperature, asked.remaining, asked.requests))
         most, count = asked.bucket * policy.num_nodes, len(asked.requests)
         added = seconds - self.times.seconds[policy, asked.bucket]  # by the context, which every row reads
-        if policy is self.off:
-            return plan(self.verify(count) + added * count / most, 1.0)
         # What each row of a copy brings, the best first; of one request each brings less than the one before it.
         runs = [known.run(policy.num_nodes - 1) for known in asked.requests]
         shares = sorted(((chance, request) for request, run in enumerate(runs) for chance in run), reverse=True)
-        rows, tokens, best = [1] * count, 1.0, None
+        rows, verified, tokens, best = [1] * count, asked.bucket, 1.0, None
         for chance, request in shares:
             rows[request] += 1
+            verified += 1
             tokens += chance / count
-            seconds = self.verify(sum(rows)) + added * sum(rows) / most
+            seconds = self.verify(verified) + added * verified / most
             found = plan(seconds, _before_the_end(tokens, asked.remaining), tuple(rows))
             best = found if best is None or found.rate > best.rate else best
         return best

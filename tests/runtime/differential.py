@@ -136,7 +136,7 @@ def cutting(engine: Engine, dice: random.Random) -> Engine:
 
     def cut(sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
         batch, draft = prepare(sequences)
-        rows = tuple(dice.randrange(1, engine.in_force.num_nodes + 1) for _ in sequences)
+        rows = tuple(dice.randrange(1, engine.in_force.num_nodes + 1) for _ in batch.anchor)
         return replace(batch, rows=rows), draft
 
     engine.prepare = cut  # type: ignore[method-assign]

@@ -61,7 +61,7 @@ class Spy(ModelRunner):
 
 
 def one_step(engine: Engine) -> tuple[Batch, StepResult]:
-    """A step over three requests, two ways to sample; on a CPU nothing is padded."""
+    """A step over three requests, two ways to sample, padded to four."""
     for row in range(3):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
     batch, host_draft = engine.prepare(engine.admit())
@@ -93,11 +93,11 @@ def test_who_is_asked_for_what(policy: PolicyName) -> None:
     assert (first is None) == (policy == "off")
     assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
     if first is not None:
-        assert first.tokens.shape == first.logprob.shape == (3, SLOTS, engine.policy.topk)
+        assert first.tokens.shape == first.logprob.shape == (4, SLOTS, engine.policy.topk)
     if branches is not None and second is not None:
-        assert branches.prefix_len.shape == branches.rejected.shape == (3, BRANCHES)
-        assert second.tokens.shape == second.logprob.shape == (3, BRANCHES, SLOTS, engine.policy.topk)
-    assert result.tree.tokens.shape == (3, engine.policy.num_nodes)
+        assert branches.prefix_len.shape == branches.rejected.shape == (4, BRANCHES)
+        assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.topk)
+    assert result.tree.tokens.shape == (4, engine.policy.num_nodes)
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -136,7 +136,7 @@ def test_each_first_draft_has_its_own_calibration(policy: PolicyName, row: int |
 
 
 def test_lookup_drafts_from_each_text_alone() -> None:
-    """Three requests of different lengths, one without a match."""
+    """Three requests of different lengths, one without a match, and padding, which drafts nothing."""
     engine = make_engine(honest(), "lookup")
     prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11)
     for prompt in prompts:
@@ -145,9 +145,9 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     assert draft is None
     result = decode_step(engine.runner, engine.policy, batch)
     assert result.first is not None
-    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4]
-    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0]]
-    assert result.tree.valid.sum(1).tolist() == [5, 5, 1]
+    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
+    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
+    assert result.tree.valid.sum(1).tolist() == [5, 5, 1, 1]
 
 
 def made_up(seed: int = 0) -> Calibration:
