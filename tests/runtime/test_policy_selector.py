@@ -338,8 +338,7 @@ def test_rows_go_to_the_requests_that_earn_them() -> None:
     assert own.choose(4, 0.0, requests=[known[1]] * 4) == OFF
     assert own.begun[1:] == (1.0, None)
     assert own.choose(4, 0.0, requests=known[:3]) == copy
-    assert own.begun.rows == (4, 1, 4)
-    assert own.begun.seconds == pytest.approx(1.6), "of a bucket of four"
+    assert list(own.begun.rows or ()) == [4, 1, 4], "of a bucket of four"
 
 
 def test_seconds_of_rows_lie_on_lines_between_measured_steps() -> None:
