@@ -104,9 +104,13 @@ class PolicySelector:
         """
         asked = Asked(bucket, temperature, context, remaining, pending, requests)
         plans = {policy: plan for policy in self.policies if (plan := self._plan(policy, asked))}
-        best = max(plans, key=lambda policy: plans[policy].rate)
-        margin = _COPY_MARGIN if not best.drafters else 1.0 if self._drafts else MARGIN
-        best = best if plans[best].rate > margin * plans[self.off].rate else self.off
+        drafting = 1.0 if self._drafts else MARGIN
+        paying = [
+            policy
+            for policy, plan in plans.items()
+            if plan.rate > (drafting if policy.drafters else _COPY_MARGIN) * plans[self.off].rate
+        ]
+        best = max(paying, key=lambda policy: plans[policy].rate, default=self.off)
         if best.drafters or best is self.off:
             self._drafts = best is not self.off
         self.begun = Begun(self.clock(), plans[best].seconds, plans[best].rows)
