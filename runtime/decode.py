@@ -77,6 +77,17 @@ class StepResult:
         return committed
 
 
+class Drafted(NamedTuple):
+    """What a step verifies, and what it was made of."""
+
+    first: Draft | None
+    branches: Branches | None
+    second: Draft | None
+    copy: Copy | None
+    tree: Tree
+    paths: TreePaths | None  # of requests with a grammar
+
+
 @torch.inference_mode()
 def decode_step(
     runner: ModelRunner,
@@ -91,6 +102,33 @@ def decode_step(
     The context of the policy's drafters must be in their pages (`DrafterContext.inject`). `calibration` maps the
     drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
     it from the host (`Policy.host_draft`).
+    """
+    drafted = draft_trees(runner, policy, batch, calibration, host_draft, timer)
+    tree = drafted.tree
+    with timer("verify"):
+        verified = runner.verify(batch, tree, policy.drafts_ahead)
+    mask = _mask(batch.grammar, drafted.paths, tree, verified.logits, timer)
+    with timer("accept"):
+        how = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
+        accepted = sample_target(tree, verified.logits, *how, static_shapes=runner.static_shapes)
+    with timer("commit"):
+        runner.commit(batch, verified, accepted)
+        following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
+    found = drafted.first, drafted.branches, drafted.second, drafted.copy, tree, accepted, following
+    return StepResult(*found, _packed(batch, verified, accepted, following))
+
+
+def draft_trees(
+    runner: ModelRunner,
+    policy: Policy,
+    batch: Batch,
+    calibration: Calibration | None = None,
+    host_draft: Draft | None = None,
+    timer: Timer = nullcontext,
+) -> Drafted:
+    """Draft a tree for every request of `batch`: the first part of `decode_step`, which has the same arguments.
+
+    Engines that verify trees themselves call it alone.
     """
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
@@ -112,17 +150,7 @@ def decode_step(
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
-    with timer("verify"):
-        verified = runner.verify(batch, tree, policy.drafts_ahead)
-    mask = _mask(batch.grammar, paths, tree, verified.logits, timer)
-    with timer("accept"):
-        how = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
-        accepted = sample_target(tree, verified.logits, *how, static_shapes=runner.static_shapes)
-    with timer("commit"):
-        runner.commit(batch, verified, accepted)
-        following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
-    found = first, branches, second, copy, tree, accepted, following
-    return StepResult(*found, _packed(batch, verified, accepted, following))
+    return Drafted(first, branches, second, copy, tree, paths)
 
 
 def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:

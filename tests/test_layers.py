@@ -25,10 +25,10 @@ STEPS: tuple[tuple[str, ...], ...] = (
     ("plugins",),
     ("modeling",),
     ("runtime",),
-    ("convert", "integrations"),
+    ("convert",),
     ("bundle",),
     ("build",),
-    ("train", "serve", "bench"),
+    ("train", "serve", "bench", "integrations"),
     ("cli",),
 )
 #: Allowed within a step.

@@ -1,116 +1,59 @@
-"""Writes `trtllm/` of a bundle: TensorRT-LLM arguments with one and with both drafters, and a module for the latter.
+"""Writes `trtllm/` of a bundle: TensorRT-LLM arguments of a chain and of a tree, and a module for the latter.
 
-    trtllm/llm_args.dflash.yaml     the first drafter, with TensorRT-LLM alone
-    trtllm/llm_args.d2sd.yaml       the same arguments, for a server that imports the module
-    trtllm/d2sd_trtllm/__init__.py  the module (`trtllm-serve --custom_module_dirs`)
+    trtllm/llm_args.dflash.yaml      a chain of the first drafter, with TensorRT-LLM alone
+    trtllm/llm_args.d2sd_tree.yaml   d2sd's tree, for a server that imports the module
+    trtllm/d2sd_trtllm/__init__.py   the module (`trtllm-serve --custom_module_dirs`)
+    trtllm/triton/                   the same tree behind Triton: model.py and model.yaml of TensorRT-LLM's `llmapi` model
 
-The arguments are the same because their schema is closed: it has no key for a second drafter, so the module looks for
-it next to the first one. Paths are relative to the bundle's folder.
-
-TensorRT-LLM refuses keys it does not know, and it cannot be installed where bundles are built, so the YAML is checked
-against models of its arguments instead: names, types and defaults of `llmapi/llm_args.py`, read at `COMMIT`; the
-sources do not name its release. `DFlash` is complete; the other two list the keys that we write.
+The schema of the arguments is closed: those of a tree are Eagle3's, whose dynamic trees d2sd drafts in place of Eagle.
+The module reads all else from the bundle. Paths are relative to the bundle's folder.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.errors import BundleError
+from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arguments
+from d2sd.errors import BundleError, RecipeError
+from d2sd.manifest import load_manifest
+from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.recipe import Recipe
+from d2sd.runtime.speculation.policy import Policy, make_policy
 
-COMMIT = "0004396720054fd8e205cbf616f21f0b57c6b412"
-AtLeast0 = Annotated[int, Field(ge=0)]
-AtLeast1 = Annotated[int, Field(ge=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
-
-
-class KvCache(_Section):
-    """Arguments of `KvCacheConfig`."""
-
-    dtype: str = "auto"
-    enable_block_reuse: bool = True
-    free_gpu_memory_fraction: Fraction | None = 0.9
-
-
-class DFlash(_Section):
-    """`DFlashDecodingConfig` with its base `DecodingBaseConfig`."""
-
-    decoding_type: Literal["DFlash"] = "DFlash"
-    attention_backend: Literal["VANILLA", "TRTLLM"] = "VANILLA"
-    mask_token_id: int | None = None  # None: of the drafter's config.json
-    target_layer_ids: list[int] | None = None  # the same
-    max_draft_len: AtLeast0 | None = None
-    max_total_draft_tokens: int | None = None
-    speculative_model: str | None = None  # `speculative_model_dir` is its other name
-    max_concurrency: AtLeast1 | None = None
-    draft_len_schedule: dict[int, int] | None = None
-    load_format: str | None = None
-    acceptance_rate_window_size: AtLeast0 | None = None
-    acceptance_rate_threshold: Fraction | None = None
-    use_rejection_sampling: bool = False
-    allow_advanced_sampling: bool = False
-    advanced_sampling_mode: Literal["full", "no_topk", "no_topp", "no_topk_no_topp"] = "full"
-    enable_penalty: bool = False
-
-
-class Arguments(_Section):
-    """Arguments of `TorchLlmArgs` with its base `BaseLlmArgs`."""
-
-    backend: Literal["pytorch", "_autodeploy"] | None = None
-    tensor_parallel_size: int = 1
-    pipeline_parallel_size: int = 1
-    max_batch_size: int | None = 2048
-    max_seq_len: int | None = None
-    kv_cache_config: KvCache = KvCache()
-    speculative_config: DFlash | None = None
-
-
-def check_arguments(values: Mapping[str, object], where: str) -> Arguments:
-    """Check arguments as TensorRT-LLM does: unknown keys, wrong types, values out of bounds. Raises `BundleError`."""
-    try:
-        return Arguments.model_validate(values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise BundleError(
-            "TensorRT-LLM does not accept this argument.",
-            where=f"{where}: {'.'.join(map(str, first['loc']))}",
-            found=repr(first["input"]),
-            expected=first["msg"],
-        ) from None
-
-
-FOLDER, MODULE = "trtllm", "d2sd_trtllm"
-DFLASH, D2SD = "llm_args.dflash.yaml", "llm_args.d2sd.yaml"
+FOLDER, MODULE, TRITON = "trtllm", "d2sd_trtllm", "triton"
+DFLASH, TREE = "llm_args.dflash.yaml", "llm_args.d2sd_tree.yaml"
+#: Rows of a full batch up to which a tree has the recipe's nodes: beyond, a GPU's time grows with every row.
+FULL_BATCH_ROWS = 512
+#: TensorRT-LLM's own default.
+_MAX_NUM_TOKENS = 8192
 
 _HEADER = """\
 # {title}
-# Not yet run. Every key was checked against TensorRT-LLM's llm_args.py at {commit}.
+# Not yet run. Every key was checked against TensorRT-LLM's reference of {release}.
 # From this bundle's folder:
 #   {command}
-# enable_block_reuse is off because DFlash needs the target's features of the prompt: with a prompt reused from the K/V
-# cache the drafter would have no context. max_seq_len is given because it determines the size of the drafter's cache.
+# enable_block_reuse is off because drafters need the target's features of the prompt: with a prompt reused from the K/V
+# cache they would have no context. max_seq_len is given because it determines the size of the drafters' context.
+"""
+_TREE_NOTES = """\
+# Eagle3 is the mode whose trees TensorRT-LLM verifies; the module puts the bundle's drafters in Eagle's place, and the
+# server does not start where it cannot. Every request has {nodes} nodes in every step: fewer for larger batches, by
+#   d2sd trtllm args BUNDLE --nodes 32
 """
 _TITLES = {
     DFLASH: "The first drafter with TensorRT-LLM alone: plain DFlash, one chain.",
-    D2SD: "Both drafters, one chain (no tree); plain DFlash if the module does not support the installed version.",
+    TREE: "d2sd's tree inside TensorRT-LLM, which verifies it: {policy}.",
 }
+# One process, or the workers would not see the module; no bytecode, or the bundle would contain an unlisted file.
+ENVIRONMENT = "PYTHONDONTWRITEBYTECODE=1 TLLM_WORKER_USE_SINGLE_PROCESS=1"
 _COMMANDS = {
     DFLASH: f"trtllm-serve target --config {FOLDER}/{DFLASH}",
-    # One process, or the workers would not see the module; no bytecode, or the bundle would contain an unlisted file.
-    D2SD: "PYTHONDONTWRITEBYTECODE=1 TLLM_WORKER_USE_SINGLE_PROCESS=1 trtllm-serve target "
-    f"--config {FOLDER}/{D2SD} --custom_module_dirs {FOLDER}/{MODULE}",
+    TREE: f"{ENVIRONMENT} trtllm-serve target --config {FOLDER}/{TREE} --custom_module_dirs {FOLDER}/{MODULE}",
 }
 
 
@@ -123,26 +66,74 @@ def unsupported_reason(recipe: Recipe) -> str | None:
     return None
 
 
+def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
+    """The policy of trees inside TensorRT-LLM: `name`, or the recipe's, or for `auto` the largest that it can run.
+
+    Raises RecipeError if drafters of the bundle cannot run it there.
+    """
+    has_second = recipe.drafters.second is not None
+    wanted = name or recipe.tree.policy
+    if wanted == "auto" or (name is None and wanted not in _in_tensorrt_llm(has_second)):
+        return "hybrid" if has_second else "ddtree"
+    known = next((policy for policy in _in_tensorrt_llm(has_second) if policy == wanted), None)
+    if known is None:
+        raise RecipeError(
+            "This policy has no tree inside TensorRT-LLM.",
+            where="the policy",
+            found=wanted,
+            expected=f"one of {', '.join(_in_tensorrt_llm(has_second))}",
+        )
+    return known
+
+
+def _in_tensorrt_llm(has_second: bool) -> list[PolicyName]:
+    """Policies whose drafters read pages of their own, which is all that there is for them in TensorRT-LLM."""
+    there = {DrafterRole.FIRST, DrafterRole.SECOND} if has_second else {DrafterRole.FIRST}
+    return [
+        name
+        for name, facts in FACTS.items()
+        if facts.first_pass is FirstPass.DRAFTER and there >= set(facts.drafters)
+    ]
+
+
+def policy_of(recipe: Recipe, block_size: int, name: PolicyName, nodes: int) -> Policy:
+    """The policy with at most `nodes` nodes. Raises RecipeError as `make_policy` does."""
+    tree = recipe.tree
+    return make_policy(name, block_size=block_size, branches=tree.branches, row_budget=nodes, lookup=tree.lookup)
+
+
 def write_llm_args(folder: Path, recipe: Recipe) -> None:
     """Write `folder`, a bundle's `trtllm`, next to the drafters, which must exist already. Raises `D2SDError`.
 
     `unsupported_reason(recipe)` must be None.
     """
     assert unsupported_reason(recipe) is None
-    values = arguments(HFConfig.read(folder.parent / "drafter_first"), recipe)
-    names = [DFLASH] if recipe.drafters.second is None else [DFLASH, D2SD]
+    drafter = HFConfig.read(folder.parent / "drafter_first")
     folder.mkdir(parents=True)
-    for name in names:
-        check_arguments(values, str(folder / name))
-        header = _HEADER.format(title=_TITLES[name], commit=COMMIT[:12], command=_COMMANDS[name])
-        (folder / name).write_text(header + yaml.safe_dump(values, sort_keys=False), "utf-8")
-    if D2SD in names:
-        (folder / MODULE).mkdir()
-        shutil.copyfile(Path(__file__).with_name(f"{MODULE}.py"), folder / MODULE / "__init__.py")
+    write_arguments(folder / DFLASH, arguments(drafter, recipe), "")
+    values, policy = tree_arguments(drafter, recipe)
+    write_arguments(folder / TREE, values, str(policy))
+    for part in (MODULE, TRITON):
+        (folder / part).mkdir()
+    shutil.copyfile(Path(__file__).with_name(f"{MODULE}.py"), folder / MODULE / "__init__.py")
+    shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / TRITON / "model.py")
+    own = {"model": "target", **values, "triton_config": {"max_batch_size": 0, "decoupled": True}}
+    (folder / TRITON / "model.yaml").write_text(yaml.safe_dump(own, sort_keys=False), "utf-8")
+
+
+def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
+    """Write arguments, checked, with what they are and how to start a server. Raises `BundleError`."""
+    check_arguments(values, str(path))
+    kind = TREE if policy else DFLASH
+    header = _HEADER.format(title=_TITLES[kind].format(policy=policy), release=RELEASE, command=_COMMANDS[kind])
+    if policy:
+        header += _TREE_NOTES.format(nodes=values["speculative_config"]["max_total_draft_tokens"] + 1)
+    path.write_text(header + yaml.safe_dump(values, sort_keys=False), "utf-8")
 
 
 def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
-    """Return the LLM-API arguments for a first drafter's config; no key that affects the output is left to a default.
+    """Return the arguments of a chain for a first drafter's config; no key that affects the output is left to a
+    default.
 
     The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them.
     """
@@ -164,10 +155,56 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def tree_arguments(
+    drafter: HFConfig, recipe: Recipe, *, nodes: int | None = None, max_batch: int | None = None
+) -> tuple[dict[str, Any], Policy]:
+    """Return the arguments of a tree and its policy; `nodes` and `max_batch` take the place of the recipe's.
+
+    Raises RecipeError if a block is longer than `nodes`, which TensorRT-LLM does not accept.
+    """
+    block_size, max_batch = drafter.size("block_size"), max_batch or recipe.limits.max_batch
+    if nodes is not None and nodes < block_size:
+        raise RecipeError(
+            "TensorRT-LLM verifies at least a block.", where="nodes", found=nodes, expected=f"{block_size} or more"
+        )
+    most = nodes or max(block_size, min(recipe.tree.row_budget, FULL_BATCH_ROWS // max_batch))
+    policy = policy_of(recipe, block_size, tree_policy(recipe), most)
+    total, length = policy.num_nodes - 1, block_size - 1
+    # of Eagle's growth, which does not run; its validator wants enough for `total`, and 1 would be a chain
+    width = max(2, -(-total // length))
+    return {
+        "backend": "pytorch",
+        "tensor_parallel_size": 1,
+        "max_batch_size": max_batch,
+        "max_num_tokens": max(_MAX_NUM_TOKENS, max_batch * policy.num_nodes),
+        "max_seq_len": recipe.limits.max_context,
+        "kv_cache_config": {"enable_block_reuse": False},
+        "speculative_config": {
+            "decoding_type": "Eagle3",
+            "speculative_model": "drafter_first",
+            "use_dynamic_tree": True,
+            "max_draft_len": length,
+            "max_total_draft_tokens": total,
+            "dynamic_tree_max_topK": width,
+            "eagle3_layers_to_capture": list(drafter.part("dflash_config").integers("target_layer_ids")),
+            "eagle3_model_arch": "llama3",
+            "use_rejection_sampling": width <= MOST_SIBLINGS,
+        },
+    }, policy
+
+
+def arguments_of_bundle(bundle: Path, *, nodes: int | None, max_batch: int | None) -> tuple[dict[str, Any], Policy]:
+    """`tree_arguments` of a bundle. Raises `D2SDError`."""
+    recipe = load_manifest(bundle).recipe
+    if reason := unsupported_reason(recipe):
+        raise BundleError("TensorRT-LLM cannot serve this bundle.", where=bundle, found=reason)
+    return tree_arguments(HFConfig.read(bundle / "drafter_first"), recipe, nodes=nodes, max_batch=max_batch)
+
+
 def check_llm_args(bundle: Path) -> list[str]:
     """Check the YAML of a bundle, which may have been edited, and return its names. Raises `BundleError`."""
     folder = bundle / FOLDER
-    names = [name for name in (DFLASH, D2SD) if (folder / name).is_file()]
+    names = [name for name in (DFLASH, TREE) if (folder / name).is_file()]
     if not names:
         raise BundleError("The bundle has no TensorRT-LLM arguments.", where=folder, fix="build it in bf16 or fp16")
     for name in names:
@@ -178,13 +215,15 @@ def check_llm_args(bundle: Path) -> list[str]:
         if not isinstance(values, dict):
             raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)
         speculative_config = check_arguments(values, str(folder / name)).speculative_config
-        drafter = HFConfig.read(bundle / "drafter_first")
-        limit = drafter.size("block_size") - 1
-        if speculative_config is not None and not 1 <= (speculative_config.max_draft_len or 0) <= limit:
+        limit = HFConfig.read(bundle / "drafter_first").size("block_size") - 1
+        if speculative_config is None:
+            continue
+        least = 1 if isinstance(speculative_config, DFlash) else limit
+        if not least <= (speculative_config.max_draft_len or 0) <= limit:
             raise BundleError(
                 "The drafter was not trained for this many draft tokens.",
                 where=f"{folder / name}: speculative_config.max_draft_len",
                 found=speculative_config.max_draft_len,
-                expected=f"1 to {limit}",
+                expected=f"{least} to {limit}" if least < limit else str(limit),
             )
     return names

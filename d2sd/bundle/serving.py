@@ -77,7 +77,7 @@ def make_engine(
         candidates[-1],
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
-        calibration=_scores(file) if file and calibrated else None,
+        calibration=scores_of(file) if file and calibrated else None,
     )
     if selector is not None:
         engine.allow(candidates)
@@ -89,7 +89,8 @@ def make_engine(
     return engine
 
 
-def _scores(file: CalibrationFile) -> Calibration:
+def scores_of(file: CalibrationFile) -> Calibration:
+    """The scores of drafts and copies that a calibration holds."""
     from d2sd.runtime.speculation.calibration import Calibration, CopyOdds
 
     if file.copies is None:

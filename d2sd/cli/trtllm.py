@@ -1,4 +1,4 @@
-"""`d2sd trtllm`: compatibility of the installed TensorRT-LLM with d2sd and with a bundle."""
+"""`d2sd trtllm`: arguments for TensorRT-LLM, and whether the installed one can have d2sd's tree."""
 
 from __future__ import annotations
 
@@ -6,49 +6,56 @@ from pathlib import Path
 
 import click
 
-from d2sd.cli.options import FilePath
+from d2sd.cli.options import FilePath, bundle_argument
 from d2sd.cli.report import Reporting, ReportingGroup
-from d2sd.convert.trtllm.llm_args import check_llm_args
-from d2sd.integrations.trtllm.probe import COMMITS, failures, probe
-from d2sd.integrations.trtllm.register import incompatibilities
 
 
 @click.group(cls=ReportingGroup)
 def trtllm() -> None:
-    """Compare the installed TensorRT-LLM with the version d2sd was written for.
+    """Serve a bundle's chain or tree with TensorRT-LLM.
 
     For example:
 
-        d2sd trtllm check bundles/qwen3-8b
+        d2sd trtllm check bundles/qwen3-8b --tree
     """
 
 
 @trtllm.command(cls=Reporting)
 @click.argument("bundle", type=FilePath, required=False)
+@click.option("--tree", is_flag=True, help="Compare the installed TensorRT-LLM with what d2sd's tree uses of it.")
 @click.pass_context
-def check(context: click.Context, bundle: Path | None) -> None:
-    """Compare what d2sd uses of TensorRT-LLM with what is installed; with BUNDLE, check its arguments too.
-
-    Exit code 1 means that both drafters would not be registered: the first one would draft alone.
+def check(context: click.Context, bundle: Path | None, tree: bool) -> None:
+    """Check the arguments of BUNDLE, and with --tree the installed TensorRT-LLM. Exit code 1: it cannot have the tree.
 
     For example:
 
-        d2sd trtllm check bundles/qwen3-8b
+        d2sd trtllm check bundles/qwen3-8b --tree
     """
-    rows = probe()
-    for row in rows:
-        click.echo(f"{'ok' if row.good else 'NO':4}{row.need}: {row.found}")
-        if not row.good:
-            click.echo(f"    expected: {row.expected}")
-    for module, commit in COMMITS.items():
-        click.echo(f"    read: {module} at {commit}")
-    reasons = failures(rows)
-    if bundle is not None:
-        for name in check_llm_args(bundle):
-            click.echo(f"{name}: every key as in TensorRT-LLM's sources")
-        reasons += incompatibilities(bundle)
-    click.echo("linear DFlash, first drafter alone: by TensorRT-LLM itself, not yet run")
-    verdict = "would be registered, not yet run" if not reasons else f"no, linear DFlash instead: {'; '.join(reasons)}"
-    click.echo(f"both drafters, one chain: {verdict}")
-    click.echo("D²SD's tree: not available in TensorRT-LLM; d2sd serves it on its own runtime")
-    context.exit(1 if reasons else 0)
+    from d2sd.convert.trtllm.llm_args import check_llm_args
+    from d2sd.integrations.trtllm.probe import failures, lines, probe
+
+    for name in check_llm_args(bundle) if bundle is not None else ():
+        click.echo(f"{name}: every key as in TensorRT-LLM's reference")
+    rows = probe() if tree else []
+    for line in lines(rows):
+        click.echo(line)
+    context.exit(1 if failures(rows) else 0)
+
+
+@trtllm.command(cls=Reporting)
+@bundle_argument
+@click.option("--nodes", type=click.IntRange(2), help="Nodes of every tree, the anchor included.")
+@click.option("--max-batch", type=click.IntRange(1), help="Requests in flight.")
+@click.option("-o", "--out", type=FilePath, required=True, help="YAML file, in the bundle's folder or elsewhere.")
+def args(bundle: Path, nodes: int | None, max_batch: int | None, out: Path) -> None:
+    """Write the arguments of a tree of another size for BUNDLE: fewer nodes serve larger batches.
+
+    For example:
+
+        d2sd trtllm args bundles/qwen3-8b --nodes 32 --max-batch 32 -o tree32.yaml
+    """
+    from d2sd.convert.trtllm.llm_args import arguments_of_bundle, write_arguments
+
+    values, policy = arguments_of_bundle(bundle, nodes=nodes, max_batch=max_batch)
+    write_arguments(out, values, str(policy))
+    click.echo(f"{out}: trees of {policy}")

@@ -1,13 +1,15 @@
-"""Two drafters inside TensorRT-LLM's PyTorch flow. NOT YET RUN with an installed TensorRT-LLM or on a GPU.
+"""d2sd's tree inside TensorRT-LLM's PyTorch flow. NOT YET RUN with an installed TensorRT-LLM or on a GPU.
 
-Registered: DFlash mode with both drafters, verified as one chain by TensorRT-LLM's own acceptance. At the likeliest
-rejection boundary of the first draft, the second drafter drafts again after the kept prefix. TensorRT-LLM commits the
-target's tokens only, whatever is drafted, and this package does not change the target's K/V.
+TensorRT-LLM serves trees in one mode that takes other drafters: Eagle3 with dynamic trees. It captures hidden states of
+any layers, verifies a tree of a fixed number of nodes from the slot storage, accepts greedily or by rejection sampling,
+moves K/V, batches in flight and captures graphs. d2sd overrides drafting: two hooks of its worker, and its draft model.
 
-Not registered: D²SD's tree. In TensorRT-LLM a DFlash step is a chain of max_draft_len + 1 tokens, for its argument
-class, its sampler and its K/V rewind alike; trees exist for Eagle3 and MTP only, whose K/V is compacted after
-acceptance. Replacing all of that from outside without a run could serve wrong text. Trees run on d2sd's own runtime.
+    contract.py         what is used of TensorRT-LLM, and the sources that were read
+    probe.py            compares the installed version with it
+    register.py         patches, or raises with the reasons; refuses targets and arguments by name
+    tree_drafters.py    the drafters over pages that a slot owns: `draft_trees` of d2sd's own runtime
+    tree_slots.py       a tree into the slot storage
+    tree_worker.py      the two hooks
 
-`probe.py` lists the parts of TensorRT-LLM that are used and the sources that were read, and compares the installed
-version with them, `register.py` patches or logs why not, `drafters.py` and `worker.py` draft.
+Text does not depend on drafts: attention and acceptance read one slot's row, which is written from one tree.
 """

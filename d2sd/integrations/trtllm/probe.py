@@ -1,109 +1,19 @@
-"""Compares the installed TensorRT-LLM with the parts of it that we use: one row per dependency.
-
-The contract lists them as they are in its sources: names, parameters, enum members, words in function bodies. The
-commits are those of the files that were read, one per file; the sources do not name a release.
-"""
+"""Compares the installed TensorRT-LLM with the contract: one row per dependency."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-#: The range of package versions that these sources belong to. Other versions are not patched.
-VERSIONS = ">=1.3.0rc22,<=1.4.0rc1"
-
-_DFLASH = "tensorrt_llm._torch.speculative.dflash"
-_INTERFACE = "tensorrt_llm._torch.speculative.interface"
-_UTILS = "tensorrt_llm._torch.speculative.utils"
-_MODEL = "tensorrt_llm._torch.models.modeling_dflash"
-_REGISTRY = "tensorrt_llm._torch.models.modeling_utils"
-
-COMMITS = {
-    _DFLASH: "00679c66c3e38f6d2651ad0a5bef0f94d862e36c",
-    _INTERFACE: "00b6d5a25c30b4382d24fbdf52956d601b3ffd24",
-    _UTILS: "011d0933dcb5e592f5fa2626beaf42a96324c578",
-    _MODEL: "009d8fa431bd3de92245aab80f8b57dc70da1ac4",
-    _REGISTRY: "a commit not recorded",  # read in a version that has SPEC_MODE_TO_MODULE
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Need:
-    """One dependency: `name` in `module`, dotted for attributes."""
-
-    module: str
-    name: str
-    parameters: tuple[str, ...] | None = None  # names in order, `self` included; None: not compared
-    mentions: tuple[str, ...] = ()  # words that the function's source must contain
-    same_as: tuple[str, str] | None = None  # module and name that must be the same object
-
-
-_INPUTS = (
-    "noise_embedding",
-    "query_positions",
-    "num_ctx_per_req",
-    "ctx_k_cache",
-    "ctx_v_cache",
-    "ctx_cache_batch_idx",
-    "first_prev_tokens",
-)
-_FORWARD = (*_INPUTS[:-1], "ctx_kv_cache", "ctx_page_table")
-_PREPARE = (
-    "self",
-    "input_ids",
-    "position_ids",
-    "hidden_states",
-    "accepted_tokens",
-    "num_accepted_tokens",
-    "attn_metadata",
-    "spec_metadata",
-    "draft_model",
-    "total_target_tokens",
-)
-
-NEEDS = (
-    Need(_INTERFACE, "SpeculativeDecodingMode.DFLASH"),
-    Need(_REGISTRY, "register_draft_model", ("mode",)),
-    Need(_REGISTRY, "get_registered_draft_model_builder", ("mode",)),
-    Need(_MODEL, "_build_dflash_draft", ("model_config", "draft_config", "lm_head", "model")),
-    Need(_MODEL, "DFlashForCausalLM.__init__", ("self", "draft_config", "dflash_attention_backend")),
-    Need(_MODEL, "DFlashForCausalLM.project_target_hidden", ("self", "hidden_states")),
-    Need(
-        _MODEL,
-        "DFlashForCausalLM.precompute_context_kv",
-        ("self", "projected_hidden", "positions"),
-        mentions=("_num_attn_layers",),
-    ),
-    Need(_MODEL, "DFlashForCausalLM._build_fused_kv_buffers", ("self",), mentions=("_num_attn_layers",)),
-    Need(_MODEL, "DFlashForCausalLM.dflash_forward", ("self", *_FORWARD)),
-    Need(_MODEL, "DFlashForCausalLM.load_weights", ("self", "weights", "weight_mapper", "kwargs")),
-    Need(_MODEL, "DFlashForCausalLM.load_weights_from_target_model", ("self", "target_model")),
-    Need(
-        _DFLASH,
-        "DFlashWorker._lazy_init_ctx_buffers",
-        mentions=("_build_fused_kv_buffers", "_num_attn_layers", "_num_kv_heads", "_head_dim"),
-    ),
-    Need(_DFLASH, "DFlashWorker._forward_impl", mentions=("prepare_1st_drafter_inputs", "_refine_block_logits")),
-    Need(_DFLASH, "DFlashWorker.prepare_1st_drafter_inputs", _PREPARE, mentions=_INPUTS),
-    Need(
-        _DFLASH, "DFlashWorker._draft_slot_ids", ("self", "draft_model", "num_gens", "block_size", "num_draft_tokens")
-    ),
-    Need(
-        _DFLASH, "DFlashWorker._refine_block_logits", ("self", "draft_model", "gen_logits", "inputs", "spec_metadata")
-    ),
-    Need(
-        _UTILS,
-        "get_spec_worker",
-        ("spec_config", "model_config", "mapping", "use_separate_draft_kv_cache"),
-        mentions=("DFlashWorker",),
-    ),
-    Need(_UTILS, "DFlashWorker", same_as=(_DFLASH, "DFlashWorker")),
-)
+from d2sd.integrations.trtllm.contract import COMMITS, NEEDS, VERSIONS, Need
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +40,18 @@ def failures(rows: list[Row]) -> list[str]:
     return [f"{row.need}: {row.found}" for row in rows if not row.good]
 
 
+def lines(rows: list[Row]) -> Iterator[str]:
+    """The table, the sources that were read, and the verdict; nothing without rows."""
+    for row in rows:
+        yield f"{'ok' if row.good else 'NO':4}{row.need}: {row.found}"
+        if not row.good:
+            yield f"    expected: {row.expected}"
+    if rows:
+        yield from (f"    read: {module} at {commit}" for module, commit in COMMITS.items())
+        found = failures(rows)
+        yield f"d2sd's tree: {'no: ' + '; '.join(found) if found else 'would be registered, not yet run on a GPU'}"
+
+
 def _version(version: str) -> Row:
     try:
         good = SpecifierSet(VERSIONS, prereleases=True).contains(Version(version))
@@ -139,16 +61,17 @@ def _version(version: str) -> Row:
 
 
 def _row(need: Need) -> Row:
-    label = f"{need.module.removeprefix('tensorrt_llm._torch.')}: {need.name}"
     if need.parameters is not None:
         expected = f"({', '.join(need.parameters)})"
+    elif need.fields:
+        expected = f"fields {', '.join(need.fields)}"
     else:
         expected = f"is {need.same_as[1]} of {need.same_as[0].rsplit('.', 1)[-1]}" if need.same_as else "is there"
     try:
-        complaint = _complaint(need, _resolve(need.module, need.name))
+        complaint = _complaint(need, _resolve(_existing(need.modules), need.name))
     except Exception as error:  # import errors of any kind, missing attributes, objects without a signature
         complaint = _brief(error)
-    return Row(label, expected, complaint or "as read", not complaint)
+    return Row(need.label, expected, complaint or "as read", not complaint)
 
 
 def _complaint(need: Need, value: Any) -> str:
@@ -157,6 +80,8 @@ def _complaint(need: Need, value: Any) -> str:
         parameters = tuple(inspect.signature(value).parameters)
         if parameters != need.parameters:
             return f"({', '.join(parameters)})"
+    if missing := sorted(set(need.fields) - _fields(value)):
+        return f"no field {', '.join(missing)}"
     if need.mentions:
         text = inspect.getsource(value)
         missing = [word for word in need.mentions if word not in text]
@@ -165,6 +90,23 @@ def _complaint(need: Need, value: Any) -> str:
     if need.same_as is not None and value is not _resolve(*need.same_as):
         return "another object"
     return ""
+
+
+def _fields(value: Any) -> set[str]:
+    if dataclasses.is_dataclass(value):
+        return {field.name for field in dataclasses.fields(value)}
+    return set(getattr(value, "model_fields", ()))
+
+
+def _existing(modules: tuple[str, ...]) -> str:
+    """The first of the modules that can be found, or the first."""
+    for module in modules:
+        try:
+            if find_spec(module) is not None:
+                return module
+        except ImportError:  # of a parent
+            continue
+    return modules[0]
 
 
 def _resolve(module: str, name: str) -> Any:

@@ -1,114 +1,131 @@
-"""Registers two drafters with the installed TensorRT-LLM, or leaves it unpatched and logs one line.
+"""Registers d2sd's tree with the installed TensorRT-LLM, or raises with the reasons why not.
 
-It stays unpatched if the contract is not met, if a bundle has one drafter, and if the server would run its worker in
-another process, which does not import the module. `D2SD_TRTLLM=require` turns every such case into an error.
+The arguments of a tree name a draft model that TensorRT-LLM alone cannot run, so there is nothing to fall back to: a
+server that cannot have the tree does not start. `trtllm/llm_args.dflash.yaml` needs no registration.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import importlib
-import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from d2sd.convert.trtllm.llm_args import FOLDER, policy_of, tree_policy
 from d2sd.errors import D2SDError
-from d2sd.integrations.trtllm.drafters import DualDrafter
-from d2sd.integrations.trtllm.probe import COMMITS, failures, probe
-from d2sd.integrations.trtllm.worker import dual_worker
+from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
+from d2sd.integrations.trtllm.tree_worker import tree_worker
+from d2sd.manifest import Manifest, load_manifest
+from d2sd.plugins import dispatch
+from d2sd.policies import PolicyName
 
 SINGLE_PROCESS = "TLLM_WORKER_USE_SINGLE_PROCESS"
-#: Keys in which two drafters of one target may differ. The others must be equal, as their layers share one cache.
-_MAY_DIFFER = {"num_hidden_layers", "max_window_layers", "layer_types", "dflash_config"}
-_ROLE = {"training_mode", "prefix_weight_base"}
+POLICY = "D2SD_TRTLLM_POLICY"
+#: Builds a draft model of (model_config, draft_config, lm_head, model).
+Builder = Callable[[Any, Any, Any, Any], Any]
 
 
-def register(bundle: Path) -> bool:
-    """Patch TensorRT-LLM for the drafters of `bundle`. Returns False, and logs one line, if it stays linear DFlash.
+def register(bundle: Path) -> None:
+    """Patch TensorRT-LLM so that it drafts trees with the drafters of `bundle`.
 
-    Raises `D2SDError` instead if the environment sets `D2SD_TRTLLM=require`.
+    `D2SD_TRTLLM_POLICY` names another policy than the recipe's. Raises `D2SDError`.
     """
-    reasons = incompatibilities(bundle) or failures(probe())
-    if not reasons and os.environ.get(SINGLE_PROCESS) != "1":
-        reasons = [f"{SINGLE_PROCESS} is not 1, so the worker process would not import this module"]
-    if reasons:
-        log_linear(reasons)
-        return False
-    names = {module.rsplit(".", 1)[-1]: importlib.import_module(module) for module in COMMITS}
-    mode, models = names["interface"].SpeculativeDecodingMode.DFLASH, names["modeling_utils"]
-    builder = _builder(bundle, models.get_registered_draft_model_builder(mode), names["modeling_dflash"])
-    models.register_draft_model(mode)(builder)
+    manifest = load_manifest(bundle)
+    name = tree_policy(manifest.recipe, os.environ.get(POLICY))
+    refuse("TensorRT-LLM cannot serve d2sd's tree here.", bundle, failures(probe()) or environment_faults())
+    speculative = "tensorrt_llm._torch.speculative"
+    mode = importlib.import_module(f"{speculative}.interface").SpeculativeDecodingMode.EAGLE3_ONE_MODEL
+    models = importlib.import_module("tensorrt_llm._torch.models.modeling_utils")
+    stock = models.get_registered_draft_model_builder(mode)
+    models.register_draft_model(mode)(tree_builder(bundle, manifest, name, stock))
+    base = importlib.import_module(f"{speculative}.eagle3_dynamic_tree").Eagle3OneModelDynamicTreeWorker
     # get_spec_worker is a fixed if-chain, but it looks this name up in its own module.
-    vars(names["utils"])["DFlashWorker"] = dual_worker(names["dflash"].DFlashWorker, log_linear)
-    return True
+    vars(importlib.import_module(f"{speculative}.utils"))["Eagle3OneModelDynamicTreeWorker"] = tree_worker(base)
 
 
-def log_linear(reasons: list[str]) -> None:
-    """Log that the first drafter drafts alone. Raises `D2SDError` if `D2SD_TRTLLM=require` is set."""
-    summary = "; ".join(reasons)
-    if os.environ.get("D2SD_TRTLLM") == "require":
+def refuse(what: str, bundle: Path, reasons: list[str]) -> None:
+    """Raise `D2SDError` if there are reasons."""
+    if reasons:
         raise D2SDError(
-            "TensorRT-LLM cannot draft with both drafters here.",
-            where="D2SD_TRTLLM=require",
-            found=summary,
-            fix="d2sd trtllm check prints the full table; without the variable the first drafter drafts alone",
+            what,
+            where=bundle / FOLDER,
+            found="; ".join(reasons),
+            fix="serve trtllm/llm_args.dflash.yaml, which drafts a chain; d2sd trtllm check --tree prints the table",
         )
-    _log(f"LINEAR DFlash with the first drafter alone: {summary} (d2sd trtllm check prints more)")
 
 
-def _log(text: str) -> None:
-    """Print to stderr, because TensorRT-LLM's logger may have changed."""
-    print(f"d2sd: {text}", file=sys.stderr, flush=True)
+def environment_faults() -> list[str]:
+    """Why trees cannot be drafted in this process; empty if they can."""
+    reasons = []
+    if os.environ.get(SINGLE_PROCESS) != "1":
+        reasons.append(f"{SINGLE_PROCESS} is not 1, so the worker process would not import this module")
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability >= dispatch.FENCE_CAPABILITY and (found := dispatch.triton_version()) < dispatch.FENCED_TRITON:
+            reasons.append(f"triton {found} compiles our attention wrongly for this GPU, which needs 3.7.1")
+    return reasons
 
 
-def incompatibilities(bundle: Path) -> list[str]:
-    """Why the drafters of `bundle` cannot share one context cache; empty if they can."""
-    configs = []
-    for name in ("drafter_first", "drafter_second"):
-        try:
-            configs.append(json.loads((bundle / name / "config.json").read_text("utf-8")))
-        except (OSError, ValueError) as error:
-            return [f"{name}: {error}"]
-    first, second = configs
-    keys = sorted(k for k in (first.keys() | second.keys()) - _MAY_DIFFER if first.get(k) != second.get(k))
-    parts = first.get("dflash_config", {}), second.get("dflash_config", {})
-    keys += sorted(k for k in (parts[0].keys() | parts[1].keys()) - _ROLE if parts[0].get(k) != parts[1].get(k))
-    if keys:
-        return [f"the drafters differ in {', '.join(keys)}"]
-    if parts[1].get("training_mode") != "vp_drafter":
-        return ["drafter_second was not trained on variable prefixes"]
-    return []
-
-
-def _builder(bundle: Path, stock: Any, models: Any) -> Any:
-    """The function that builds the draft model: both drafters, or the result of `stock`."""
+def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Builder) -> Builder:
+    """The function that builds the draft model: the bundle's drafters, or the result of `stock` for other models."""
 
     def build(model_config: Any, draft_config: Any, lm_head: Any, model: Any) -> Any:
-        first = stock(model_config, draft_config, lm_head, model)
         spec = model_config.spec_config
-        reasons = []
-        if model_config.mapping.world_size != 1:
-            reasons.append("more than one GPU: the drafters' logits would be sharded")
-        if spec.attention_backend != "VANILLA":
-            reasons.append(f"attention_backend {spec.attention_backend}: the context cache would be paged")
         if Path(spec.speculative_model).resolve() != (bundle / "drafter_first").resolve():
-            reasons.append(f"{spec.speculative_model} is not this bundle's first drafter")
-        if type(first) is not models.DFlashForCausalLM:
-            reasons.append(f"the first drafter is a {type(first).__name__}")
-        if reasons:
-            log_linear(reasons)
-            return first
-        # Both configs have one schema (`incompatibilities`); the keys that may differ are taken from the second's file.
-        pretrained = copy.deepcopy(draft_config.pretrained_config)
-        values = json.loads((bundle / "drafter_second" / "config.json").read_text("utf-8"))
-        for key in sorted(_MAY_DIFFER & values.keys()):
-            setattr(pretrained, key, values[key])
-        config = dataclasses.replace(draft_config, pretrained_config=pretrained)
-        second = models.DFlashForCausalLM(config, dflash_attention_backend=spec.attention_backend)
-        _log("both drafters, one chain. Its authors have not run this mode: compare it with llm_args.dflash.yaml")
-        return DualDrafter(first, second, bundle / "drafter_second")
+            return stock(model_config, draft_config, lm_head, model)
+        reasons = [*argument_faults(spec, manifest), *target_faults(model_config, manifest)]
+        refuse("This server cannot draft trees.", bundle, reasons)
+        block_size = manifest.drafters["first"].block_size
+        policy = policy_of(manifest.recipe, block_size, name, spec.max_total_draft_tokens + 1)
+        # TensorRT-LLM reserves K/V for a draft model, which ours does not use: as little as it takes.
+        draft_config.pretrained_config.num_hidden_layers = 1
+        print(f"d2sd: trees of {policy}. Not yet run on a GPU: docs/gpu.md", file=sys.stderr, flush=True)
+        return TreeDrafters(bundle, manifest, policy, draft_config)
 
     return build
+
+
+def argument_faults(spec: Any, manifest: Manifest) -> list[str]:
+    """What is wrong with the speculative arguments, for the drafters of the bundle."""
+    reasons = []
+    length = manifest.drafters["first"].block_size - 1
+    if not spec.use_dynamic_tree or (spec.dynamic_tree_max_topK or 0) < 2:
+        reasons.append("use_dynamic_tree with dynamic_tree_max_topK of at least 2 is needed")
+    if spec.max_draft_len != length:
+        reasons.append(f"max_draft_len is {spec.max_draft_len}, and the drafters draft {length} tokens")
+    if not spec.max_total_draft_tokens or spec.max_total_draft_tokens < length:
+        reasons.append(f"max_total_draft_tokens is {spec.max_total_draft_tokens}, less than max_draft_len")
+    if getattr(spec, "sa_config", None) is not None:
+        reasons.append("sa_config is set; tree.lookup of the recipe takes its place")
+    return reasons
+
+
+def target_faults(model_config: Any, manifest: Manifest) -> list[str]:
+    """Why TensorRT-LLM's tree attention cannot serve this target, or which target it is instead of the bundle's."""
+    config, expected = model_config.pretrained_config, manifest.target
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
+    faults = {
+        "more than one GPU": model_config.mapping.world_size != 1,
+        "multi-head latent attention": getattr(config, "kv_lora_rank", None) is not None,
+        "a sliding window": window is not None or any("sliding" in kind or "chunked" in kind for kind in kinds),
+        "layers without attention": any("linear" in kind or "mamba" in kind for kind in kinds)
+        or getattr(config, "hybrid_override_pattern", None) is not None,
+    }
+    reasons = [f"the target has {name}" for name, fault in faults.items() if fault]
+    sizes = {
+        "hidden_size": expected.hidden_size,
+        "num_hidden_layers": expected.num_layers,
+        "vocab_size": expected.vocab_size,
+    }
+    reasons += [
+        f"the target's {key} is {getattr(config, key, None)}, the bundle's {size}"
+        for key, size in sizes.items()
+        if getattr(config, key, None) != size
+    ]
+    return reasons

@@ -1,130 +1,159 @@
-"""A small server on the fake TensorRT-LLM: our registration makes its draft model and worker, requests go in step."""
+"""A tiny bundle, a server around the stand-in, and what d2sd's own runtime says of the same requests."""
 
 from __future__ import annotations
 
-import json
+import random
+from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from torch import Tensor, nn
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.kinds import DFLASH
-from d2sd.integrations.trtllm.register import SINGLE_PROCESS
+from d2sd.convert.trtllm.llm_args import tree_arguments
+from d2sd.integrations.trtllm.register import POLICY, SINGLE_PROCESS, register
+from d2sd.io import write_json
+from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import Rows
-from tests.d2sd.integrations.trtllm import fake
-from tests.tiny import feed, pool_for, tiny_decoder, tiny_drafter
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.policies import PolicyName
+from d2sd.recipe import load_recipe
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits
+from d2sd.runtime.request import Request as OwnRequest
+from d2sd.runtime.speculation.policy import Policy
+from tests.convert.helpers import write_project
+from tests.d2sd.integrations.trtllm.standin import modules as standin
+from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter
 
-#: So few tokens that random drafters are right now and then.
-VOCABULARY = 7
+LONGEST = 96
 
 
-def models(block_size: int = 5, second_layers: int = 3) -> tuple[Decoder, Drafter, Drafter]:
-    """A target and two drafters, of which the second is the deeper one: their shares of the cache differ."""
-    decoder = tiny_decoder(vocab=VOCABULARY, seed=3)
-    first = tiny_drafter(decoder.config, block_size=block_size, seed=4)
-    second = tiny_drafter(decoder.config, role="variable_prefix", layers=second_layers, block_size=block_size, seed=5)
-    return decoder, first, second
+@dataclass(frozen=True)
+class Shop:
+    """The models of a tiny bundle, on disk as well."""
+
+    bundle: Path
+    decoder: Decoder
+    first: DraftModel
+    second: DraftModel
+
+    def arguments(self, **changes: Any) -> tuple[dict[str, Any], Policy]:
+        """The bundle's `speculative_config`, and the policy of its trees."""
+        recipe = load_recipe(self.bundle.parent / "project" / "recipe.yaml")
+        values, policy = tree_arguments(HFConfig.read(self.bundle / "drafter_first"), recipe, **changes)
+        speculative = values["speculative_config"]
+        return speculative | {"speculative_model": str(self.bundle / "drafter_first")}, policy
+
+    def server(self, modules: dict[str, Any], settings: Settings, **changes: Any) -> Server:
+        """A server of the bundle, which is registered."""
+        return Server(modules, self.decoder, self.arguments(**changes)[0], LONGEST, settings)
+
+    def own(self, requests: list[Request], policy: Policy) -> list[Request]:
+        """The served requests again in d2sd's own runtime, each alone: answers, and tokens of every step.
+
+        TensorRT-LLM's context step says the first token, with which d2sd's prompt ends: its anchor.
+        """
+        runner = runner_of(self.decoder, self.first, self.second)
+        found = []
+        for request in requests:
+            engine = Engine(runner, policy, Limits(1, LONGEST + 64, 4, 64, prefix_cache=False))
+            engine.record_trace = True
+            prompt, counts = request.tokens[: len(request.prompt) + 1], list[int]()
+            sequence = engine.submit(OwnRequest(tuple(prompt), max(request.new_tokens - 1, 1)))
+            while sequence.finish is None and request.new_tokens > 1:
+                engine.trace = None
+                engine.step()
+                if engine.trace is not None:
+                    counts.append(int(engine.trace.accepted.count[0]))
+            found.append(Request(request.prompt, request.new_tokens, tokens=list(sequence.tokens), counts=counts))
+        return found
 
 
-def write_bundle(folder: Path, first: Drafter, second: Drafter) -> Path:
+def make_shop(
+    folder: Path,
+    *,
+    seed: int = 3,
+    vocab: int = 24,
+    block_size: int = 5,
+    branches: int = 4,
+    policy: PolicyName = "hybrid",
+    second: bool = True,
+    rows: int = 64,
+    lookup: bool = True,
+) -> Shop:
+    """Random models of a target with few tokens, so that random drafters are right now and then."""
+    decoder = tiny_decoder(vocab=vocab, seed=seed, layers=2)
+    one = tiny_drafter(decoder.config, block_size=block_size, layers=1, seed=seed + 1)
+    two = tiny_drafter(decoder.config, role="variable_prefix", block_size=block_size, seed=seed + 2)
+    drafters = {"first": {"path": "first"}} | ({"second": {"path": "second"}} if second else {})
+    tree = {"policy": policy, "block_size": block_size, "branches": branches, "row_budget": rows, "lookup": lookup}
+    path = write_project(folder / "project", decoder, drafters=drafters, tree=tree, limits=_limits(), precision="fp32")
+    for name, drafter in (("first", one), ("second", two)):
+        DFLASH.write(path.parent / name, drafter.config, drafter.state_dict())
+    bundle = write_bundle(folder / "bundle", path, decoder, one, two if second else None)
+    return Shop(bundle, decoder, one, two)
+
+
+def _limits() -> dict[str, int]:
+    return {"max_batch": 4, "max_context": LONGEST, "page_size": 4}
+
+
+def write_bundle(folder: Path, recipe: Path, decoder: Decoder, first: Drafter, second: Drafter | None) -> Path:
     """The part of a bundle that the module reads."""
-    for name, drafter in (("drafter_first", first), ("drafter_second", second)):
-        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
+    body, geometry = decoder.config.body, {}
+    for name, drafter in (("first", first), ("second", second)):
+        if drafter is None:
+            continue
+        DFLASH.write(folder / f"drafter_{name}", drafter.config, drafter.state_dict())
+        sizes = {"num_layers": drafter.config.body.num_layers, "block_size": drafter.config.block_size, "parameters": 1}
+        geometry[name] = DrafterGeometry.model_validate(sizes)
+    (folder / "target").mkdir(parents=True)
+    (folder / "target" / "config.json").write_bytes((recipe.parent / "target" / "config.json").read_bytes())
+    target = TargetGeometry(
+        family=decoder.config.family,
+        num_layers=body.num_layers,
+        hidden_size=body.hidden_size,
+        num_heads=body.num_heads,
+        num_kv_heads=body.num_kv_heads,
+        head_dim=body.head_dim,
+        vocab_size=decoder.config.vocab_size,
+        parameters=1,
+    )
+    manifest = Manifest(
+        recipe=load_recipe(recipe), target=target, drafters=geometry, files={}, versions={}, checks={}
+    )
+    write_json(folder / NAME, manifest.model_dump(mode="json"))
     return folder
+
+
+def registered(
+    monkeypatch: pytest.MonkeyPatch, bundle: Path, policy: str | None = None, version: str = "1.4.0rc1"
+) -> dict[str, Any]:
+    """The stand-in, with the tree of `bundle` registered."""
+    modules = standin.install(monkeypatch, version)
+    single_process(monkeypatch)
+    if policy is not None:
+        monkeypatch.setenv(POLICY, policy)
+    register(bundle)
+    return modules
 
 
 def single_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SINGLE_PROCESS, "1")
-    monkeypatch.delenv("D2SD_TRTLLM", raising=False)
+    monkeypatch.delenv(POLICY, raising=False)
 
 
-def specification(bundle: Path, **changes: Any) -> Any:
-    """`model_config` of a server that was started with the bundle's YAML."""
-    block = json.loads((bundle / "drafter_first" / "config.json").read_text())["block_size"]
-    values = {
-        "attention_backend": "VANILLA",
-        "speculative_model": str(bundle / "drafter_first"),
-        "max_draft_len": block - 1,
-    }
-    world = changes.pop("world_size", 1)
-    return SimpleNamespace(spec_config=SimpleNamespace(**values | changes), mapping=SimpleNamespace(world_size=world))
-
-
-def draft_model(bundle: Path, modules: dict[str, Any], config: Any) -> Any:
-    """Build the draft model as the server does: from what is registered for DFlash."""
-    mode = modules["interface"].SpeculativeDecodingMode.DFLASH
-    values = json.loads((bundle / "drafter_first" / "config.json").read_text())
-    draft_config = fake.ModelConfig(SimpleNamespace(**values), config.spec_config)
-    return modules["modeling_utils"].get_registered_draft_model_builder(mode)(config, draft_config, None, None)
-
-
-class Server:
-    """Prompts are admitted at once; `step` yields the text of every request, and the drafts that come next."""
-
-    def __init__(self, bundle: Path, modules: dict[str, Any], decoder: Decoder, prompts: list[list[int]]) -> None:
-        config = specification(bundle)
-        self.decoder, self.texts = decoder, [list(prompt) for prompt in prompts]
-        self.drafter = draft_model(bundle, modules, config)
-        self.drafter.logits_processor = lambda rows, head, metadata, flat: decoder.logits(rows)
-        self.drafter.load_weights(load_file(bundle / "drafter_first" / "model.safetensors"), weight_mapper=None)
-        self.drafter.load_weights_from_target_model(
-            SimpleNamespace(model=SimpleNamespace(embed_tokens=decoder.embed_tokens), lm_head=nn.Identity())
+def random_requests(dice: random.Random, count: int, vocab: int, longest: int = 18) -> list[Request]:
+    """Prompts of 1 to 12 tokens that arrive over some steps."""
+    return [
+        Request(
+            [dice.randrange(vocab) for _ in range(dice.randint(1, 12))],
+            dice.randint(1, longest),
+            arrives=dice.randint(0, 6),
         )
-        self.worker = modules["utils"].get_spec_worker(config.spec_config, config, config.mapping)
-        self.width = config.spec_config.max_draft_len + 1
-        self.drafts = torch.zeros(len(prompts), self.width - 1, dtype=torch.long)
-        self.aux_layer_ids = tuple(
-            json.loads((bundle / "drafter_first" / "config.json").read_text())["dflash_config"]["target_layer_ids"]
-        )
-        self.pools = [pool_for(decoder.config.body, 1, 96, seed=i) for i in range(len(prompts))]
-        self.metadata = SimpleNamespace(
-            max_num_requests=len(prompts) + 2, max_seq_len=96, slots=torch.arange(len(prompts)) + 1
-        )
-        for slot, text, (pool, table) in zip(self.metadata.slots, self.texts, self.pools, strict=True):
-            out = feed(
-                decoder, torch.tensor([text[:-1]]), pool, table, torch.tensor([0]), aux_layer_ids=self.aux_layer_ids
-            )
-            self.worker.store_prefill_context(self.drafter, self.metadata, int(slot), out.features[0])
-
-    def step(self) -> list[int]:
-        """Verify the drafts, commit what agrees, draft anew. Returns how many tokens each request gained."""
-        rows = torch.cat([torch.tensor([[text[-1]] for text in self.texts]), self.drafts], 1)
-        outs = []
-        for text, row, (pool, table) in zip(self.texts, rows, self.pools, strict=True):
-            chain = Rows.chain(self.width, table, torch.tensor([len(text) - 1]))
-            outs.append((self.decoder(row[None], chain, pool, self.aux_layer_ids), chain))
-        self.metadata.captured = torch.cat([out.features[0] for out, _ in outs])
-        logits = torch.cat([self.decoder.logits(out.hidden[0]) for out, _ in outs])
-        said = self.worker._forward_impl(rows.flatten(), None, None, logits, object(), self.metadata, self.drafter)
-        gained: list[int] = said["new_tokens_lens"].tolist()
-        for index, ((out, chain), count) in enumerate(zip(outs, gained, strict=True)):
-            keep = torch.arange(self.width)[None] < count
-            pool, table = self.pools[index]
-            pool.write(out.k, out.v, table, chain.positions, keep)
-            self.texts[index] += said["new_tokens"][index, :count].tolist()
-        self.drafts = said["next_draft_tokens"]
-        return gained
-
-
-def block_logits(decoder: Decoder, drafter: Drafter, text: list[int], block: list[int]) -> Tensor:
-    """Return a drafter's logits [γ-1, V] for slots 1 .. γ-1 of a block behind `text[:-1]`, all computed anew."""
-    context = torch.tensor([text[:-1]])
-    pool, table = pool_for(drafter.config.body, 1, len(text) + len(block))
-    target, pages = pool_for(decoder.config.body, 1, len(text))
-    features = feed(
-        decoder, context, target, pages, torch.tensor([0]), aux_layer_ids=drafter.config.target_layer_ids
-    ).features
-    positions = torch.arange(context.shape[1])[None]
-    k, v = drafter.context_keys_values(features, positions)
-    pool.write(k, v, table, positions, torch.ones_like(positions, dtype=torch.bool))
-    start = torch.tensor([context.shape[1]])
-    seen = torch.ones(1, len(block), len(block), dtype=torch.bool)
-    rows = Rows(start[:, None] + torch.arange(len(block)), seen, table, start)
-    hidden = drafter(decoder.embed_tokens(torch.tensor([block])), rows.positions, pool.attend(rows))
-    return decoder.logits(hidden[0, 1:])
+        for _ in range(count)
+    ]

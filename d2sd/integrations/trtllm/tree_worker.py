@@ -1,0 +1,235 @@
+"""TensorRT-LLM's Eagle3 worker for dynamic trees with d2sd's drafting in place of Eagle's. Not yet run there.
+
+Its step over contexts and generations, of which two hooks are overridden:
+
+    target over N rows a request, acceptance, K/V moved to the accepted path      TensorRT-LLM's
+    prepare_1st_drafter_inputs     features of what was accepted -> pages         ours
+    _forward_draft_loop            first draft, second draft, tree -> slots       ours
+    tokens and drafts to the sampler                                              TensorRT-LLM's
+
+Trees are drafted for contexts, too: the first generation step verifies one. If drafting raises, the slots of the batch
+have no tree from then on and every step is plain decoding: their rows are verified, and the root alone is accepted.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from d2sd.errors import D2SDError
+from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
+from d2sd.integrations.trtllm.tree_slots import SlotStorage, store_tree
+
+# Shape letters: B requests of a batch, C contexts, then G generations; T rows of all; N nodes of a tree; P = S + 1 nodes
+# of a path; R slots and the dummy slot; W = ceil(N / 32).
+
+
+class Committed(NamedTuple):
+    """Rows of the target that a step commits, of any requests; one tensor [K] each."""
+
+    rows: Tensor  # in the target's pass
+    slots: Tensor
+    positions: Tensor
+    keep: Tensor  # bool: rows past the accepted path are not
+
+
+def committed_rows(worker: Any, position_ids: Tensor, attn_metadata: Any) -> Committed:
+    """All rows of contexts, and the accepted path of each generation, P rows of them, the root first."""
+    contexts, batch = attn_metadata.num_contexts, attn_metadata.num_seqs
+    count, nodes, path = attn_metadata.num_ctx_tokens, worker.tokens_per_gen_step, worker._max_path_len
+    slots, device = worker.spec_tree_manager.slot_storage.all_ids_buf[:batch], position_ids.device
+    lengths = attn_metadata._seq_lens_cuda[:contexts].long()
+    steps = torch.arange(path, device=device)
+    starts = count + nodes * torch.arange(batch - contexts, device=device)
+    index = worker._accepted_draft_indices_tensor[contexts:batch].long() + 1  # -1 past the path
+    index = torch.cat([torch.zeros_like(index[:, :1]), index], dim=1)
+    accepted = worker._num_accepted_tokens_buf[contexts:batch, None]
+    return Committed(
+        torch.cat([torch.arange(count, device=device), (starts[:, None] + index).flatten()]),
+        torch.cat(
+            [
+                slots[:contexts].repeat_interleave(lengths, output_size=count),
+                slots[contexts:].repeat_interleave(path),
+            ]
+        ),
+        torch.cat([position_ids[:count].long(), (position_ids[starts].long()[:, None] + steps).flatten()]),
+        torch.cat([torch.ones(count, dtype=torch.bool, device=device), (steps < accepted).flatten()]),
+    )
+
+
+def context_lengths(
+    position_ids: Tensor, num_ctx_tokens: int, nodes: int, last_rows: Tensor, num_accepted: Tensor
+) -> Tensor:
+    """Tokens [B] that are committed after the step: what comes before the anchor.
+
+    `last_rows [C]` are the last rows of contexts; a generation's root is where its context ended, and `num_accepted [B]`
+    of its path, the root among them, are committed. position_ids [T] of nodes are not their positions; roots' are.
+    """
+    contexts = len(last_rows)
+    starts = num_ctx_tokens + nodes * torch.arange(len(num_accepted) - contexts, device=position_ids.device)
+    ends = position_ids[last_rows].long() + 1
+    return torch.cat([ends, position_ids[starts].long() + num_accepted[contexts:].long()])
+
+
+def check_step(worker: Any, attn_metadata: Any, spec_metadata: Any, drafters: TreeDrafters) -> None:
+    """Compare the tensors of the first step with the contract. Raises D2SDError naming what differs."""
+    storage: Any = worker.spec_tree_manager.slot_storage
+    nodes, path, manager = worker.tokens_per_gen_step, worker._max_path_len, attn_metadata.kv_cache_manager
+    slots, words, batch = len(storage.has_tree), -(-nodes // 32), worker._max_batch_size
+    tensors = {
+        "slot_storage.packed_mask": (storage.packed_mask, (slots, nodes, words), torch.int32),
+        "slot_storage.position_offsets": (storage.position_offsets, (slots, nodes), torch.int32),
+        "slot_storage.retrieve_index": (storage.retrieve_index, (slots, nodes), torch.int32),
+        "slot_storage.retrieve_next_token": (storage.retrieve_next_token, (slots, nodes), torch.int32),
+        "slot_storage.retrieve_next_sibling": (storage.retrieve_next_sibling, (slots, nodes), torch.int32),
+        "slot_storage.has_tree": (storage.has_tree, (slots,), torch.bool),
+        "slot_storage.all_ids_buf": (storage.all_ids_buf, (slots - 1,), torch.int64),
+        "_accepted_draft_indices_tensor": (worker._accepted_draft_indices_tensor, (batch, path - 1), torch.int32),
+        "_accepted_tokens_buf": (worker._accepted_tokens_buf, (batch, path), torch.int32),
+        "_num_accepted_tokens_buf": (worker._num_accepted_tokens_buf, (batch,), torch.int32),
+    }
+    wrong = [
+        f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {dtype} of {shape}"
+        for name, (tensor, shape, dtype) in tensors.items()
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape
+    ]
+    layers = list(drafters.runner.aux_layer_ids)
+    facts = {
+        "max_draft_len + 1": (path, drafters.runner.block_size),
+        "layers_to_capture": (list(spec_metadata.layers_to_capture), layers),
+        "kv_cache_config.enable_block_reuse": (bool(getattr(manager, "enable_block_reuse", False)), False),
+        "different numbers of K/V heads": (len(set(manager.num_kv_heads_per_layer)) > 1, False),
+        "an attention window": (min(manager.max_attention_window_vec) < manager.max_seq_len, False),
+    }
+    wrong += [f"{name} is {found}, not {expected}" for name, (found, expected) in facts.items() if found != expected]
+    if wrong:
+        raise D2SDError(
+            "TensorRT-LLM's step differs from what d2sd's tree was written for.",
+            where="the first step",
+            found="; ".join(wrong),
+            fix="serve trtllm/llm_args.dflash.yaml; d2sd trtllm check --tree prints the table",
+        )
+
+
+def tree_worker(base: type[Any]) -> type[Any]:
+    """Subclass the installed `Eagle3OneModelDynamicTreeWorker`, which cannot be imported here."""
+
+    class D2SDTreeWorker(base):  # type: ignore[misc]
+        """With any other draft model it behaves like its base class."""
+
+        #: Stays set: a captured CUDA graph cannot switch drafting on again, and pages may lack rows.
+        drafting_failed = False
+
+        def prepare_1st_drafter_inputs(
+            self,
+            input_ids: Any,
+            position_ids: Any,
+            hidden_states: Any,
+            accepted_tokens: Any,
+            attn_metadata: Any,
+            spec_metadata: Any,
+            draft_model: Any,
+        ) -> dict[str, Any]:
+            """Write what the step committed to the drafters' pages."""
+            if not isinstance(draft_model, TreeDrafters):
+                inputs: dict[str, Any] = super().prepare_1st_drafter_inputs(
+                    input_ids,
+                    position_ids,
+                    hidden_states,
+                    accepted_tokens,
+                    attn_metadata,
+                    spec_metadata,
+                    draft_model,
+                )
+                return inputs
+            if self.spec_tree_manager is not None and not draft_model.allocated:
+                check_step(self, attn_metadata, spec_metadata, draft_model)
+                slots = len(self.spec_tree_manager.slot_storage.has_tree)
+                draft_model.allocate(slots, attn_metadata.kv_cache_manager.max_seq_len)
+            if self._drafts():
+                try:
+                    self._commit(input_ids, position_ids, attn_metadata, spec_metadata, draft_model)
+                except Exception:  # any error: requests are in flight
+                    self._give_up()
+            return {"position_ids": position_ids}
+
+        def _forward_draft_loop(
+            self,
+            inputs: Any,
+            attn_metadata: Any,
+            spec_metadata: Any,
+            draft_model: Any,
+            draft_kv_cache_manager: Any,
+            num_contexts: int,
+            num_gens: int,
+            batch_size: int,
+            num_accepted_tokens: Tensor,
+            original_all_rank_num_tokens: Any,
+            resource_manager: Any,
+        ) -> Tensor:
+            """Draft a tree for every request and store it in its slot; returns its tokens [B, N - 1] int32."""
+            if not isinstance(draft_model, TreeDrafters):
+                tokens: Tensor = super()._forward_draft_loop(
+                    inputs,
+                    attn_metadata,
+                    spec_metadata,
+                    draft_model,
+                    draft_kv_cache_manager,
+                    num_contexts,
+                    num_gens,
+                    batch_size,
+                    num_accepted_tokens,
+                    original_all_rank_num_tokens,
+                    resource_manager,
+                )
+                return tokens
+            nodes = self.tokens_per_gen_step
+            if self._drafts():
+                storage = self.spec_tree_manager.slot_storage
+                slots = storage.all_ids_buf[:batch_size]
+                last_rows = spec_metadata.gather_ids[:num_contexts]
+                try:
+                    length = context_lengths(
+                        inputs["position_ids"], attn_metadata.num_ctx_tokens, nodes, last_rows, num_accepted_tokens
+                    )
+                    accepted = self._accepted_tokens_buf[:batch_size].long()
+                    anchor = accepted.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0]
+                    return store_tree(storage, slots, draft_model.draft(anchor, slots, length))
+                except Exception:  # any error: requests are in flight
+                    self._give_up()
+            if self.spec_tree_manager is not None:
+                undrafted(self.spec_tree_manager.slot_storage, batch_size)
+            device = inputs["position_ids"].device
+            return torch.zeros(batch_size, nodes - 1, dtype=torch.int32, device=device)
+
+        def set_guided_decoder(self, guided_decoder: Any) -> bool:
+            """Decline: TensorRT-LLM applies a grammar to a step's rows as if they were a chain."""
+            return False
+
+        def _drafts(self) -> bool:
+            return self.spec_tree_manager is not None and not self.drafting_failed
+
+        def _commit(
+            self, input_ids: Tensor, position_ids: Tensor, attn_metadata: Any, spec_metadata: Any, draft_model: Any
+        ) -> None:
+            rows, slots, positions, keep = committed_rows(self, position_ids, attn_metadata)
+            width = len(spec_metadata.layers_to_capture) * spec_metadata.hidden_size
+            features = spec_metadata.hidden_states[rows, :width]
+            draft_model.write_context(features, input_ids[rows].long(), slots, positions, keep)
+
+        def _give_up(self) -> None:
+            """Log the error in flight, once."""
+            self.drafting_failed = True
+            text = f"d2sd: drafting failed; every step decodes plainly from now on\n{traceback.format_exc()}"
+            print(text, file=sys.stderr, flush=True)
+
+    return D2SDTreeWorker
+
+
+def undrafted(storage: SlotStorage, batch_size: int) -> None:
+    """Mark the slots of the batch as without a tree: acceptance takes their roots alone."""
+    storage.has_tree.index_fill_(0, storage.all_ids_buf[:batch_size], False)

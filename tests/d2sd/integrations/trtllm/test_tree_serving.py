@@ -1,0 +1,147 @@
+"""d2sd's tree in the stand-in's path: plain greedy text, and steps as of d2sd's own runtime."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
+from d2sd.policies import DrafterRole
+from tests.d2sd.integrations.trtllm.shop import make_shop, random_requests, registered
+from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
+from tests.tiny import greedy_text
+
+
+def serve(server: Server, requests: list[Request]) -> None:
+    server.run(requests)
+    assert not server.worker.drafting_failed
+    for request in requests:
+        assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
+
+
+def same_steps(requests: list[Request], own: list[Request]) -> None:
+    for request, other in zip(requests, own, strict=True):
+        assert request.answer == other.answer
+        assert request.counts == other.counts
+
+
+@pytest.mark.parametrize("sm", [90, 100])
+@pytest.mark.parametrize(
+    ("policy", "rows"), [("hybrid", 15), ("hybrid", 40), ("d2sd", 64), ("reanchor", 12), ("ddtree", 33), ("chain", 16)]
+)
+def test_text_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, rows: int, sm: int) -> None:
+    shop = make_shop(tmp_path, policy=policy, rows=rows)
+    modules = registered(monkeypatch, shop.bundle)
+    _, made = shop.arguments()
+    server = shop.server(modules, Settings(sm=sm, padding=2))
+    assert isinstance(server.drafters, TreeDrafters)
+    requests = random_requests(random.Random(rows + sm), 9, shop.decoder.config.vocab_size)
+    serve(server, requests)
+    same_steps(requests, shop.own(requests, made))
+    assert max(max(r.counts, default=0) for r in requests) > 1, "drafts must have been accepted"
+
+
+def test_one_drafter_has_trees_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = make_shop(tmp_path, second=False, policy="auto")
+    modules = registered(monkeypatch, shop.bundle)
+    arguments, made = shop.arguments()
+    assert str(made) == f"ddtree+lookup of {arguments['max_total_draft_tokens'] + 1} rows"
+    server = shop.server(modules, Settings())
+    requests = random_requests(random.Random(1), 5, shop.decoder.config.vocab_size)
+    serve(server, requests)
+    same_steps(requests, shop.own(requests, made))
+
+
+def test_another_policy_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = make_shop(tmp_path)
+    server = shop.server(registered(monkeypatch, shop.bundle, "reanchor"), Settings())
+    assert server.drafters.policy.name == "reanchor"
+    serve(server, random_requests(random.Random(1), 4, shop.decoder.config.vocab_size))
+
+
+def test_committed_state_equals_a_dense_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """K/V after compaction, and the context that the drafters read, both computed anew for the whole text."""
+    shop = make_shop(tmp_path, rows=40)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    request = Request([3, 1, 4, 1, 5, 9, 2], 24)
+    server.requests = [request]
+    for _ in range(9):
+        server.step()
+        if request.in_context or request.py_seq_slot is None:
+            continue
+        layers = server.drafters.runner.aux_layer_ids
+        dense = shop.decoder.full_pass(torch.tensor([request.tokens[: request.cached]]), layers)
+        for found, expected in zip(server.cached_keys(request), (dense.k, dense.v), strict=True):
+            torch.testing.assert_close(found, expected[:, 0], rtol=1e-4, atol=1e-5)
+        positions = torch.arange(request.cached)
+        table = server.drafters._table[request.py_seq_slot]
+        for role in (DrafterRole.FIRST, DrafterRole.SECOND):
+            k, v = server.drafters.runner.drafters[role].context_keys_values(dense.features, positions[None])
+            pool = server.drafters.runner._own_pools[role]
+            for found, expected in ((pool.k, k), (pool.v, v)):
+                held = found[:, table[positions // pool.page_size], positions % pool.page_size]
+                torch.testing.assert_close(held, expected[:, 0], rtol=1e-4, atol=1e-5)
+    assert max(request.counts) > 1
+
+
+def test_a_target_that_walks_in_circles_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = make_shop(tmp_path, vocab=7, policy="ddtree", rows=12)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    request = Request([1, 2, 3] * 6, 40)
+    serve(server, [request])
+    same_steps([request], shop.own([request], shop.arguments()[1]))
+
+
+def test_drafting_that_fails_leaves_plain_decoding(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shop = make_shop(tmp_path)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    calls = []
+    draft = server.drafters.draft
+
+    def fails(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) > 4:
+            raise RuntimeError("out of memory, say")
+        return draft(*args)
+
+    monkeypatch.setattr(server.drafters, "draft", fails)
+    requests = random_requests(random.Random(5), 6, shop.decoder.config.vocab_size)
+    capsys.readouterr()
+    server.run(requests)
+    for request in requests:
+        assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
+    assert len(calls) == 5
+    assert server.worker.drafting_failed
+    assert not server.storage.has_tree.any()
+    assert requests[-1].counts == [1] * len(requests[-1].counts)
+    told = capsys.readouterr().err
+    assert told.count("drafting failed") == 1
+    assert "out of memory, say" in told
+
+
+def test_context_that_fails_leaves_plain_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = make_shop(tmp_path)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+
+    def fails(*args: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr(server.drafters, "write_context", fails)
+    requests = random_requests(random.Random(6), 4, shop.decoder.config.vocab_size)
+    server.run(requests)
+    for request in requests:
+        assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
+        assert request.counts == [1] * len(request.counts)
+
+
+def test_guided_decoding_is_declined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shop = make_shop(tmp_path)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    assert not server.worker.set_guided_decoder(object())
+    assert server.worker.guided_decoder is None

@@ -1,0 +1,75 @@
+"""A tree in a slot: mask, positions and links describe one tree, and no other slot changes."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from d2sd.integrations.trtllm.tree_slots import pack_bits, store_tree
+from tests.d2sd.integrations.trtllm.standin.slots import DynamicTreeSlotStorage
+from tests.d2sd.integrations.trtllm.trees import paths_by_links, paths_of, random_tree, visible_by_bits
+
+FIELDS = (
+    "packed_mask",
+    "position_offsets",
+    "retrieve_index",
+    "retrieve_next_token",
+    "retrieve_next_sibling",
+    "has_tree",
+)
+
+
+def check_random_trees(count: int, seed: int) -> None:
+    """Random trees of random sizes into random slots of storages of up to 130 nodes."""
+    dice = random.Random(seed)
+    stored = 0
+    while stored < count:
+        nodes = dice.choice([2, 5, 15, 31, 32, 33, 40, 64, 65, 70, 128, 130])
+        storage = DynamicTreeSlotStorage(6, nodes, -(-nodes // 32))
+        for _ in range(12):
+            batch = dice.randint(1, 4)
+            tree = random_tree(dice, dice.randint(1, nodes), batch)
+            slots = torch.tensor(dice.sample(range(6), batch))
+            before = {name: getattr(storage, name).clone() for name in FIELDS}
+            drafts = store_tree(storage, slots, tree)
+            assert drafts.dtype == torch.int32
+            assert drafts.shape == (batch, nodes - 1)
+            others = sorted(set(range(7)) - set(slots.tolist()))
+            for name in FIELDS:
+                assert torch.equal(getattr(storage, name)[others], before[name][others]), name
+            for row, slot in enumerate(slots.tolist()):
+                expected = paths_of(tree, row)
+                assert storage.has_tree[slot]
+                assert paths_by_links(storage, slot, drafts[row].tolist()) == expected
+                assert storage.retrieve_index[slot].tolist() == list(range(nodes))
+                for node in range(nodes):
+                    ancestors = {n for n, path in expected.items() if path == expected.get(node, (None,))[: len(path)]}
+                    real = node in expected
+                    assert visible_by_bits(storage, slot, node) == (ancestors if real else {node})
+                    assert storage.position_offsets[slot, node] == (len(expected[node]) if real else 0)
+            stored += batch
+
+
+def test_random_trees() -> None:
+    check_random_trees(600, seed=0)
+
+
+@pytest.mark.slow
+def test_ten_thousand_random_trees() -> None:
+    check_random_trees(10_000, seed=1)
+
+
+def test_the_dummy_slot_never_has_a_tree() -> None:
+    storage = DynamicTreeSlotStorage(2, 4, 1)
+    tree = random_tree(random.Random(0), 4, 3)
+    store_tree(storage, torch.tensor([0, 2, 2]), tree)
+    assert storage.has_tree.tolist() == [True, False, False]
+
+
+def test_bits_of_words() -> None:
+    bits = torch.zeros(2, 33, dtype=torch.bool)
+    bits[0, [0, 31]] = bits[1, 32] = True
+    assert pack_bits(bits, 2).tolist() == [[1 - 2**31, 0], [0, 1]]
+    assert pack_bits(torch.ones(1, 32, dtype=torch.bool), 1).tolist() == [[-1]]
