@@ -26,7 +26,7 @@ from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes
 #: has a cost. What runs already has been measured and goes on while it is faster at all.
 MARGIN = 1.05
 #: The same of a copy. It begins at no cost, but in each step it is found and its tree is cut.
-_COPY_MARGIN = 1.06
+_COPY_MARGIN = 1.15
 #: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
 #: speculation against it, which a few steps show.
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8

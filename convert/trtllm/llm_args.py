@@ -44,6 +44,9 @@ _TREE_NOTES = """\
 # Eagle3 is the mode whose trees TensorRT-LLM verifies; the module puts the bundle's drafters in Eagle's place, and the
 # server does not start where it cannot. Every request has {nodes} nodes in every step: fewer for larger batches, by
 #   d2sd trtllm args BUNDLE --nodes 32
+# A worker of Dynamo:
+#   {dynamo}
+# Triton: docs/tensorrt-llm.md of d2sd.
 """
 _TITLES = {
     DFLASH: "The first drafter with TensorRT-LLM alone: plain DFlash, one chain.",
@@ -127,8 +130,20 @@ def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
     kind = TREE if policy else DFLASH
     header = _HEADER.format(title=_TITLES[kind].format(policy=policy), release=RELEASE, command=_COMMANDS[kind])
     if policy:
-        header += _TREE_NOTES.format(nodes=values["speculative_config"]["max_total_draft_tokens"] + 1)
+        nodes = values["speculative_config"]["max_total_draft_tokens"] + 1
+        header += _TREE_NOTES.format(nodes=nodes, dynamo=" ".join(dynamo_command(values)))
     path.write_text(header + yaml.safe_dump(values, sort_keys=False), "utf-8")
+
+
+def dynamo_command(values: dict[str, Any]) -> list[str]:
+    """What starts a worker of NVIDIA Dynamo (1.4 to 1.6) with a tree's arguments, from the bundle's folder.
+
+    Dynamo takes limits as options and the rest from the file; it has no option for a module, so d2sd starts it.
+    """
+    limits = {f"--{key.replace('_', '-')}": str(values[key]) for key in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    options = {"--model-path": "target"} | limits | {"--extra-engine-args": f"{FOLDER}/{TREE}"}
+    start = [*ENVIRONMENT.split(), "python", "-m", "d2sd.integrations.trtllm", ".", "dynamo.trtllm"]
+    return [*start, *(word for pair in options.items() for word in pair)]
 
 
 def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:

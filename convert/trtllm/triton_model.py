@@ -1,7 +1,7 @@
 """Copied into bundles as `trtllm/triton/model.py`: TensorRT-LLM's `llmapi` model for Triton, with d2sd's tree.
 
-It goes in place of `1/model.py` in a copy of `llmapi/tensorrt_llm` from TensorRT-LLM's images, whose own file is renamed
-to `1/llmapi_model.py`. `D2SD_BUNDLE` names the bundle (docs/tensorrt-llm.md).
+It goes in place of `1/model.py` in a copy of `llmapi/tensorrt_llm` from TensorRT-LLM's images, whose own file becomes
+`1/llmapi_model.py`. `D2SD_BUNDLE` names the bundle (docs/tensorrt-llm.md).
 """
 
 import os

@@ -24,8 +24,8 @@ from d2sd.errors import D2SDError
 from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
 from d2sd.integrations.trtllm.tree_slots import SlotStorage, store_tree
 
-# Shape letters: B requests of a batch, C contexts, then G generations; T rows of all; N nodes of a tree; P = S + 1 nodes
-# of a path; R slots and the dummy slot; W = ceil(N / 32).
+# Shape letters: B requests of a batch, C contexts, then G generations; T rows of all; N nodes of a tree; S drafts of a
+# path, P = S + 1 nodes of it.
 
 
 class Committed(NamedTuple):
@@ -66,8 +66,8 @@ def context_lengths(
 ) -> Tensor:
     """Tokens [B] that are committed after the step: what comes before the anchor.
 
-    `last_rows [C]` are the last rows of contexts; a generation's root is where its context ended, and `num_accepted [B]`
-    of its path, the root among them, are committed. position_ids [T] of nodes are not their positions; roots' are.
+    `last_rows [C]` are the last rows of contexts. A generation's root is where its context ended, and `num_accepted
+    [B]` nodes of its path, the root among them, are committed. Of position_ids [T], those of other nodes are not read.
     """
     contexts = len(last_rows)
     starts = num_ctx_tokens + nodes * torch.arange(len(num_accepted) - contexts, device=position_ids.device)
@@ -76,36 +76,11 @@ def context_lengths(
 
 
 def check_step(worker: Any, attn_metadata: Any, spec_metadata: Any, drafters: TreeDrafters) -> None:
-    """Compare the tensors of the first step with the contract. Raises D2SDError naming what differs."""
-    storage: Any = worker.spec_tree_manager.slot_storage
-    nodes, path, manager = worker.tokens_per_gen_step, worker._max_path_len, attn_metadata.kv_cache_manager
-    slots, words, batch = len(storage.has_tree), -(-nodes // 32), worker._max_batch_size
-    tensors = {
-        "slot_storage.packed_mask": (storage.packed_mask, (slots, nodes, words), torch.int32),
-        "slot_storage.position_offsets": (storage.position_offsets, (slots, nodes), torch.int32),
-        "slot_storage.retrieve_index": (storage.retrieve_index, (slots, nodes), torch.int32),
-        "slot_storage.retrieve_next_token": (storage.retrieve_next_token, (slots, nodes), torch.int32),
-        "slot_storage.retrieve_next_sibling": (storage.retrieve_next_sibling, (slots, nodes), torch.int32),
-        "slot_storage.has_tree": (storage.has_tree, (slots,), torch.bool),
-        "slot_storage.all_ids_buf": (storage.all_ids_buf, (slots - 1,), torch.int64),
-        "_accepted_draft_indices_tensor": (worker._accepted_draft_indices_tensor, (batch, path - 1), torch.int32),
-        "_accepted_tokens_buf": (worker._accepted_tokens_buf, (batch, path), torch.int32),
-        "_num_accepted_tokens_buf": (worker._num_accepted_tokens_buf, (batch,), torch.int32),
-    }
-    wrong = [
-        f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {dtype} of {shape}"
-        for name, (tensor, shape, dtype) in tensors.items()
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape
-    ]
-    layers = list(drafters.runner.aux_layer_ids)
-    facts = {
-        "max_draft_len + 1": (path, drafters.runner.block_size),
-        "layers_to_capture": (list(spec_metadata.layers_to_capture), layers),
-        "kv_cache_config.enable_block_reuse": (bool(getattr(manager, "enable_block_reuse", False)), False),
-        "different numbers of K/V heads": (len(set(manager.num_kv_heads_per_layer)) > 1, False),
-        "an attention window": (min(manager.max_attention_window_vec) < manager.max_seq_len, False),
-    }
-    wrong += [f"{name} is {found}, not {expected}" for name, (found, expected) in facts.items() if found != expected]
+    """Compare what the first step is given with the contract. Raises D2SDError naming what differs."""
+    try:
+        wrong = [*_tensor_faults(worker), *_fact_faults(worker, attn_metadata.kv_cache_manager, spec_metadata, drafters)]
+    except AttributeError as error:
+        wrong = [str(error)]
     if wrong:
         raise D2SDError(
             "TensorRT-LLM's step differs from what d2sd's tree was written for.",
@@ -113,6 +88,41 @@ def check_step(worker: Any, attn_metadata: Any, spec_metadata: Any, drafters: Tr
             found="; ".join(wrong),
             fix="serve trtllm/llm_args.dflash.yaml; d2sd trtllm check --tree prints the table",
         )
+
+
+def _tensor_faults(worker: Any) -> list[str]:
+    storage = worker.spec_tree_manager.slot_storage
+    nodes, path, batch = worker.tokens_per_gen_step, worker._max_path_len, worker._max_batch_size
+    slots, words = len(storage.has_tree), -(-nodes // 32)
+    contract = {
+        "packed_mask": (storage, (slots, nodes, words), torch.int32),
+        "position_offsets": (storage, (slots, nodes), torch.int32),
+        "retrieve_index": (storage, (slots, nodes), torch.int32),
+        "retrieve_next_token": (storage, (slots, nodes), torch.int32),
+        "retrieve_next_sibling": (storage, (slots, nodes), torch.int32),
+        "has_tree": (storage, (slots,), torch.bool),
+        "all_ids_buf": (storage, (slots - 1,), torch.int64),
+        "_accepted_draft_indices_tensor": (worker, (batch, path - 1), torch.int32),
+        "_accepted_tokens_buf": (worker, (batch, path), torch.int32),
+        "_num_accepted_tokens_buf": (worker, (batch,), torch.int32),
+    }
+    wrong = []
+    for name, (owner, shape, dtype) in contract.items():
+        tensor = getattr(owner, name)
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            wrong.append(f"{name} is {tensor.dtype} of {tuple(tensor.shape)}, not {dtype} of {shape}")
+    return wrong
+
+
+def _fact_faults(worker: Any, manager: Any, spec_metadata: Any, drafters: TreeDrafters) -> list[str]:
+    facts = {
+        "max_draft_len + 1": (worker._max_path_len, drafters.runner.block_size),
+        "layers_to_capture": (list(spec_metadata.layers_to_capture), list(drafters.runner.aux_layer_ids)),
+        "kv_cache_config.enable_block_reuse": (bool(manager.enable_block_reuse), False),
+        "having different numbers of K/V heads": (len(set(manager.num_kv_heads_per_layer)) > 1, False),
+        "having an attention window": (min(manager.max_attention_window_vec) < manager.max_seq_len, False),
+    }
+    return [f"{name} is {found}, not {expected}" for name, (found, expected) in facts.items() if found != expected]
 
 
 def tree_worker(base: type[Any]) -> type[Any]:

@@ -3,30 +3,40 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
 from d2sd.convert import kinds
+from d2sd.convert.trtllm.fields import (
+    RELEASE,
+    Arguments,
+    Decoding,
+    DFlash,
+    Eagle3,
+    KvCache,
+    MoeBackend,
+    check_arguments,
+)
 from d2sd.convert.trtllm.llm_args import (
-    COMMIT,
-    D2SD,
     DFLASH,
     FOLDER,
     MODULE,
-    Arguments,
-    DFlash,
-    KvCache,
-    check_arguments,
+    TREE,
+    TRITON,
     check_llm_args,
+    tree_policy,
     unsupported_reason,
     write_llm_args,
 )
-from d2sd.errors import BundleError
+from d2sd.errors import BundleError, RecipeError
 from d2sd.recipe import Recipe, load_recipe
 from tests.convert.helpers import set_key, write_project
 from tests.tiny import tiny_decoder, tiny_drafter
+
+#: Keys of the tree that 1.3.0rc27, where the window begins, has as well.
+IN_RC27 = set(Eagle3.model_fields) - {"moe_backend", "spec_dec_variant"}
 
 
 def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
@@ -40,11 +50,19 @@ def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
     return folder, recipe
 
 
+def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The arguments of a bundle's tree."""
+    bundle, recipe = bundle_of(folder, **changes)
+    write_llm_args(bundle / FOLDER, recipe)
+    values: dict[str, Any] = yaml.safe_load((bundle / FOLDER / TREE).read_text())
+    return values
+
+
 def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle")
     write_llm_args(bundle / FOLDER, recipe)
-    assert sorted(p.name for p in (bundle / FOLDER).iterdir()) == sorted([DFLASH, D2SD, MODULE])
-    assert check_llm_args(bundle) == [DFLASH, D2SD]
+    assert sorted(p.name for p in (bundle / FOLDER).iterdir()) == sorted([DFLASH, TREE, MODULE, TRITON])
+    assert check_llm_args(bundle) == [DFLASH, TREE]
     values = yaml.safe_load((bundle / FOLDER / DFLASH).read_text())
     assert values["speculative_config"] == {
         "decoding_type": "DFlash",
@@ -57,18 +75,90 @@ def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     assert (bundle / values["speculative_config"]["speculative_model"] / "config.json").is_file()
     assert (values["max_batch_size"], values["max_seq_len"]) == (2, 64)
     assert values["kv_cache_config"] == {"enable_block_reuse": False}
-    assert yaml.safe_load((bundle / FOLDER / D2SD).read_text()) == values
-    for name in (DFLASH, D2SD):
+    for name in (DFLASH, TREE):
         head = (bundle / FOLDER / name).read_text()
-        assert COMMIT[:12] in head
+        assert RELEASE in head
         assert f"trtllm-serve target --config {FOLDER}/{name}" in head
-    assert f"--custom_module_dirs {FOLDER}/{MODULE}" in (bundle / FOLDER / D2SD).read_text()
+    assert f"--custom_module_dirs {FOLDER}/{MODULE}" in (bundle / FOLDER / TREE).read_text()
 
 
-def test_one_drafter_has_one_file(tmp_path: Path) -> None:
+def test_arguments_of_a_tree(tmp_path: Path) -> None:
+    values = tree_of(tmp_path / "bundle", tree={"block_size": 4, "branches": 3, "row_budget": 16})
+    assert values["speculative_config"] == {
+        "decoding_type": "Eagle3",
+        "speculative_model": "drafter_first",
+        "use_dynamic_tree": True,
+        "max_draft_len": 3,
+        "max_total_draft_tokens": 15,
+        "dynamic_tree_max_topK": 5,
+        "eagle3_layers_to_capture": [0, 1],
+        "eagle3_model_arch": "llama3",
+        "use_rejection_sampling": True,
+    }
+    assert values["speculative_config"].keys() <= IN_RC27
+    assert values["max_num_tokens"] == 8192
+    assert values["kv_cache_config"] == {"enable_block_reuse": False}
+    parsed = check_arguments(values, TREE).speculative_config
+    assert isinstance(parsed, Eagle3)
+    assert parsed.eagle3_layers_to_capture == {0, 1}
+
+
+@pytest.mark.parametrize(("max_batch", "nodes"), [(1, 64), (8, 64), (16, 32), (64, 8), (512, 4)])
+def test_a_larger_batch_has_smaller_trees(tmp_path: Path, max_batch: int, nodes: int) -> None:
+    values = tree_of(
+        tmp_path / "bundle",
+        tree={"block_size": 4, "branches": 3, "row_budget": 64},
+        limits={"max_batch": max_batch, "max_context": 64},
+    )
+    assert values["speculative_config"]["max_total_draft_tokens"] + 1 == nodes
+    assert values["max_num_tokens"] >= max_batch * nodes
+
+
+def test_a_wide_tree_is_not_sampled_by_rejection(tmp_path: Path) -> None:
+    values = tree_of(
+        tmp_path / "bundle",
+        tree={"block_size": 4, "branches": 3, "row_budget": 128},
+        limits={"max_batch": 1, "max_context": 64},
+    )
+    assert values["speculative_config"]["dynamic_tree_max_topK"] == 43
+    assert not values["speculative_config"]["use_rejection_sampling"]
+
+
+def test_tritons_model_has_the_same_arguments(tmp_path: Path) -> None:
+    bundle, recipe = bundle_of(tmp_path / "bundle")
+    write_llm_args(bundle / FOLDER, recipe)
+    values = yaml.safe_load((bundle / FOLDER / TRITON / "model.yaml").read_text())
+    assert values.pop("triton_config") == {"max_batch_size": 0, "decoupled": True}
+    assert values.pop("model") == "target"
+    assert values == yaml.safe_load((bundle / FOLDER / TREE).read_text())
+    assert "register(" in (bundle / FOLDER / TRITON / "model.py").read_text()
+
+
+@pytest.mark.parametrize(
+    ("drafters", "policy", "asked", "found"),
+    [
+        (2, "auto", None, "hybrid"),
+        (1, "auto", None, "ddtree"),
+        (2, "d2sd", None, "d2sd"),
+        (2, "off", None, "hybrid"),
+        (2, "auto", "reanchor", "reanchor"),
+        (2, "chain", "auto", "hybrid"),
+    ],
+)
+def test_policies_of_trees(tmp_path: Path, drafters: int, policy: str, asked: str | None, found: str) -> None:
+    named = {"first": {"path": "first"}} | ({"second": {"path": "second"}} if drafters == 2 else {})
+    tree = {"policy": policy, "block_size": 4, "branches": 3}
+    _, recipe = bundle_of(tmp_path / "bundle", drafters=named, tree=tree)
+    assert tree_policy(recipe, asked) == found
+    with pytest.raises(RecipeError, match="reanchor, ddtree|d2sd, ddtree, hybrid"):
+        tree_policy(recipe, "flex_tree")
+
+
+def test_one_drafter_has_a_tree_as_well(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle", drafters={"first": {"path": "first"}})
     write_llm_args(bundle / FOLDER, recipe)
-    assert [p.name for p in (bundle / FOLDER).iterdir()] == [DFLASH]
+    assert check_llm_args(bundle) == [DFLASH, TREE]
+    assert "ddtree+lookup of 64 rows" in (bundle / FOLDER / TREE).read_text()
 
 
 def test_what_it_cannot_serve(tmp_path: Path) -> None:
@@ -80,40 +170,79 @@ def test_what_it_cannot_serve(tmp_path: Path) -> None:
     assert unsupported_reason(recipe) is None
 
 
+@pytest.mark.parametrize("name", [DFLASH, TREE])
 @pytest.mark.parametrize(
     ("key", "value"),
     [
         ("speculative_config.second_model", "drafter_second"),  # there is no such key: hence the module
         ("speculative_config.max_draft_len", "3"),
         ("speculative_config.max_draft_len", -1),
-        ("speculative_config.attention_backend", "FA4"),
-        ("speculative_config.decoding_type", "D2SD"),
-        ("speculative_config.target_layer_ids", ["0", "1"]),
+        ("speculative_config.moe_backend", "FASTEST"),
+        ("speculative_config.spec_dec_variant", 0),
         ("speculative_config.acceptance_rate_threshold", 1.5),
         ("kv_cache_config.enable_block_reuse", "no"),
         ("max_batchsize", 4),
         ("max_batch_size", 4.0),
+        ("max_num_tokens", "8192"),
         ("tensor_parallel_size", None),
     ],
 )
-def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, key: str, value: object) -> None:
+def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, name: str, key: str, value: object) -> None:
+    refuses(tmp_path, name, key, value)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [
+        (DFLASH, "attention_backend", "FA3"),
+        (DFLASH, "target_layer_ids", ["0", "1"]),
+        (DFLASH, "use_dynamic_tree", True),
+        (TREE, "target_layer_ids", [0, 1]),
+        (TREE, "eagle_choices", [[0]]),  # gone since #18210
+        (TREE, "eagle3_one_model", True),
+        (TREE, "eagle3_model_arch", "qwen"),
+        (TREE, "use_dynamic_tree", "yes"),
+    ],
+)
+def test_keys_of_one_mode(tmp_path: Path, name: str, key: str, value: object) -> None:
+    refuses(tmp_path, name, f"speculative_config.{key}", value, key)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"max_total_draft_tokens": 2}, "max_total_draft_tokens must be"),
+        ({"max_total_draft_tokens": 1000}, "max_total_draft_tokens must be"),
+        ({"dynamic_tree_max_topK": None}, "needs dynamic_tree_max_topK"),
+        ({"dynamic_tree_max_topK": 33}, "at most 32"),
+        ({"speculative_model": None}, "needs speculative_model"),
+    ],
+)
+def test_what_its_validators_ask_of_a_tree(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    values = tree_of(tmp_path / "bundle")
+    values["speculative_config"] |= changes
+    with pytest.raises(BundleError, match=told):
+        check_arguments(values, TREE)
+
+
+def refuses(tmp_path: Path, name: str, key: str, value: object, told: str | None = None) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle")
     write_llm_args(bundle / FOLDER, recipe)
-    path = bundle / FOLDER / DFLASH
+    path = bundle / FOLDER / name
     values = yaml.safe_load(path.read_text())
     set_key(values, key, value)
     path.write_text(yaml.safe_dump(values))
-    with pytest.raises(BundleError, match=key.replace(".", r"\.")):
+    with pytest.raises(BundleError, match=told or key.rpartition(".")[2]):
         check_llm_args(bundle)
 
 
-def test_more_drafts_than_the_drafter_was_trained_for(tmp_path: Path) -> None:
-    bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_llm_args(bundle / FOLDER, recipe)
-    path = bundle / FOLDER / DFLASH
-    path.write_text(path.read_text().replace("max_draft_len: 3", "max_draft_len: 4"))
-    with pytest.raises(BundleError, match="1 to 3"):
-        check_llm_args(bundle)
+def test_a_mode_that_is_neither(tmp_path: Path) -> None:
+    refuses(tmp_path, TREE, "speculative_config.decoding_type", "D2SD", "decoding_type")
+
+
+@pytest.mark.parametrize(("name", "told"), [(DFLASH, "1 to 3"), (TREE, "3")])
+def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str, told: str) -> None:
+    refuses(tmp_path, name, "speculative_config.max_draft_len", 4, told)
 
 
 def test_no_arguments(tmp_path: Path) -> None:
@@ -123,10 +252,13 @@ def test_no_arguments(tmp_path: Path) -> None:
 
 
 def test_the_table_as_it_was_read() -> None:
-    """Names and defaults that our choices rest on; a change here is a new reading of the sources."""
+    """Names and defaults that our choices rest on; a change here is a new reading of the reference."""
     assert check_arguments({}, "nothing") == Arguments()
     assert KvCache().enable_block_reuse, "our YAML would not have to turn it off"
     plain = DFlash()
     assert (plain.decoding_type, plain.attention_backend, plain.max_draft_len) == ("DFlash", "VANILLA", None)
     assert not plain.use_rejection_sampling
-    assert len(DFlash.model_fields) == 16
+    assert (len(Decoding.model_fields), len(DFlash.model_fields), len(Eagle3.model_fields)) == (14, 20, 22)
+    assert len(get_args(MoeBackend)) == 12
+    tree = Eagle3(max_draft_len=3, speculative_model="here")
+    assert (tree.use_dynamic_tree, tree.eagle3_model_arch, tree.eagle3_layers_to_capture) == (False, "llama3", None)

@@ -1,4 +1,4 @@
-"""`d2sd trtllm`: the probe's table. Nothing of TensorRT-LLM is installed here but a fake."""
+"""`d2sd trtllm`: the probe's table, and arguments of other sizes. Nothing of TensorRT-LLM is installed here."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ from pathlib import Path
 
 import click
 import pytest
+import yaml
 from click.testing import CliRunner, Result
 
 from d2sd.cli.trtllm import trtllm
-from d2sd.convert.trtllm.llm_args import D2SD, DFLASH, FOLDER, write_llm_args
+from d2sd.convert.trtllm.llm_args import DFLASH, FOLDER, TREE, write_llm_args
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import edit_json, write_project
-from tests.d2sd.integrations.trtllm import fake
-from tests.d2sd.integrations.trtllm.shop import models, write_bundle
+from tests.convert.helpers import write_project
+from tests.d2sd.integrations.trtllm.shop import write_bundle
+from tests.d2sd.integrations.trtllm.standin import modules as standin
+from tests.tiny import tiny_decoder, tiny_drafter
 
 #: See tests/d2sd/cli/test_main.py.
-FLAGS = {"check": {"bundle"}}
+FLAGS = {"check": {"bundle", "--tree"}, "args": {"bundle", "--nodes", "--max-batch", "-o", "--out"}}
 
 
 def invoke(*arguments: object) -> Result:
@@ -26,9 +28,11 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    _, first, second = models(block_size=4)
-    folder = write_bundle(tmp_path / "bundle", first, second)
-    write_llm_args(folder / FOLDER, load_recipe(write_project(tmp_path / "project", precision="bf16")))
+    decoder = tiny_decoder()
+    first, second = tiny_drafter(decoder.config), tiny_drafter(decoder.config, role="variable_prefix")
+    recipe = write_project(tmp_path / "project", decoder, precision="bf16")
+    folder = write_bundle(tmp_path / "bundle", recipe, decoder, first, second)
+    write_llm_args(folder / FOLDER, load_recipe(recipe))
     return folder
 
 
@@ -44,43 +48,70 @@ def test_every_help_has_an_example(command: click.Command) -> None:
 
 
 def test_check_where_all_fits(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
-    fake.install(monkeypatch)
-    done = invoke("check", bundle)
+    standin.install(monkeypatch)
+    done = invoke("check", bundle, "--tree")
     assert done.exit_code == 0, done.output
     assert "NO  " not in done.output
-    assert "DFlashWorker._refine_block_logits" in done.output
-    for name in (DFLASH, D2SD):
+    assert "Eagle3OneModelDynamicTreeWorker._forward_draft_loop" in done.output
+    for name in (DFLASH, TREE):
         assert f"{name}: every key" in done.output
-    assert "both drafters, one chain: would be registered" in done.output
-    assert "tree: not available" in done.output
+    assert "d2sd's tree: would be registered, not yet run on a GPU" in done.output
+
+
+def test_arguments_alone_need_no_tensorrt_llm(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
+    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+    done = invoke("check", bundle)
+    assert done.exit_code == 0
+    assert f"{TREE}: every key" in done.output
 
 
 def test_check_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.install(monkeypatch, "1.5.0")
-    done = invoke("check")
+    standin.install(monkeypatch, "1.5.0")
+    done = invoke("check", "--tree")
     assert done.exit_code == 1
     assert "NO  tensorrt_llm: 1.5.0" in done.output
-    assert "expected: >=1.3.0rc22" in done.output
-    assert "linear DFlash instead" in done.output
+    assert "expected: >=1.3.0rc27" in done.output
+    assert "d2sd's tree: no: tensorrt_llm: 1.5.0" in done.output
 
 
 def test_check_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    done = invoke("check")
+    done = invoke("check", "--tree")
     assert done.exit_code == 1
     assert "cannot be imported" in done.output
 
 
-def test_check_of_drafters_that_do_not_fit(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
-    fake.install(monkeypatch)
-    edit_json(bundle / "drafter_second" / "config.json", "rms_norm_eps", 0.5)
-    done = invoke("check", bundle)
-    assert done.exit_code == 1
-    assert "differ in rms_norm_eps" in done.output
-
-
-def test_check_of_no_bundle(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    fake.install(monkeypatch)
+def test_check_of_no_bundle(tmp_path: Path) -> None:
     done = invoke("check", tmp_path)
     assert done.exit_code == 2
     assert "no TensorRT-LLM arguments" in done.output
+
+
+def test_arguments_of_another_size(bundle: Path, tmp_path: Path) -> None:
+    out = tmp_path / "tree8.yaml"
+    done = invoke("args", bundle, "--nodes", 8, "--max-batch", 64, "-o", out)
+    assert done.exit_code == 0, done.output
+    assert "hybrid+lookup of 8 rows" in done.output
+    values = yaml.safe_load(out.read_text())
+    assert values["max_batch_size"] == 64
+    assert values["speculative_config"]["max_total_draft_tokens"] == 7
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [(["--nodes", 3], "at least a block"), (["--nodes", 2000], "out of range"), (["--nodes", "many"], "not a valid")],
+)
+def test_arguments_of_no_tree(bundle: Path, tmp_path: Path, arguments: list[object], told: str) -> None:
+    done = invoke("args", bundle, *arguments, "-o", tmp_path / "tree.yaml")
+    assert done.exit_code == 2
+    assert told in done.output
+    assert not (tmp_path / "tree.yaml").exists()
+
+
+def test_arguments_of_a_bundle_in_fp32(tmp_path: Path) -> None:
+    decoder = tiny_decoder()
+    recipe = write_project(tmp_path / "project", decoder, precision="fp32")
+    folder = write_bundle(tmp_path / "bundle", recipe, decoder, tiny_drafter(decoder.config), None)
+    done = invoke("args", folder, "-o", tmp_path / "tree.yaml")
+    assert done.exit_code == 2
+    assert "16-bit" in done.output

@@ -41,11 +41,13 @@ class Shop:
     first: DraftModel
     second: DraftModel
 
-    def arguments(self, **changes: Any) -> tuple[dict[str, Any], Policy]:
-        """The bundle's `speculative_config`, and the policy of its trees."""
+    def arguments(self, padding: int = 0, **changes: Any) -> tuple[dict[str, Any], Policy]:
+        """The bundle's `speculative_config`, and the policy of its trees, which leave `padding` nodes unused."""
         recipe = load_recipe(self.bundle.parent / "project" / "recipe.yaml")
         values, policy = tree_arguments(HFConfig.read(self.bundle / "drafter_first"), recipe, **changes)
         speculative = values["speculative_config"]
+        speculative["max_total_draft_tokens"] += padding
+        speculative["dynamic_tree_max_topK"] += padding
         return speculative | {"speculative_model": str(self.bundle / "drafter_first")}, policy
 
     def server(self, modules: dict[str, Any], settings: Settings, **changes: Any) -> Server:

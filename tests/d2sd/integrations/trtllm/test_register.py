@@ -1,191 +1,286 @@
-"""When two drafters are registered, and that everything else is linear DFlash with one line, or an error if told so."""
+"""When the tree is registered, and that everything else is refused by name before a server starts."""
 
 from __future__ import annotations
 
-import enum
 import importlib.util
-import subprocess
+import inspect
 import sys
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from packaging.version import Version
 
 from d2sd.convert.trtllm import llm_args as faces
-from d2sd.errors import D2SDError
-from d2sd.integrations.trtllm.drafters import DualDrafter
-from d2sd.integrations.trtllm.probe import NEEDS, failures, probe
+from d2sd.errors import D2SDError, RecipeError
+from d2sd.integrations.trtllm import register as registration
+from d2sd.integrations.trtllm import tree_drafters
+from d2sd.integrations.trtllm.contract import NEEDS, Need
+from d2sd.integrations.trtllm.probe import failures, probe
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS, register
-from tests.convert.helpers import edit_json
-from tests.d2sd.integrations.trtllm import fake
-from tests.d2sd.integrations.trtllm.shop import draft_model, models, single_process, specification, write_bundle
+from d2sd.plugins import dispatch
+from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, registered, single_process
+from tests.d2sd.integrations.trtllm.standin import modules as standin
+from tests.d2sd.integrations.trtllm.standin import worker
+from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
+
+Modules = dict[str, Any]
 
 
 @pytest.fixture
-def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def shop(tmp_path: Path) -> Shop:
+    return make_shop(tmp_path)
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Modules:
     single_process(monkeypatch)
-    _, first, second = models()
-    return write_bundle(tmp_path / "bundle", first, second)
+    return standin.install(monkeypatch)
 
 
-@pytest.fixture
-def modules(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    return fake.install(monkeypatch)
+def untouched(modules: Modules) -> bool:
+    stock = worker.Eagle3OneModelDynamicTreeWorker
+    return not standin.BUILDERS and modules["utils"].Eagle3OneModelDynamicTreeWorker is stock
 
 
-def untouched(modules: dict[str, Any]) -> bool:
-    return not fake.BUILDERS and modules["utils"].DFlashWorker is fake.DFlashWorker
+def test_registered(shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    modules = registered(monkeypatch, shop.bundle)
+    made = modules["utils"].Eagle3OneModelDynamicTreeWorker
+    assert issubclass(made, worker.Eagle3OneModelDynamicTreeWorker)
+    assert modules["eagle3_dynamic_tree"].Eagle3OneModelDynamicTreeWorker is worker.Eagle3OneModelDynamicTreeWorker
+    server = shop.server(modules, Settings())
+    assert type(server.worker) is made
+    assert server.drafters.model_config.pretrained_config.num_hidden_layers == 1, "no K/V is wasted on it"
+    assert "trees of hybrid+lookup of 64 rows. Not yet run on a GPU" in capsys.readouterr().err
 
 
-def loud_line(capsys: pytest.CaptureFixture[str]) -> str:
-    out, err = capsys.readouterr()
-    assert out == ""
-    (line,) = err.splitlines()
-    assert line.startswith("d2sd: LINEAR DFlash")
-    return str(line)
+def test_other_draft_models_are_tensorrt_llms(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = registered(monkeypatch, shop.bundle)
+    spec = SimpleNamespace(speculative_model="elsewhere", spec_dec_mode=None)
+    made = modules["modeling_speculative"].get_draft_model(SimpleNamespace(spec_config=spec), None, None, None)
+    assert isinstance(made, torch.nn.Identity)
+    arguments = shop.arguments()[0]
+    config = SimpleNamespace(**arguments, tokens_per_gen_step=64, _max_batch_size=2)
+    other = modules["utils"].get_spec_worker(config, None, None)
+    with pytest.raises(NotImplementedError, match="Eagle's own drafting"):
+        other.prepare_1st_drafter_inputs(*[None] * 6, draft_model=made)
+    with pytest.raises(NotImplementedError, match="Eagle's own drafting"):
+        other._forward_draft_loop(None, None, None, made, *[None] * 7)
 
 
-def test_registered(bundle: Path, modules: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    assert register(bundle)
-    assert issubclass(modules["utils"].DFlashWorker, fake.DFlashWorker)
-    assert modules["dflash"].DFlashWorker is fake.DFlashWorker
-    capsys.readouterr()
-    drafter = draft_model(bundle, modules, specification(bundle))
-    assert isinstance(drafter, DualDrafter)
-    assert [len(d.model.layers) for d in (drafter.first, drafter.second)] == [2, 3]
-    assert "have not run this mode" in capsys.readouterr().err
-
-
-def test_other_processes_would_not_see_it(
-    bundle: Path, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_other_processes_would_not_see_it(shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SINGLE_PROCESS)
-    assert not register(bundle)
-    assert SINGLE_PROCESS in loud_line(capsys)
+    with pytest.raises(D2SDError, match=SINGLE_PROCESS):
+        register(shop.bundle)
     assert untouched(modules)
 
 
-def test_an_unknown_version_is_left_alone(
-    bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_an_old_triton_on_hopper(shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(dispatch, "triton_version", lambda: Version("3.7.0"))
+    for capability, refused in (((8, 9), False), ((9, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        assert bool(registration.environment_faults()) == refused
+    with pytest.raises(D2SDError, match=r"triton 3\.7\.0"):
+        register(shop.bundle)
+    assert untouched(modules)
+
+
+def test_an_unknown_version_is_refused(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    single_process(monkeypatch)
+    modules = standin.install(monkeypatch, "1.5.0")
+    with pytest.raises(D2SDError, match=r"1\.5\.0") as error:
+        register(shop.bundle)
+    assert "llm_args.dflash.yaml" in str(error.value)
+    assert untouched(modules)
+
+
+@pytest.mark.parametrize("policy", ["flex", "off", "lookup", "nonsense"])
+def test_a_policy_without_a_tree_there(
+    shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
-    modules = fake.install(monkeypatch, "1.5.0")
-    assert not register(bundle)
-    assert "1.5.0" in loud_line(capsys)
+    monkeypatch.setenv(registration.POLICY, policy)
+    with pytest.raises(RecipeError, match="hybrid"):
+        register(shop.bundle)
     assert untouched(modules)
-
-
-def test_register_raises_if_required(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = fake.install(monkeypatch, "1.5.0")
-    monkeypatch.setenv("D2SD_TRTLLM", "require")
-    with pytest.raises(D2SDError, match=r"1\.5\.0"):
-        register(bundle)
-    assert untouched(modules)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "told"),
-    [
-        ("head_dim", 16, "differ in head_dim"),
-        ("rope_theta", 5.0, "differ in rope_theta"),
-        ("block_size", 9, "differ in block_size"),
-        ("dflash_config.mask_token_id", 1, "differ in mask_token_id"),
-        ("dflash_config.target_layer_ids", [0, 2], "differ in target_layer_ids"),
-        ("dflash_config.training_mode", "dflash", "variable prefixes"),
-    ],
-)
-def test_drafters_that_do_not_fit_each_other(
-    bundle: Path, modules: dict[str, Any], capsys: pytest.CaptureFixture[str], key: str, value: object, told: str
-) -> None:
-    edit_json(bundle / "drafter_second" / "config.json", key, value)
-    assert not register(bundle)
-    assert told in loud_line(capsys)
-    assert untouched(modules)
-
-
-def test_one_drafter(bundle: Path, modules: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    (bundle / "drafter_second" / "config.json").unlink()
-    assert not register(bundle)
-    assert "drafter_second" in loud_line(capsys)
 
 
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"world_size": 2}, "more than one GPU"),
-        ({"attention_backend": "TRTLLM"}, "attention_backend TRTLLM"),
-        ({"speculative_model": "somewhere/else"}, "not this bundle's first drafter"),
+        ({"use_dynamic_tree": False}, "use_dynamic_tree"),
+        ({"dynamic_tree_max_topK": 1}, "dynamic_tree_max_topK"),
+        ({"max_draft_len": 3}, "max_draft_len is 3, and the drafters draft 4 tokens"),
+        ({"max_total_draft_tokens": 3}, "max_total_draft_tokens is 3"),
+        ({"sa_config": {}}, "sa_config"),
     ],
 )
-def test_servers_that_two_drafters_do_not_suit(
-    bundle: Path, modules: dict[str, Any], capsys: pytest.CaptureFixture[str], change: dict[str, Any], told: str
+def test_arguments_that_do_not_suit(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], told: str
 ) -> None:
-    assert register(bundle)
-    capsys.readouterr()
-    assert type(draft_model(bundle, modules, specification(bundle, **change))) is fake.DFlashForCausalLM
-    assert told in loud_line(capsys)
+    modules = registered(monkeypatch, shop.bundle)
+    arguments = shop.arguments()[0] | change
+    with pytest.raises(D2SDError, match=told):
+        Server(modules, shop.decoder, arguments, 96, Settings())
 
 
-def import_module_of(bundle: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"kv_lora_rank": 512}, "multi-head latent attention"),
+        ({"sliding_window": 128}, "a sliding window"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "a sliding window"),
+        ({"layer_types": ["linear_attention"]}, "layers without attention"),
+        ({"hybrid_override_pattern": "M*"}, "layers without attention"),
+        ({"hidden_size": 4096}, "hidden_size is 4096, the bundle's 32"),
+        ({"num_hidden_layers": 36}, "num_hidden_layers is 36"),
+    ],
+)
+def test_targets_that_have_no_trees(shop: Shop, change: dict[str, Any], told: str) -> None:
+    manifest = registration.load_manifest(shop.bundle)
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 24}
+
+    def faults(world_size: int = 1, **config: Any) -> list[str]:
+        model = SimpleNamespace(
+            pretrained_config=SimpleNamespace(**sizes | config), mapping=SimpleNamespace(world_size=world_size)
+        )
+        return registration.target_faults(model, manifest)
+
+    assert faults() == []
+    assert faults(sliding_window=4096, use_sliding_window=False) == [], "Qwen3's configs name a window that is off"
+    assert any(told in fault for fault in faults(**change))
+    assert faults(2) == ["the target has more than one GPU"]
+
+
+def first_step(shop: Shop, monkeypatch: pytest.MonkeyPatch, change: Callable[[Server], None]) -> None:
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    change(server)
+    server.run([Request([1, 2, 3], 4)])
+
+
+STORED = (
+    "packed_mask", "position_offsets", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "has_tree",
+    "all_ids_buf",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("what", ["type", "size", "absence"])
+def test_a_changed_tensor_of_the_slots(shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
+    def change(server: Server) -> None:
+        found = getattr(server.storage, name)
+        if what == "absence":
+            monkeypatch.setattr(server.storage, "fill_all_slot_ids", lambda *args: None)
+            monkeypatch.setattr(server.metadata, "update_spec_dec_param", lambda **arguments: None)
+            delattr(server.storage, name)
+        else:
+            changed = found.to(torch.int16) if what == "type" else torch.cat([found, found], dim=-1)
+            setattr(server.storage, name, changed)
+
+    with pytest.raises((D2SDError, RuntimeError), match=name if what != "size" else ""):
+        first_step(shop, monkeypatch, change)
+
+
+@pytest.mark.parametrize("name", ["_accepted_tokens_buf", "_num_accepted_tokens_buf", "_accepted_draft_indices_tensor"])
+def test_a_changed_buffer_of_the_worker(shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    def change(server: Server) -> None:
+        setattr(server.worker, name, getattr(server.worker, name).long())
+
+    with pytest.raises(D2SDError, match=f"{name} is torch.int64"):
+        first_step(shop, monkeypatch, change)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "told"),
+    [
+        ("enable_block_reuse", True, "enable_block_reuse"),
+        ("num_kv_heads_per_layer", [2, 1], "numbers of K/V heads"),
+        ("max_attention_window_vec", [32], "an attention window"),
+    ],
+)
+def test_a_cache_that_does_not_suit(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str, value: object, told: str
+) -> None:
+    with pytest.raises(D2SDError, match=told):
+        first_step(shop, monkeypatch, lambda server: setattr(server.cache, name, value))
+
+
+def test_other_layers_captured(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(D2SDError, match="layers_to_capture"):
+        first_step(shop, monkeypatch, lambda s: setattr(s.spec_metadata, "layers_to_capture", [1]))
+
+
+def test_context_that_does_not_fit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_drafters, "free_memory", lambda device: 10_000)
+    with pytest.raises(D2SDError, match="5 slots of 96 tokens"):
+        first_step(shop, monkeypatch, lambda server: None)
+
+
+def test_a_quantized_head(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = registered(monkeypatch, shop.bundle)
+    drafters = shop.server(modules, Settings()).drafters
+    tables = SimpleNamespace(
+        model=SimpleNamespace(embed_tokens=shop.decoder.embed_tokens),
+        lm_head=SimpleNamespace(weight=shop.decoder.head.to(torch.float8_e4m3fn)),
+    )
+    with pytest.raises(D2SDError, match="bf16 or fp16"):
+        drafters.load_weights_from_target_model(tables)
+
+
+def test_the_bundles_module_registers(shop: Shop, modules: Modules) -> None:
     """As TensorRT-LLM imports it."""
-    folder = bundle / faces.FOLDER / faces.MODULE
+    folder = shop.bundle / faces.FOLDER / faces.MODULE
     folder.mkdir(parents=True)
     source = Path(faces.__file__).with_name(f"{faces.MODULE}.py")
     (folder / "__init__.py").write_text(source.read_text())
-    spec = importlib.util.spec_from_file_location(faces.MODULE, folder / "__init__.py")
-    assert spec is not None
-    assert spec.loader is not None
-    spec.loader.exec_module(importlib.util.module_from_spec(spec))
-
-
-def test_the_bundles_module_registers(bundle: Path, modules: dict[str, Any]) -> None:
-    import_module_of(bundle)
+    _run(folder / "__init__.py", faces.MODULE)
     assert not untouched(modules)
 
 
-def test_without_d2sd_the_bundles_module_says_so(
-    bundle: Path, modules: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "d2sd.integrations.trtllm.register", None)
-    import_module_of(bundle)
-    assert "d2sd cannot be imported" in loud_line(capsys)
-    assert untouched(modules)
-    monkeypatch.setenv("D2SD_TRTLLM", "require")
-    with pytest.raises(ImportError):
-        import_module_of(bundle.parent / "again")
+def test_tritons_model_registers(shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Next to TensorRT-LLM's own model, under the name that docs/tensorrt-llm.md gives it."""
+    (tmp_path / "llmapi_model.py").write_text("class TritonPythonModel:\n    ours = False\n")
+    (tmp_path / "model.py").write_text(Path(faces.__file__).with_name("triton_model.py").read_text())
+    monkeypatch.setenv("D2SD_BUNDLE", str(shop.bundle))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "llmapi_model", raising=False)
+    model = _run(tmp_path / "model.py", "model")
+    assert not model.TritonPythonModel.ours
+    assert not untouched(modules)
 
 
-def test_it_needs_nothing_of_the_build_side() -> None:
-    """It runs where TensorRT-LLM's dependencies are installed, not d2sd's."""
-    program = (
-        "import sys, d2sd.integrations.trtllm.register\n"
-        "names = {name.partition('.')[0] for name in sys.modules} | set(sys.modules)\n"
-        "print(sorted(names & {'d2sd.convert', 'd2sd.recipe', 'pydantic', 'transformers', 'click', 'rich', 'yaml'}))"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+def _run(path: Path, name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-Modules = dict[str, ModuleType]
+# -- the contract ------------------------------------------------------------------------------------------------------
 
 
 def test_known_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.install(monkeypatch)
+    standin.install(monkeypatch)
     rows = probe()
     assert failures(rows) == []
     assert len(rows) == 1 + len(NEEDS)
 
 
-@pytest.mark.parametrize("version", ["1.3.0rc22", "1.3.0", "1.4.0rc1", "1.4.0rc1+cu13"])
+@pytest.mark.parametrize("version", ["1.3.0rc27", "1.3.0", "1.4.0rc1", "1.4.0rc1+cu13"])
 def test_versions_whose_sources_were_read(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    fake.install(monkeypatch, version)
+    standin.install(monkeypatch, version)
     assert failures(probe()) == []
 
 
-@pytest.mark.parametrize("version", ["1.4.0rc2", "1.4.0", "2.0.0", "1.3.0rc21", "1.2.1", "no version"])
+@pytest.mark.parametrize("version", ["1.4.0rc2", "1.4.0", "2.0.0", "1.3.0rc26", "1.2.1", "no version"])
 def test_another_version_is_refused_though_every_name_fits(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    fake.install(monkeypatch, version)
+    standin.install(monkeypatch, version)
     (reason,) = failures(probe())
     assert version in reason
 
@@ -196,62 +291,92 @@ def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cannot be imported" in reason
 
 
-def renamed_class(modules: Modules) -> None:
-    vars(modules["modeling_dflash"])["DFlash2ForCausalLM"] = vars(modules["modeling_dflash"]).pop("DFlashForCausalLM")
+def test_the_folder_of_attention_was_renamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = standin.install(monkeypatch)
+    for name in ("attention", "attention.backends", "attention.backends.trtllm"):
+        module: Any = ModuleType(f"{standin.PACKAGE}.{name}")
+        module.__path__, module.__spec__ = [], importlib.machinery.ModuleSpec(module.__name__, None, is_package=True)
+        module.TrtllmAttentionMetadata = modules["trtllm"].TrtllmAttentionMetadata
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in ("attention_backend", "attention_backend.trtllm"):
+        monkeypatch.delitem(sys.modules, f"{standin.PACKAGE}.{name}")
+    assert failures(probe()) == []
 
 
-def changed_signature(modules: Modules) -> None:
-    class DFlashForCausalLM(fake.DFlashForCausalLM):
-        def dflash_forward(self, noise_embedding: Any, query_positions: Any, cache: Any) -> Any:  # type: ignore[override]
-            return None
-
-    vars(modules["modeling_dflash"])["DFlashForCausalLM"] = DFlashForCausalLM
-
-
-def parameters_in_another_order(modules: Modules) -> None:
-    def get_spec_worker(
-        model_config: Any, spec_config: Any, mapping: Any, use_separate_draft_kv_cache: bool = False
-    ) -> Any:
-        return fake.DFlashWorker
-
-    vars(modules["utils"])["get_spec_worker"] = get_spec_worker
+def _owner(need: Need) -> tuple[Any, str]:
+    *parents, name = need.name.split(".")
+    owner: Any = sys.modules[need.modules[0]]
+    for parent in parents:
+        owner = getattr(owner, parent)
+    return owner, name
 
 
-def missing_enum(modules: Modules) -> None:
-    vars(modules["interface"])["SpeculativeDecodingMode"] = enum.IntEnum("SpeculativeDecodingMode", ["PARD"])
+def _without(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = _owner(need)
+    if isinstance(owner, type) and issubclass(owner, int):
+        monkeypatch.setattr(sys.modules[need.modules[0]], need.name.split(".")[0], SimpleNamespace())
+    elif name in vars(owner):
+        monkeypatch.delattr(owner, name)
+    else:
+        monkeypatch.setattr(owner, name, None)
 
 
-def hook_no_longer_called(modules: Modules) -> None:
-    class DFlashWorker(fake.DFlashWorker):
-        def _forward_impl(self, *args: Any, **kwargs: Any) -> Any:
-            return self.prepare_1st_drafter_inputs(*args, **kwargs)
+def _with_another_parameter(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, name = _owner(need)
+    value = getattr(owner, name)
+    parameters = list(inspect.signature(value).parameters.values())
+    extra = inspect.Parameter("more", inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
-    vars(modules["dflash"])["DFlashWorker"] = vars(modules["utils"])["DFlashWorker"] = DFlashWorker
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        return value(*args, **kwargs)
+
+    changed.__signature__ = inspect.Signature([extra, *parameters])  # type: ignore[attr-defined]
+    monkeypatch.setattr(owner, name, changed)
 
 
-def another_worker_is_used(modules: Modules) -> None:
-    vars(modules["utils"])["DFlashWorker"] = type("DFlashWorker", (fake.DFlashWorker,), {})
+@pytest.mark.parametrize("need", NEEDS, ids=lambda need: need.label)
+def test_each_name_that_is_gone_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.install(monkeypatch)
+    _without(need, monkeypatch)
+    assert any(reason.startswith(need.label) for reason in failures(probe()))
 
 
-def module_gone(modules: Modules) -> None:
-    sys.modules[f"{fake.PACKAGE}.models.modeling_utils"] = None  # type: ignore[assignment]
+@pytest.mark.parametrize("need", [n for n in NEEDS if n.parameters], ids=lambda need: need.label)
+def test_each_signature_that_changed_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.install(monkeypatch)
+    _with_another_parameter(need, monkeypatch)
+    (reason,) = [reason for reason in failures(probe()) if reason.startswith(need.label)]
+    assert "more" in reason
 
 
 @pytest.mark.parametrize(
-    ("change", "complaint"),
-    [
-        (renamed_class, "DFlashForCausalLM"),
-        (changed_signature, "dflash_forward: (self, noise_embedding, query_positions, cache)"),
-        (parameters_in_another_order, "get_spec_worker: (model_config, spec_config"),
-        (missing_enum, "DFLASH"),
-        (hook_no_longer_called, "_forward_impl: no longer mentions _refine_block_logits"),
-        (another_worker_is_used, "utils: DFlashWorker: another object"),
-        (module_gone, "modeling_utils"),
-    ],
+    ("need", "word"), [(n, word) for n in NEEDS for word in n.mentions], ids=lambda x: getattr(x, "label", x)
 )
-def test_a_changed_version_is_named(
-    monkeypatch: pytest.MonkeyPatch, change: Callable[[Modules], None], complaint: str
-) -> None:
-    change(fake.install(monkeypatch))
-    reasons = failures(probe())
-    assert any(complaint in reason for reason in reasons), reasons
+def test_each_word_that_is_gone_is_named(need: Need, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.install(monkeypatch)
+    owner, name = _owner(need)
+    source, value = inspect.getsource, getattr(owner, name)
+    monkeypatch.setattr(
+        inspect, "getsource", lambda found: source(found).replace(word, "gone") if found is value else source(found)
+    )
+    (reason,) = [reason for reason in failures(probe()) if reason.startswith(need.label)]
+    assert word in reason
+
+
+@pytest.mark.parametrize(
+    ("need", "field"), [(n, field) for n in NEEDS for field in n.fields], ids=lambda x: getattr(x, "label", x)
+)
+def test_each_field_that_is_gone_is_named(need: Need, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    standin.install(monkeypatch)
+    owner, name = _owner(need)
+    monkeypatch.setattr(owner, name, make_dataclass(name, [f for f in need.fields if f != field]))
+    (reason,) = failures(probe())
+    assert f"no field {field}" in reason
+
+
+def test_another_worker_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = standin.install(monkeypatch)
+    stock = worker.Eagle3OneModelDynamicTreeWorker
+    modules["utils"].Eagle3OneModelDynamicTreeWorker = type("Another", (stock,), {})
+    (reason,) = failures(probe())
+    assert "utils: Eagle3OneModelDynamicTreeWorker: another object" in reason

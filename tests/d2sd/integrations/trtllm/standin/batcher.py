@@ -217,6 +217,8 @@ class Server:
         spec.draft_tokens = torch.cat(drafts).int() if drafts else torch.zeros(0, dtype=torch.int32)
         spec.temperatures = torch.full((len(gather_ids),), self.settings.temperature)
         spec.request_temperatures = torch.full((len(requests),), self.settings.temperature)
+        spec.top_ks = spec.top_ps = spec.temperatures  # unused: no filter
+        spec.request_top_ks = spec.request_top_ps = spec.request_temperatures
         out: dict[str, Tensor] = self.worker(
             input_ids=input_ids.int(),
             position_ids=position_ids[None],

@@ -17,7 +17,7 @@ from torch import Tensor
 
 class TrtllmAttentionMetadata:
     def __init__(self, requests: int, nodes: int, manager: Any, *, sm: int) -> None:
-        width = max(nodes, 2 * manager.tokens_per_block)  # Eagle's drafting may have more rows than a tree has nodes
+        width = nodes + 24  # Eagle's drafting may have more rows than a tree has nodes
         self.kv_cache_manager, self.sm = manager, sm
         self._seq_lens = torch.zeros(requests, dtype=torch.int32)
         self._seq_lens_cuda = torch.zeros(requests, dtype=torch.int32)

@@ -7,14 +7,13 @@ import importlib
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tests.d2sd.integrations.trtllm.standin import metadata, ops, slots, worker
+from tests.d2sd.integrations.trtllm.standin import metadata, ops, slots, sources, worker
 
 PACKAGE = "tensorrt_llm._torch"
 
@@ -108,6 +107,7 @@ def install(monkeypatch: pytest.MonkeyPatch, version: str = "1.4.0rc1") -> dict[
         monkeypatch.setitem(sys.modules, name, module)
         found[name.rsplit(".", 1)[-1]] = module
     vars(found["tensorrt_llm"])["__version__"] = version
+    sources.replace_by_sources(monkeypatch, found)
     return found
 
 
@@ -120,7 +120,3 @@ class Resources:
     def get_resource_manager(self, kind: Any) -> Any:
         return self._managers[getattr(kind, "value", kind)]
 
-
-def folder_of(name: str) -> Path:
-    """Where the package has the file of a module."""
-    return Path(*name.split(".")).with_suffix(".py")
