@@ -4,8 +4,7 @@ It needs the d2sd package next to TensorRT-LLM: `pip install --no-deps .` in a c
 for the bundle around it, or raises with the reasons why the installed TensorRT-LLM cannot have it.
 """
 
+from importlib import import_module
 from pathlib import Path
 
-from d2sd.integrations.trtllm.register import register
-
-register(Path(__file__).resolve().parents[2])
+import_module("d2sd.integrations.trtllm.register").register(Path(__file__).resolve().parents[2])

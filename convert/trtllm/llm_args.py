@@ -208,12 +208,15 @@ def tree_arguments(
     }, policy
 
 
-def arguments_of_bundle(bundle: Path, *, nodes: int | None, max_batch: int | None) -> tuple[dict[str, Any], Policy]:
-    """`tree_arguments` of a bundle. Raises `D2SDError`."""
+def write_tree_arguments(path: Path, bundle: Path, *, nodes: int | None, max_batch: int | None) -> Policy:
+    """Write the arguments of a bundle's tree in a size of its own; returns its policy. Raises `D2SDError`."""
     recipe = load_manifest(bundle).recipe
     if reason := unsupported_reason(recipe):
         raise BundleError("TensorRT-LLM cannot serve this bundle.", where=bundle, found=reason)
-    return tree_arguments(HFConfig.read(bundle / "drafter_first"), recipe, nodes=nodes, max_batch=max_batch)
+    drafter = HFConfig.read(bundle / "drafter_first")
+    values, policy = tree_arguments(drafter, recipe, nodes=nodes, max_batch=max_batch)
+    write_arguments(path, values, str(policy))
+    return policy
 
 
 def check_llm_args(bundle: Path) -> list[str]:

@@ -6,14 +6,10 @@ It goes in place of `1/model.py` in a copy of `llmapi/tensorrt_llm` from TensorR
 
 import os
 import sys
+from importlib import import_module
 from pathlib import Path
 
-from d2sd.integrations.trtllm.register import register
-
-_FOLDER = Path(__file__).resolve().parent
-register(Path(os.environ["D2SD_BUNDLE"]).resolve())
-sys.path.insert(0, str(_FOLDER))
-
-from llmapi_model import TritonPythonModel  # noqa: E402
-
-__all__ = ["TritonPythonModel"]
+import_module("d2sd.integrations.trtllm.register").register(Path(os.environ["D2SD_BUNDLE"]).resolve())
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+#: The name that Triton looks for.
+TritonPythonModel = import_module("llmapi_model").TritonPythonModel

@@ -8,6 +8,8 @@ import click
 
 from d2sd.cli.options import FilePath, bundle_argument
 from d2sd.cli.report import Reporting, ReportingGroup
+from d2sd.convert.trtllm.llm_args import check_llm_args, write_tree_arguments
+from d2sd.integrations.trtllm.probe import failures, lines, probe
 
 
 @click.group(cls=ReportingGroup)
@@ -23,23 +25,18 @@ def trtllm() -> None:
 @trtllm.command(cls=Reporting)
 @click.argument("bundle", type=FilePath, required=False)
 @click.option("--tree", is_flag=True, help="Compare the installed TensorRT-LLM with what d2sd's tree uses of it.")
-@click.pass_context
-def check(context: click.Context, bundle: Path | None, tree: bool) -> None:
+def check(bundle: Path | None, tree: bool) -> None:
     """Check the arguments of BUNDLE, and with --tree the installed TensorRT-LLM. Exit code 1: it cannot have the tree.
 
     For example:
 
         d2sd trtllm check bundles/qwen3-8b --tree
     """
-    from d2sd.convert.trtllm.llm_args import check_llm_args
-    from d2sd.integrations.trtllm.probe import failures, lines, probe
-
     for name in check_llm_args(bundle) if bundle is not None else ():
         click.echo(f"{name}: every key as in TensorRT-LLM's reference")
     rows = probe() if tree else []
-    for line in lines(rows):
-        click.echo(line)
-    context.exit(1 if failures(rows) else 0)
+    click.echo("\n".join(lines(rows)), nl=tree)
+    click.get_current_context().exit(1 if failures(rows) else 0)
 
 
 @trtllm.command(cls=Reporting)
@@ -54,8 +51,4 @@ def args(bundle: Path, nodes: int | None, max_batch: int | None, out: Path) -> N
 
         d2sd trtllm args bundles/qwen3-8b --nodes 32 --max-batch 32 -o tree32.yaml
     """
-    from d2sd.convert.trtllm.llm_args import arguments_of_bundle, write_arguments
-
-    values, policy = arguments_of_bundle(bundle, nodes=nodes, max_batch=max_batch)
-    write_arguments(out, values, str(policy))
-    click.echo(f"{out}: trees of {policy}")
+    click.echo(f"{out}: trees of {write_tree_arguments(out, bundle, nodes=nodes, max_batch=max_batch)}")

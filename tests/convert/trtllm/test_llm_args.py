@@ -158,7 +158,7 @@ def test_one_drafter_has_a_tree_as_well(tmp_path: Path) -> None:
     bundle, recipe = bundle_of(tmp_path / "bundle", drafters={"first": {"path": "first"}})
     write_llm_args(bundle / FOLDER, recipe)
     assert check_llm_args(bundle) == [DFLASH, TREE]
-    assert "ddtree+lookup of 64 rows" in (bundle / FOLDER / TREE).read_text()
+    assert "ddtree+lookup of 16 rows" in (bundle / FOLDER / TREE).read_text()
 
 
 def test_what_it_cannot_serve(tmp_path: Path) -> None:

@@ -183,8 +183,15 @@ def test_a_half_precision_bundle_has_arguments_for_tensorrt_llm(tmp_path: Path, 
     found = run(write_project(tmp_path / "half", precision="bf16"), out / "half")
     assert {name for name in found if name.startswith("trtllm/")} == {
         "trtllm/llm_args.dflash.yaml",
-        "trtllm/llm_args.d2sd.yaml",
+        "trtllm/llm_args.d2sd_tree.yaml",
         "trtllm/d2sd_trtllm/__init__.py",
+        "trtllm/triton/model.py",
+        "trtllm/triton/model.yaml",
+    }
+    assert {name for name in found if name.startswith("elsewhere/")} == {
+        "elsewhere/edge_llm.sh",
+        "elsewhere/sglang.yaml",
+        "elsewhere/vllm.yaml",
     }
     assert yaml.safe_load(found["trtllm/llm_args.dflash.yaml"])["speculative_config"]["max_draft_len"] == 3
     assert json.loads(found["manifest.json"])["files"].keys() >= {"trtllm/llm_args.dflash.yaml"}

@@ -12,7 +12,7 @@ from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, registered
 from tests.d2sd.integrations.trtllm.standin import ops
 from tests.d2sd.integrations.trtllm.standin.batcher import Request, Settings
 
-PROMPT, VOCAB, LENGTH = [3, 1, 4], 4, 4
+PROMPT, VOCAB, LENGTH = [3, 1, 2], 4, 4
 
 
 def distribution(shop: Shop) -> torch.Tensor:

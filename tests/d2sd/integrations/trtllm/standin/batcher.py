@@ -21,7 +21,7 @@ from tests.d2sd.integrations.trtllm.standin.modules import Resources
 # Shape letters: C contexts before G generations, T rows of all, N nodes, E hidden, L layers.
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     prompt: list[int]
     new_tokens: int
