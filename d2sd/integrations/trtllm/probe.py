@@ -99,14 +99,14 @@ def _fields(value: Any) -> set[str]:
 
 
 def _existing(modules: tuple[str, ...]) -> str:
-    """The first of the modules that can be found, or the first."""
-    for module in modules:
+    """The first of the modules that can be found, or the last."""
+    for module in modules[:-1]:
         try:
             if find_spec(module) is not None:
                 return module
         except ImportError:  # of a parent
             continue
-    return modules[0]
+    return modules[-1]
 
 
 def _resolve(module: str, name: str) -> Any:

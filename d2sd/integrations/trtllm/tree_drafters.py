@@ -90,7 +90,7 @@ class TreeDrafters(nn.Module):
         prepare_for_inference(tables, drafters.values())
         self.runner = ModelRunner(tables, drafters, block_size=self._manifest.recipe.tree.block_size)
         file = load_calibration(self._bundle / CALIBRATION) if self._manifest.recipe.drafters.calibration else None
-        self._calibration = None if file is None else scores_of(file).to(self.runner.device)
+        self.calibration = None if file is None else scores_of(file).to(self.runner.device)
 
     @property
     def allocated(self) -> bool:
@@ -140,5 +140,5 @@ class TreeDrafters(nn.Module):
             self._batches[count] = batch.to(self.runner.device)
         length = context_len.clamp(max=self._table.numel() // len(self._table) * self.runner.target_pool.page_size)
         batch = replace(self._batches[count], anchor=anchor, page_table=self._table[slots], context_len=length)
-        return draft_trees(self.runner, self.policy, batch, self._calibration).tree
+        return draft_trees(self.runner, self.policy, batch, self.calibration).tree
 

@@ -19,10 +19,11 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import PolicyName
-from d2sd.recipe import load_recipe
+from d2sd.recipe import Recipe, load_recipe
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
 from d2sd.runtime.request import Request as OwnRequest
+from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
 from tests.convert.helpers import write_project
 from tests.d2sd.integrations.trtllm.standin import modules as standin
@@ -40,11 +41,12 @@ class Shop:
     decoder: Decoder
     first: DraftModel
     second: DraftModel
+    recipe: Recipe
+    longest: int = LONGEST  # prompt and answer, in tokens
 
     def arguments(self, padding: int = 0, **changes: Any) -> tuple[dict[str, Any], Policy]:
         """The bundle's `speculative_config`, and the policy of its trees, which leave `padding` nodes unused."""
-        recipe = load_recipe(self.bundle.parent / "project" / "recipe.yaml")
-        values, policy = tree_arguments(HFConfig.read(self.bundle / "drafter_first"), recipe, **changes)
+        values, policy = tree_arguments(HFConfig.read(self.bundle / "drafter_first"), self.recipe, **changes)
         speculative = values["speculative_config"]
         speculative["max_total_draft_tokens"] += padding
         speculative["dynamic_tree_max_topK"] += padding
@@ -52,9 +54,11 @@ class Shop:
 
     def server(self, modules: dict[str, Any], settings: Settings, **changes: Any) -> Server:
         """A server of the bundle, which is registered."""
-        return Server(modules, self.decoder, self.arguments(**changes)[0], LONGEST, settings)
+        return Server(modules, self.decoder, self.arguments(**changes)[0], self.longest, settings)
 
-    def own(self, requests: list[Request], policy: Policy) -> list[Request]:
+    def own(
+        self, requests: list[Request], policy: Policy, calibration: Calibration | None = None
+    ) -> list[Request]:
         """The served requests again in d2sd's own runtime, each alone: answers, and tokens of every step.
 
         TensorRT-LLM's context step says the first token, with which d2sd's prompt ends: its anchor.
@@ -62,7 +66,8 @@ class Shop:
         runner = runner_of(self.decoder, self.first, self.second)
         found = []
         for request in requests:
-            engine = Engine(runner, policy, Limits(1, LONGEST + 64, 4, 64, prefix_cache=False))
+            limits = Limits(1, self.longest + 64, 4, 64, prefix_cache=False)
+            engine = Engine(runner, policy, limits, calibration=calibration)
             engine.record_trace = True
             prompt, counts = request.tokens[: len(request.prompt) + 1], list[int]()
             sequence = engine.submit(OwnRequest(tuple(prompt), max(request.new_tokens - 1, 1)))
@@ -97,7 +102,7 @@ def make_shop(
     for name, drafter in (("first", one), ("second", two)):
         DFLASH.write(path.parent / name, drafter.config, drafter.state_dict())
     bundle = write_bundle(folder / "bundle", path, decoder, one, two if second else None)
-    return Shop(bundle, decoder, one, two)
+    return Shop(bundle, decoder, one, two, load_recipe(path))
 
 
 def _limits() -> dict[str, int]:
