@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -89,6 +89,15 @@ build/triton-%: | .venv/dev
 ## load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
 consumers: .venv/dev
 	sh benchmarks/consumers.sh $(abspath $(BIN))/python
+
+## d2sd's tree in a stand-in for TensorRT-LLM's path: 10,000 steps of random tiny bundles, each text against plain decoding and
+## each step against d2sd's runtime, and as many trees in slots: three minutes of a core; SEED=1
+trtllm: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.d2sd.integrations.trtllm.soak $(or $(TRTLLM_STEPS),10000) --seed $(SEED)
+
+## the same tests with TensorRT-LLM's own Python files in the stand-in's place, as far as the folder FROM has them
+trtllm-sources: .venv/dev
+	D2SD_TRTLLM_SOURCES=$(abspath $(FROM)) $(BIN)/pytest -m "" $(addprefix tests/d2sd/integrations/trtllm/test_tree_,serving.py mutants.py sampling.py)
 
 ## d2sd in a real Triton Inference Server, without a GPU: its wheel wants numpy 1, so an environment of its own, 1.5 GB
 TRITON := build/triton

@@ -76,10 +76,11 @@ def _edge_llm(recipe: Recipe, block_size: int) -> str:
     )
     return f"""\
 set -eu
-tensorrt-edgellm-export target onnx_edge_llm --dflash-base --dflash-draft --dflash-draft-dir drafter_first
-llm_build --onnxDir onnx_edge_llm/llm --engineDir engines_edge_llm {sizes} --maxVerifyTreeSize {nodes} --specBase
-llm_build --onnxDir onnx_edge_llm/dflash_draft --engineDir engines_edge_llm {sizes} --maxDraftTreeSize {nodes} --specDraft
-llm_inference --engineDir engines_edge_llm --inputFile "$1" --outputFile "$2" --specDecode --specDraftTopK 8 \\
+tensorrt-edgellm-export target edge_llm/onnx --dflash-base --dflash-draft --dflash-draft-dir drafter_first
+llm_build --onnxDir edge_llm/onnx/llm --engineDir edge_llm/engine {sizes} --maxVerifyTreeSize {nodes} --specBase
+llm_build --onnxDir edge_llm/onnx/dflash_draft --engineDir edge_llm/engine {sizes} \\
+  --maxDraftTreeSize {nodes} --specDraft
+llm_inference --engineDir edge_llm/engine --inputFile "$1" --outputFile "$2" --specDecode --specDraftTopK 8 \\
   --specDraftStep 1 --specVerifySize {nodes} --dflashBlockSize {block_size}
 """
 
@@ -87,9 +88,7 @@ llm_inference --engineDir engines_edge_llm --inputFile "$1" --outputFile "$2" --
 ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
     {
         "vLLM": OtherEngine("vllm.yaml", f"vllm serve target --config {FOLDER}/vllm.yaml", _vllm),
-        "SGLang": OtherEngine(
-            "sglang.yaml", f"python -m sglang.launch_server --config {FOLDER}/sglang.yaml", _sglang
-        ),
+        "SGLang": OtherEngine("sglang.yaml", f"python -m sglang.launch_server --config {FOLDER}/sglang.yaml", _sglang),
         "TensorRT Edge-LLM": OtherEngine(
             "edge_llm.sh", f"sh {FOLDER}/edge_llm.sh requests.json answers.json", _edge_llm
         ),
@@ -102,5 +101,7 @@ def write_elsewhere(folder: Path, recipe: Recipe) -> None:
     block_size = HFConfig.read(folder.parent / "drafter_first").size("block_size")
     folder.mkdir(parents=True)
     for name, engine in ENGINES.items():
-        head = f"# {name} with this bundle's first drafter. Not yet run. From the bundle's folder:\n#   {engine.command}\n"
+        head = (
+            f"# {name} with this bundle's first drafter. Not yet run. From the bundle's folder:\n#   {engine.command}\n"
+        )
         (folder / engine.file).write_text(head + engine.text(recipe, block_size), "utf-8")

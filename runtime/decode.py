@@ -78,7 +78,7 @@ class StepResult:
 
 
 class Drafted(NamedTuple):
-    """What a step verifies, and what it was made of."""
+    """Trees to verify, and the drafts that they were made of."""
 
     first: Draft | None
     branches: Branches | None

@@ -81,7 +81,7 @@ class Eagle3(Decoding):
 
     decoding_type: Literal["Eagle3"] = "Eagle3"
     use_dynamic_tree: bool | None = False
-    dynamic_tree_max_topK: int | None = None  # noqa: N815
+    dynamic_tree_max_topK: int | None = None
     num_eagle_layers: int | None = None
     max_non_leaves_per_layer: int | None = None
     eagle3_layers_to_capture: Annotated[set[int], Field(strict=False)] | None = None

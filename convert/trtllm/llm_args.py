@@ -3,7 +3,7 @@
     trtllm/llm_args.dflash.yaml      a chain of the first drafter, with TensorRT-LLM alone
     trtllm/llm_args.d2sd_tree.yaml   d2sd's tree, for a server that imports the module
     trtllm/d2sd_trtllm/__init__.py   the module (`trtllm-serve --custom_module_dirs`)
-    trtllm/triton/                   the same tree behind Triton: model.py and model.yaml of TensorRT-LLM's `llmapi` model
+    trtllm/triton/                   the same behind Triton: model.py and model.yaml of TensorRT-LLM's `llmapi` model
 
 The schema of the arguments is closed: those of a tree are Eagle3's, whose dynamic trees d2sd drafts in place of Eagle.
 The module reads all else from the bundle. Paths are relative to the bundle's folder.
@@ -93,9 +93,7 @@ def _in_tensorrt_llm(has_second: bool) -> list[PolicyName]:
     """Policies whose drafters read pages of their own, which is all that there is for them in TensorRT-LLM."""
     there = {DrafterRole.FIRST, DrafterRole.SECOND} if has_second else {DrafterRole.FIRST}
     return [
-        name
-        for name, facts in FACTS.items()
-        if facts.first_pass is FirstPass.DRAFTER and there >= set(facts.drafters)
+        name for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER and there >= set(facts.drafters)
     ]
 
 
@@ -136,11 +134,13 @@ def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
 
 
 def dynamo_command(values: dict[str, Any]) -> list[str]:
-    """What starts a worker of NVIDIA Dynamo (1.4 to 1.6) with a tree's arguments, from the bundle's folder.
+    """Return the words that start a worker of NVIDIA Dynamo (1.4 to 1.6) with a tree, in the bundle's folder.
 
     Dynamo takes limits as options and the rest from the file; it has no option for a module, so d2sd starts it.
     """
-    limits = {f"--{key.replace('_', '-')}": str(values[key]) for key in ("max_batch_size", "max_num_tokens", "max_seq_len")}
+    limits = {
+        f"--{key.replace('_', '-')}": str(values[key]) for key in ("max_batch_size", "max_num_tokens", "max_seq_len")
+    }
     options = {"--model-path": "target"} | limits | {"--extra-engine-args": f"{FOLDER}/{TREE}"}
     start = [*ENVIRONMENT.split(), "python", "-m", "d2sd.integrations.trtllm", ".", "dynamo.trtllm"]
     return [*start, *(word for pair in options.items() for word in pair)]

@@ -24,7 +24,7 @@ COMMANDS = {
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
     "triton": "Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.",
-    "trtllm": "Compare the installed TensorRT-LLM with the version d2sd was written for.",
+    "trtllm": "Serve a bundle's chain or tree with TensorRT-LLM.",
     "worker": "Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.",
 }
 

@@ -20,7 +20,17 @@ FOLDER = Path(__file__).parent
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("selection", ["not full", pytest.param("full", marks=pytest.mark.full)])
 def test_the_step_on_fake_cuda_tensors(selection: str, once: Once) -> None:
-    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection, str(FOLDER / "step.py"), str(FOLDER / "tree.py")]
+    command = [
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-m",
+        selection,
+        str(FOLDER / "step.py"),
+        str(FOLDER / "tree.py"),
+    ]
     done = subprocess.run(
         [sys.executable, *command],
         capture_output=True,

@@ -65,7 +65,10 @@ def drafting(name: PolicyName, patch: pytest.MonkeyPatch, *, lookup: bool = Fals
         drafters.runner, drafters.calibration = runner(2, 2, fp8=False, roles=policy.drafters), None
         worker = tree_worker(Base)()
         cache = SimpleNamespace(
-            enable_block_reuse=False, num_kv_heads_per_layer=[2, 2], max_attention_window_vec=[LENGTH], max_seq_len=LENGTH
+            enable_block_reuse=False,
+            num_kv_heads_per_layer=[2, 2],
+            max_attention_window_vec=[LENGTH],
+            max_seq_len=LENGTH,
         )
         rows = REQUESTS * NODES
         attn = SimpleNamespace(
@@ -100,12 +103,7 @@ def drafting(name: PolicyName, patch: pytest.MonkeyPatch, *, lookup: bool = Fals
 
 @pytest.mark.parametrize(
     ("name", "lookup", "context", "draft"),
-    [
-        ("chain", False, 41, 96),
-        ("ddtree", True, 43, 93),
-        ("d2sd", False, 49, 123),
-        ("hybrid", True, 51, 153),
-    ],
+    [("chain", False, 41, 96), ("ddtree", True, 43, 93), ("d2sd", False, 49, 123), ("hybrid", True, 51, 153)],
 )
 def test_generations_read_nothing_back(
     name: PolicyName, lookup: bool, context: int, draft: int, monkeypatch: pytest.MonkeyPatch

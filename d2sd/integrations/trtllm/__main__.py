@@ -1,6 +1,6 @@
 """Registers d2sd's tree for a bundle, then runs a Python module: for servers that cannot import modules themselves.
 
-    python -m d2sd.integrations.trtllm BUNDLE dynamo.trtllm --model-path target ...
+python -m d2sd.integrations.trtllm BUNDLE dynamo.trtllm --model-path target ...
 """
 
 from __future__ import annotations

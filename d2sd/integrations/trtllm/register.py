@@ -91,7 +91,7 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
 
 
 def argument_faults(spec: Any, manifest: Manifest) -> list[str]:
-    """What is wrong with the speculative arguments, for the drafters of the bundle."""
+    """List what is wrong with the speculative arguments, for the drafters of the bundle."""
     reasons = []
     length = manifest.drafters["first"].block_size - 1
     if not spec.use_dynamic_tree or (spec.dynamic_tree_max_topK or 0) < 2:

@@ -50,9 +50,11 @@ class SharedTables(TargetModel):
         super().__init__()
         # no layers: its pool has no bytes
         self.config = replace(config, body=replace(config.body, num_layers=0), tie_word_embeddings=False)
-        self.embed_tokens = nn.Embedding.from_pretrained(embedding.detach()[: config.vocab_size])
-        self.lm_head = nn.Linear(*head.shape[::-1], bias=False, device="meta")
-        self.lm_head.weight = nn.Parameter(head.detach()[: config.vocab_size], requires_grad=False)
+        with torch.device("meta"):
+            self.embed_tokens = nn.Embedding(*embedding.shape)
+            self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False)
+        for module, table in ((self.embed_tokens, embedding), (self.lm_head, head)):
+            module.weight = nn.Parameter(table.detach()[: config.vocab_size], requires_grad=False)
         self.packed_head = None
 
 
@@ -141,4 +143,3 @@ class TreeDrafters(nn.Module):
         length = context_len.clamp(max=self._table.numel() // len(self._table) * self.runner.target_pool.page_size)
         batch = replace(self._batches[count], anchor=anchor, page_table=self._table[slots], context_len=length)
         return draft_trees(self.runner, self.policy, batch, self.calibration).tree
-

@@ -64,8 +64,9 @@ def store_tree(storage: SlotStorage, slots: Tensor, tree: Tree) -> Tensor:
 def pack_bits(bits: Tensor, words: int) -> Tensor:
     """bool [..., N] -> int32 [..., W], the lowest bit first."""
     places = torch.arange(32, dtype=torch.int32, device=bits.device)
-    padded = pad(bits, (0, 32 * words - bits.shape[-1])).unflatten(-1, (words, 32))
-    return (padded.int() << places).sum(-1, dtype=torch.int32)  # bits are disjoint: nothing carries over
+    padded = pad(bits, (0, 32 * words - bits.shape[-1])).reshape(*bits.shape[:-1], words, 32)
+    packed: Tensor = (padded.int() << places).sum(-1, dtype=torch.int32)  # bits are disjoint: nothing carries over
+    return packed
 
 
 def _first(chosen: Tensor, number: Tensor) -> Tensor:

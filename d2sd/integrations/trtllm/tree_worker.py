@@ -51,10 +51,7 @@ def committed_rows(worker: Any, position_ids: Tensor, attn_metadata: Any) -> Com
     return Committed(
         torch.cat([torch.arange(count, device=device), (starts[:, None] + index).flatten()]),
         torch.cat(
-            [
-                slots[:contexts].repeat_interleave(lengths, output_size=count),
-                slots[contexts:].repeat_interleave(path),
-            ]
+            [slots[:contexts].repeat_interleave(lengths, output_size=count), slots[contexts:].repeat_interleave(path)]
         ),
         torch.cat([position_ids[:count].long(), (position_ids[starts].long()[:, None] + steps).flatten()]),
         torch.cat([torch.ones(count, dtype=torch.bool, device=device), (steps < accepted).flatten()]),
@@ -78,7 +75,10 @@ def context_lengths(
 def check_step(worker: Any, attn_metadata: Any, spec_metadata: Any, drafters: TreeDrafters) -> None:
     """Compare what the first step is given with the contract. Raises D2SDError naming what differs."""
     try:
-        wrong = [*_tensor_faults(worker), *_fact_faults(worker, attn_metadata.kv_cache_manager, spec_metadata, drafters)]
+        wrong = [
+            *_tensor_faults(worker),
+            *_fact_faults(worker, attn_metadata.kv_cache_manager, spec_metadata, drafters),
+        ]
     except AttributeError as error:
         wrong = [str(error)]
     if wrong:
@@ -147,13 +147,7 @@ def tree_worker(base: type[Any]) -> type[Any]:
             """Write what the step committed to the drafters' pages."""
             if not isinstance(draft_model, TreeDrafters):
                 inputs: dict[str, Any] = super().prepare_1st_drafter_inputs(
-                    input_ids,
-                    position_ids,
-                    hidden_states,
-                    accepted_tokens,
-                    attn_metadata,
-                    spec_metadata,
-                    draft_model,
+                    input_ids, position_ids, hidden_states, accepted_tokens, attn_metadata, spec_metadata, draft_model
                 )
                 return inputs
             if self.spec_tree_manager is not None and not draft_model.allocated:

@@ -150,7 +150,7 @@ def test_policies_of_trees(tmp_path: Path, drafters: int, policy: str, asked: st
     tree = {"policy": policy, "block_size": 4, "branches": 3}
     _, recipe = bundle_of(tmp_path / "bundle", drafters=named, tree=tree)
     assert tree_policy(recipe, asked) == found
-    with pytest.raises(RecipeError, match="reanchor, ddtree|d2sd, ddtree, hybrid"):
+    with pytest.raises(RecipeError, match=r"reanchor, ddtree|d2sd, ddtree, hybrid"):
         tree_policy(recipe, "flex_tree")
 
 

@@ -18,8 +18,10 @@ from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterName
+from d2sd.recipe import Policy as RecipePolicy
 from d2sd.recipe import Recipe, load_recipe
+from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
 from d2sd.runtime.request import Request as OwnRequest
@@ -56,9 +58,7 @@ class Shop:
         """A server of the bundle, which is registered."""
         return Server(modules, self.decoder, self.arguments(**changes)[0], self.longest, settings)
 
-    def own(
-        self, requests: list[Request], policy: Policy, calibration: Calibration | None = None
-    ) -> list[Request]:
+    def own(self, requests: list[Request], policy: Policy, calibration: Calibration | None = None) -> list[Request]:
         """The served requests again in d2sd's own runtime, each alone: answers, and tokens of every step.
 
         TensorRT-LLM's context step says the first token, with which d2sd's prompt ends: its anchor.
@@ -72,12 +72,17 @@ class Shop:
             prompt, counts = request.tokens[: len(request.prompt) + 1], list[int]()
             sequence = engine.submit(OwnRequest(tuple(prompt), max(request.new_tokens - 1, 1)))
             while sequence.finish is None and request.new_tokens > 1:
-                engine.trace = None
-                engine.step()
-                if engine.trace is not None:
-                    counts.append(int(engine.trace.accepted.count[0]))
+                counts += stepped(engine)
             found.append(Request(request.prompt, request.new_tokens, tokens=list(sequence.tokens), counts=counts))
         return found
+
+
+def stepped(engine: Engine) -> list[int]:
+    """Step an engine of one request; the tokens of its decode step, if it made one."""
+    engine.trace = None
+    engine.step()
+    trace: StepTrace | None = engine.trace
+    return [] if trace is None else [int(trace.accepted.count[0])]
 
 
 def make_shop(
@@ -87,7 +92,7 @@ def make_shop(
     vocab: int = 24,
     block_size: int = 5,
     branches: int = 4,
-    policy: PolicyName = "hybrid",
+    policy: RecipePolicy = "hybrid",
     second: bool = True,
     rows: int = 64,
     lookup: bool = True,
@@ -111,8 +116,9 @@ def _limits() -> dict[str, int]:
 
 def write_bundle(folder: Path, recipe: Path, decoder: Decoder, first: Drafter, second: Drafter | None) -> Path:
     """The part of a bundle that the module reads."""
-    body, geometry = decoder.config.body, {}
-    for name, drafter in (("first", first), ("second", second)):
+    body, geometry = decoder.config.body, dict[DrafterName, DrafterGeometry]()
+    made: tuple[tuple[DrafterName, Drafter | None], ...] = (("first", first), ("second", second))
+    for name, drafter in made:
         if drafter is None:
             continue
         DFLASH.write(folder / f"drafter_{name}", drafter.config, drafter.state_dict())
@@ -130,9 +136,7 @@ def write_bundle(folder: Path, recipe: Path, decoder: Decoder, first: Drafter, s
         vocab_size=decoder.config.vocab_size,
         parameters=1,
     )
-    manifest = Manifest(
-        recipe=load_recipe(recipe), target=target, drafters=geometry, files={}, versions={}, checks={}
-    )
+    manifest = Manifest(recipe=load_recipe(recipe), target=target, drafters=geometry, files={}, versions={}, checks={})
     write_json(folder / NAME, manifest.model_dump(mode="json"))
     return folder
 

@@ -59,7 +59,9 @@ def episode(dice: random.Random, folder: Path) -> Counter[str]:
         assert request.answer == greedy_text(shop.decoder, request.prompt, request.new_tokens), (request, settings)
         assert request.counts == other.counts, (request, other, settings)
     found = Counter({"requests": len(requests), "passes": server.steps, policy: 1})
-    return found + Counter({"steps": sum(len(r.counts) for r in requests), "tokens": sum(sum(r.counts) for r in requests)})
+    return found + Counter(
+        {"steps": sum(len(r.counts) for r in requests), "tokens": sum(sum(r.counts) for r in requests)}
+    )
 
 
 def main() -> None:

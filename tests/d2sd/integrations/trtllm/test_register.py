@@ -15,13 +15,16 @@ import pytest
 import torch
 from packaging.version import Version
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm import llm_args as faces
 from d2sd.errors import D2SDError, RecipeError
+from d2sd.integrations.trtllm import __main__ as launcher
 from d2sd.integrations.trtllm import register as registration
 from d2sd.integrations.trtllm import tree_drafters
 from d2sd.integrations.trtllm.contract import NEEDS, Need
 from d2sd.integrations.trtllm.probe import failures, probe
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS, register
+from d2sd.manifest import load_manifest
 from d2sd.plugins import dispatch
 from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, registered, single_process
 from tests.d2sd.integrations.trtllm.standin import modules as standin
@@ -141,7 +144,7 @@ def test_arguments_that_do_not_suit(
     ],
 )
 def test_targets_that_have_no_trees(shop: Shop, change: dict[str, Any], told: str) -> None:
-    manifest = registration.load_manifest(shop.bundle)
+    manifest = load_manifest(shop.bundle)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 24}
 
     def faults(world_size: int = 1, **config: Any) -> list[str]:
@@ -381,3 +384,33 @@ def test_another_worker_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     modules["utils"].Eagle3OneModelDynamicTreeWorker = type("Another", (stock,), {})
     (reason,) = failures(probe())
     assert "utils: Eagle3OneModelDynamicTreeWorker: another object" in reason
+
+
+def test_a_launcher_for_servers_that_import_no_modules(
+    shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m d2sd.integrations.trtllm BUNDLE MODULE ...`, as Dynamo's worker is started."""
+    (tmp_path / "pretend_server.py").write_text("import sys\nprint(__name__, *sys.argv[1:])\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["d2sd", str(shop.bundle), "pretend_server", "--model-path", "target"])
+    launcher.main()
+    assert capsys.readouterr().out == "__main__ --model-path target\n"
+    assert not untouched(modules)
+    monkeypatch.setattr(sys, "argv", ["d2sd", str(tmp_path), "pretend_server"])
+    with pytest.raises(SystemExit) as end:
+        launcher.main()
+    assert end.value.code == 2
+    assert "Not a bundle" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "argv", ["d2sd", str(shop.bundle)])
+    with pytest.raises(SystemExit, match="usage"):
+        launcher.main()
+
+
+def test_dynamos_worker_is_started_with_options_that_it_has(shop: Shop) -> None:
+    """Of `DynamoTrtllmConfig` in the reference of Dynamo 1.4.2, each with its variable DYN_TRTLLM_..."""
+    documented = {"--model-path", "--max-batch-size", "--max-num-tokens", "--max-seq-len", "--extra-engine-args"}
+    values, _ = faces.tree_arguments(HFConfig.read(shop.bundle / "drafter_first"), shop.recipe)
+    words = faces.dynamo_command(values)
+    assert {word for word in words if word.startswith("--")} == documented
+    assert words[:6] == [*faces.ENVIRONMENT.split(), "python", "-m", "d2sd.integrations.trtllm", "."]
+    assert words[words.index("--extra-engine-args") + 1] == "trtllm/llm_args.d2sd_tree.yaml"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -22,7 +21,7 @@ def _stored(change: Callable[[Any, torch.Tensor], None]) -> Break:
     """Change what was just written to the slots."""
 
     def broken(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-        store = tree_worker.store_tree
+        store = tree_slots.store_tree
 
         def store_and_change(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
             drafts = store(storage, slots, tree)
@@ -62,7 +61,7 @@ def link_to_an_invalid_node(storage: Any, slots: torch.Tensor) -> None:
 
 def stale_slot(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """The mask of the tree before: as where a slot's row is not written in every step."""
-    store, last = tree_worker.store_tree, {}
+    store, last = tree_slots.store_tree, {}
 
     def store_late(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
         before = storage.packed_mask.clone()
@@ -78,7 +77,7 @@ def stale_slot(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
 
 def validity_not_reset(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """Drafting fails with half of a row written, and the slots keep their validity."""
-    store, calls = tree_worker.store_tree, []
+    store, calls = tree_slots.store_tree, []
 
     def half_written(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
         calls.append(slots)

@@ -28,12 +28,16 @@ RECIPE = Path(__file__).parents[4] / "recipes" / "smollm2-135m.yaml"
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("policy", "sm", "nodes"), [("hybrid", 90, 64), ("d2sd", 100, 36)])
-def test_the_trained_pair(smollm2_bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, sm: int, nodes: int) -> None:
+def test_the_trained_pair(
+    smollm2_bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, sm: int, nodes: int
+) -> None:
     bundle = load_bundle(smollm2_bundle, verify=False)
     folders = {role: smollm2_bundle / role.folder for role in (DrafterRole.FIRST, DrafterRole.SECOND)}
     drafters = {role: kind_of(role).load(folder, torch.float32) for role, folder in folders.items()}
     target = load_target(smollm2_bundle / "target", torch.float32)
-    shop = Shop(smollm2_bundle, target, drafters[DrafterRole.FIRST], drafters[DrafterRole.SECOND], load_recipe(RECIPE), 256)
+    shop = Shop(
+        smollm2_bundle, target, drafters[DrafterRole.FIRST], drafters[DrafterRole.SECOND], load_recipe(RECIPE), 256
+    )
     modules = registered(monkeypatch, smollm2_bundle, policy)
     settings = Settings(slots=2, chunk=24, sm=sm, tokens_per_block=32)
     server = shop.server(modules, settings, nodes=nodes, max_batch=2)

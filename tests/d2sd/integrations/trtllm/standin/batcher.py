@@ -236,7 +236,7 @@ class Server:
     ) -> Tensor:
         """Hidden states [T, E]; K/V of all rows goes behind the contexts, features into the metadata."""
         layers = tuple(self.spec_metadata.layers_to_capture)
-        hidden, features, start = [], [], 0
+        hidden, features, start = list[Tensor](), list[Tensor](), 0
         for request, count in zip(contexts, chunks, strict=True):
             table = torch.tensor([request.blocks])
             rows = Rows.chain(count, table, torch.tensor([request.cached]))

@@ -1,7 +1,7 @@
 """What a step tells attention and the worker. The mask of a tree has two layouts, by architecture:
 
-    sm_90, sm_120    a flat run of G·N·W words, whatever the buffer's shape
-    sm_100, sm_103   padded: [requests, rows, words] of the buffer
+sm_90, sm_120    a flat run of G·N·W words, whatever the buffer's shape
+sm_100, sm_103   padded: [requests, rows, words] of the buffer
 """
 
 from __future__ import annotations

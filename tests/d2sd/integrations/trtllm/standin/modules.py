@@ -119,4 +119,3 @@ class Resources:
 
     def get_resource_manager(self, kind: Any) -> Any:
         return self._managers[getattr(kind, "value", kind)]
-

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -9,8 +11,9 @@ from d2sd.modeling.kv_pool import KVPool
 
 # Shape letters: G generations, N nodes, P = S + 1 nodes of the longest path, V vocabulary.
 
-_TRTLLM = torch.library.Library("trtllm", "DEF")
-_TENSORRT_LLM = torch.library.Library("tensorrt_llm", "DEF")
+_LIBRARY: Any = torch.library.Library
+_TRTLLM = _LIBRARY("trtllm", "DEF")
+_TENSORRT_LLM = _LIBRARY("tensorrt_llm", "DEF")
 _TRTLLM.define(
     "verify_dynamic_tree_greedy_out_packed_op(Tensor candidates, Tensor retrievePacked, Tensor targetPredict, "
     "Tensor(a!) acceptIndex, Tensor(b!) acceptTokenNum, Tensor(c!) acceptToken, Tensor treeValid, int numSpecStep) "

@@ -36,9 +36,9 @@ def replace_by_sources(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any])
         for parent in _parents(name):
             if parent not in sys.modules:
                 monkeypatch.setitem(sys.modules, parent, _Empty(parent))
-        module = sys.modules.get(name) or _Empty(name)
-        vars(module).update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+        stub = sys.modules.get(name) or _Empty(name)
+        vars(stub).update(content)
+        monkeypatch.setitem(sys.modules, name, stub)
     replaced = []
     for name, exported in FILES.items():
         path = _find(Path(folder), name)
@@ -60,9 +60,9 @@ def replace_by_sources(monkeypatch: pytest.MonkeyPatch, modules: dict[str, Any])
 class _Empty(types.ModuleType):
     """A module of whatever is asked of it, of which nothing is used."""
 
-    __path__: list[str] = []
-
     def __getattr__(self, name: str) -> Any:
+        if name == "__path__":
+            return []
         if name.startswith("__"):
             raise AttributeError(name)
         return type(name, (), {})
@@ -85,11 +85,7 @@ def _stubs() -> dict[str, dict[str, Any]]:
         HALF=torch.float16, BF16=torch.bfloat16, FLOAT=torch.float32, FP8="fp8", INT8="int8", NVFP4="nvfp4"
     )
     return {
-        "tensorrt_llm._utils": {
-            "prefer_pinned": lambda: False,
-            "nvtx_range": nvtx_range,
-            "get_sm_version": lambda: 90,
-        },
+        "tensorrt_llm._utils": {"prefer_pinned": lambda: False, "nvtx_range": nvtx_range, "get_sm_version": lambda: 90},
         "tensorrt_llm.bindings": {"DataType": data},
         f"{PACKAGE}.attention_backend": {"AttentionMetadata": object},
         f"{PACKAGE}.pyexecutor.resource_manager": {"ResourceManagerType": kinds},

@@ -39,20 +39,13 @@ class SpecWorkerBase(nn.Module):
     def set_draft_model(self, draft_model: Any) -> None:
         self._d2t = getattr(getattr(draft_model, "model", None), "d2t", None)
 
-    def get_draft_kv_cache_manager(self, resource_manager: Any) -> None:
-        return None
-
     def _apply_force_accepted_tokens(self, counts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return counts
 
 
 class Eagle3OneModelWorker(SpecWorkerBase):
     def __init__(
-        self,
-        spec_config: Any,
-        mapping: Any = None,
-        model_config: Any = None,
-        use_separate_draft_kv_cache: bool = False,
+        self, spec_config: Any, mapping: Any = None, model_config: Any = None, use_separate_draft_kv_cache: bool = False
     ) -> None:
         super().__init__(use_separate_draft_kv_cache)
         self.spec_config, self.mapping, self.model_config = spec_config, mapping, model_config
@@ -94,7 +87,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             attn_metadata,
             spec_metadata,
             draft_model,
-            self.get_draft_kv_cache_manager(resource_manager),
+            None,
             num_contexts,
             num_gens,
             batch_size,
@@ -112,7 +105,9 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             "next_new_tokens": torch.cat([last, next_draft_tokens], dim=1),
         }
 
-    def sample_and_accept_draft_tokens(self, input_ids: Any, logits: Any, attn_metadata: Any, spec_metadata: Any) -> Any:
+    def sample_and_accept_draft_tokens(
+        self, input_ids: Any, logits: Any, attn_metadata: Any, spec_metadata: Any
+    ) -> Any:
         raise NotImplementedError
 
     def prepare_1st_drafter_inputs(
@@ -202,7 +197,9 @@ class Eagle3OneModelDynamicTreeWorker(Eagle3OneModelWorker):
             None,
         )
 
-    def sample_and_accept_draft_tokens(self, input_ids: Any, logits: Any, attn_metadata: Any, spec_metadata: Any) -> Any:
+    def sample_and_accept_draft_tokens(
+        self, input_ids: Any, logits: Any, attn_metadata: Any, spec_metadata: Any
+    ) -> Any:
         batch, contexts = attn_metadata.num_seqs, attn_metadata.num_contexts
         generations, nodes = batch - contexts, self.tokens_per_gen_step
         self._accepted_tokens_buf[:batch] = 0
