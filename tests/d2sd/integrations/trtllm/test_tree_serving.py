@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from d2sd.convert.checkpoint.quantization import Quantization
+from d2sd.convert.kinds import DFLASH
 from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import DrafterRole
-from tests.d2sd.integrations.trtllm.shop import make_shop, random_requests, registered
+from tests.convert.checkpoint.test_quantization import fp8_tensors
+from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, random_requests, registered
 from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
 from tests.tiny import greedy_text
 
@@ -145,3 +152,40 @@ def test_guided_decoding_is_declined(tmp_path: Path, monkeypatch: pytest.MonkeyP
     server = shop.server(registered(monkeypatch, shop.bundle), Settings())
     assert not server.worker.set_guided_decoder(object())
     assert server.worker.guided_decoder is None
+
+
+def of_files(shop: Shop, write: Callable[[Path, Drafter], None]) -> Shop:
+    """The shop with drafters written anew by `write`, and read from there."""
+    made = []
+    for role, drafter in zip((DrafterRole.FIRST, DrafterRole.SECOND), (shop.first, shop.second), strict=True):
+        assert isinstance(drafter, Drafter)
+        write(shop.bundle / role.folder, drafter)
+        made.append(DFLASH.load(shop.bundle / role.folder, torch.float32))
+    return replace(shop, first=made[0], second=made[1])
+
+
+def reduced(folder: Path, drafter: Drafter) -> None:
+    """A drafter of every other token."""
+    config = replace(drafter.config, draft_vocabulary=tuple(range(0, drafter.config.vocab_size, 2)))
+    DFLASH.write(folder, config, drafter.state_dict())
+
+
+def in_fp8(folder: Path, drafter: Drafter) -> None:
+    """A drafter with all its layers in FP8, of which the checkpoint holds some in 16 bits."""
+    quantization = Quantization(DFLASH.unquantized, kv=False, producer=("modelopt", "0.47.0"))
+    names = linear_names(drafter)
+    rounded = {name: 8 / 448 for name in names if name not in quantization.of(names)}
+    tensors = fp8_tensors(drafter.state_dict(), quantization.of(names))
+    DFLASH.write(folder, drafter.config, tensors, quantization, rounded)
+
+
+@pytest.mark.parametrize("write", [reduced, in_fp8])
+def test_drafters_of_their_own_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Drafter], None]
+) -> None:
+    shop = of_files(make_shop(tmp_path, vocab=12), write)
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    requests = random_requests(random.Random(4), 6, shop.decoder.config.vocab_size)
+    serve(server, requests)
+    same_steps(requests, shop.own(requests, server.drafters.policy))
+    assert max(max(r.counts, default=0) for r in requests) > 1
