@@ -152,8 +152,9 @@ def tree_worker(base: type[Any]) -> type[Any]:
                 return inputs
             if self.spec_tree_manager is not None and not draft_model.allocated:
                 check_step(self, attn_metadata, spec_metadata, draft_model)
-                slots = len(self.spec_tree_manager.slot_storage.has_tree)
-                draft_model.allocate(slots, attn_metadata.kv_cache_manager.max_seq_len)
+                slots, manager = len(self.spec_tree_manager.slot_storage.has_tree), attn_metadata.kv_cache_manager
+                # while K/V is estimated, max_seq_len may be what the little K/V holds; the window is not cut
+                draft_model.allocate(slots, max(manager.max_seq_len, *manager.max_attention_window_vec))
             if self._drafts():
                 try:
                     self._commit(input_ids, position_ids, attn_metadata, spec_metadata, draft_model)

@@ -213,6 +213,14 @@ def test_a_cache_that_does_not_suit(
         first_step(shop, monkeypatch, lambda server: setattr(server.cache, name, value))
 
 
+def test_context_is_as_long_as_the_server_was_told(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first step, which TensorRT-LLM measures memory by, has little K/V."""
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    server.cache.max_seq_len = 16
+    server.run([Request([1, 2, 3], 4)])
+    assert server.drafters._table.shape == (5, 24), "pages of 4 tokens"
+
+
 def test_other_layers_captured(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(D2SDError, match="layers_to_capture"):
         first_step(shop, monkeypatch, lambda s: setattr(s.spec_metadata, "layers_to_capture", [1]))
