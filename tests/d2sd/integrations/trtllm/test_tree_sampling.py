@@ -57,12 +57,17 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return make_shop(tmp_path_factory.mktemp("shop"), vocab=VOCAB, block_size=5, seed=8)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_twenty_thousand_tokens(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     modules = registered(monkeypatch, shop.bundle)
     by_rejection = check(shop, modules, 5_000, rejection=True)
     by_match = check(shop, modules, 1_000, rejection=False)
     assert by_rejection > by_match > 1
+
+
+def test_three_thousand_tokens(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make trtllm` has twenty thousand."""
+    assert check(shop, registered(monkeypatch, shop.bundle), 800, rejection=True) > 1
 
 
 def test_the_check_can_fail(shop: Shop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

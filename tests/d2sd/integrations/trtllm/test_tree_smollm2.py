@@ -27,7 +27,9 @@ RECIPE = Path(__file__).parents[4] / "recipes" / "smollm2-135m.yaml"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("policy", "sm", "nodes"), [("hybrid", 90, 64), ("d2sd", 100, 36)])
+@pytest.mark.parametrize(
+    ("policy", "sm", "nodes"), [("hybrid", 90, 64), pytest.param("d2sd", 100, 36, marks=pytest.mark.full)]
+)
 def test_the_trained_pair(
     smollm2_bundle: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, sm: int, nodes: int
 ) -> None:
