@@ -20,10 +20,12 @@ import yaml
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arguments
 from d2sd.errors import BundleError, RecipeError
+from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import Policy, make_policy
+from d2sd.yaml_reader import parse_yaml
 
 FOLDER, MODULE, TRITON = "trtllm", "d2sd_trtllm", "triton"
 DFLASH, TREE = "llm_args.dflash.yaml", "llm_args.d2sd_tree.yaml"
@@ -119,7 +121,7 @@ def write_llm_args(folder: Path, recipe: Recipe) -> None:
     shutil.copyfile(Path(__file__).with_name(f"{MODULE}.py"), folder / MODULE / "__init__.py")
     shutil.copyfile(Path(__file__).with_name("triton_model.py"), folder / TRITON / "model.py")
     own = {"model": "target", **values, "triton_config": {"max_batch_size": 0, "decoupled": True}}
-    (folder / TRITON / "model.yaml").write_text(yaml.safe_dump(own, sort_keys=False), "utf-8")
+    write_text(folder / TRITON / "model.yaml", yaml.safe_dump(own, sort_keys=False))
 
 
 def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
@@ -130,7 +132,7 @@ def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
     if policy:
         nodes = values["speculative_config"]["max_total_draft_tokens"] + 1
         header += _TREE_NOTES.format(nodes=nodes, dynamo=" ".join(dynamo_command(values)))
-    path.write_text(header + yaml.safe_dump(values, sort_keys=False), "utf-8")
+    write_text(path, header + yaml.safe_dump(values, sort_keys=False))
 
 
 def dynamo_command(values: dict[str, Any]) -> list[str]:
@@ -220,15 +222,17 @@ def write_tree_arguments(path: Path, bundle: Path, *, nodes: int | None, max_bat
 
 
 def check_llm_args(bundle: Path) -> list[str]:
-    """Check the YAML of a bundle, which may have been edited, and return its names. Raises `BundleError`."""
+    """Check the YAML of a bundle, which may have been edited, and return its names. Raises `D2SDError`."""
     folder = bundle / FOLDER
     names = [name for name in (DFLASH, TREE) if (folder / name).is_file()]
     if not names:
         raise BundleError("The bundle has no TensorRT-LLM arguments.", where=folder, fix="build it in bf16 or fp16")
     for name in names:
+        text = read_text(folder / name, error=BundleError, what="file of arguments")
+        parse_yaml(text, str(folder / name), lines=True)  # it is within bounds, and no key stands twice
         try:
-            values = yaml.safe_load((folder / name).read_text("utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            values = yaml.safe_load(text)  # YAML 1.1, as TensorRT-LLM reads it
+        except (yaml.YAMLError, ValueError) as error:
             raise BundleError("Not valid YAML.", where=folder / name, found=error) from None
         if not isinstance(values, dict):
             raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)

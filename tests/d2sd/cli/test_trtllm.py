@@ -87,6 +87,45 @@ def test_check_of_no_bundle(tmp_path: Path) -> None:
     assert "no TensorRT-LLM arguments" in done.output
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[1]",
+        "max_batch_size: " + "9" * 5000,
+        "max_batch_size: 9_" + "9" * 5000,
+        "max_batch_size: 2026-99-99",
+        "a: " + "[" * 2000 + "]" * 2000,
+        "a: &a [*a]",
+        "max_batch_size: 1\nmax_batch_size: 2",
+        "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
+        + "\n".join(
+            f"{after}: &{after} [{', '.join([f'*{one}'] * 10)}]"
+            for one, after in zip("abcdefg", "bcdefgh", strict=True)
+        ),
+        "max_batch_size: \x00",
+    ],
+)
+def test_check_of_arguments_out_of_bounds(bundle: Path, text: str) -> None:
+    (bundle / FOLDER / TREE).write_text(text, "utf-8")
+    done = invoke("check", bundle)
+    assert done.exit_code == 2, done.output
+    assert TREE in done.output
+
+
+def test_check_of_arguments_in_yaml_1_1(bundle: Path) -> None:
+    """TensorRT-LLM reads `off` as false."""
+    path = bundle / FOLDER / TREE
+    path.write_text(path.read_text("utf-8").replace("enable_block_reuse: false", "enable_block_reuse: off"), "utf-8")
+    assert invoke("check", bundle).exit_code == 0
+
+
+@pytest.mark.parametrize("out", ["missing/tree.yaml", "."])
+def test_arguments_to_no_file(bundle: Path, tmp_path: Path, out: str) -> None:
+    done = invoke("args", bundle, "-o", tmp_path / out)
+    assert done.exit_code == 2
+    assert str(tmp_path) in done.output
+
+
 def test_arguments_of_another_size(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "tree8.yaml"
     done = invoke("args", bundle, "--nodes", 8, "--max-batch", 64, "-o", out)
