@@ -9,6 +9,10 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+if "D2SD_BUNDLE" not in os.environ:
+    raise import_module("d2sd.errors").D2SDError(
+        "The bundle is not known.", where="D2SD_BUNDLE", found="not set", fix="set it to the bundle's folder"
+    )
 import_module("d2sd.integrations.trtllm.register").register(Path(os.environ["D2SD_BUNDLE"]).resolve())
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 #: The name that Triton looks for.

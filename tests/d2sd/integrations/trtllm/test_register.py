@@ -265,6 +265,13 @@ def test_tritons_model_registers(shop: Shop, modules: Modules, monkeypatch: pyte
     assert not untouched(modules)
 
 
+def test_tritons_model_without_a_bundle(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("D2SD_BUNDLE", raising=False)
+    with pytest.raises(D2SDError, match="D2SD_BUNDLE"):
+        _run(Path(faces.__file__).with_name("triton_model.py"), "model")
+    assert untouched(modules)
+
+
 def _run(path: Path, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
