@@ -90,9 +90,8 @@ build/triton-%: | .venv/dev
 consumers: .venv/dev
 	sh benchmarks/consumers.sh $(abspath $(BIN))/python
 
-## d2sd's tree in a stand-in for TensorRT-LLM's path: 10,000 steps of random tiny bundles, each text against plain decoding and
-## each step against d2sd's runtime, and as many trees in slots, 20,000 tokens
-## at T = 1, SmolLM2's pair: four minutes; SEED=1
+## d2sd's tree in a stand-in for TensorRT-LLM's path: 10,000 steps of random tiny bundles, each text against plain decoding
+## and each step against d2sd's runtime, 10,000 trees in slots, 20,000 tokens at T = 1, SmolLM2's pair: four minutes; SEED=1
 trtllm: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.d2sd.integrations.trtllm.soak $(or $(TRTLLM_STEPS),10000) --seed $(SEED)
 	$(BIN)/pytest -m full tests/d2sd/integrations/trtllm
