@@ -43,6 +43,12 @@ class BodyConfig:
     qk_norm: bool  # RMSNorm over each head's q and k (Qwen3, DFlash drafters)
     qkv_bias: bool  # Qwen2
     o_bias: bool  # Llama with attention_bias
+    #: Of each layer, most tokens that a row sees, itself included; None: all. (): no layer has a window.
+    windows: tuple[int | None, ...] = ()
+    sinks: bool = False  # a learned logit a query head, which takes part in each softmax and has no value
+
+    def __post_init__(self) -> None:
+        assert len(self.windows) in (0, self.num_layers), "a window for each layer"
 
 
 @dataclass(frozen=True, slots=True)

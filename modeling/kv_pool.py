@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple, Protocol
@@ -64,6 +64,27 @@ class Chunks:
         return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)
 
 
+def windowed(rows: Rows | Chunks, window: int | None) -> AttnMask | ChunkMask:
+    """The mask of rows that see `window` tokens at most, each itself included; None: all tokens before them.
+
+    Positions count from that of a request's first row, which is behind its context: a context may be cut in front
+    (`d2sd.runtime.drafting.window`).
+    """
+    if isinstance(rows, Chunks):
+        mask = rows.attn_mask
+        if window is None:
+            return mask
+        counts = torch.diff(mask.starts)
+        ends = rows.context_len.repeat_interleave(counts)
+        steps = torch.arange(len(ends), device=ends.device) - mask.starts[:-1].repeat_interleave(counts)
+        return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0))
+    if window is None:
+        return AttnMask(rows.attn_mask)
+    steps = rows.positions - rows.positions[:, :1]
+    near = steps[:, :, None] - steps[:, None] < window
+    return AttnMask(rows.attn_mask & near, (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0))
+
+
 def first_rows(needed: Sequence[int], count: int) -> Tensor:
     """Numbers of the first `needed[b]` rows of each request b among all rows, `count` of each request."""
     return torch.tensor([b * count + row for b, length in enumerate(needed) for row in range(length)])
@@ -100,9 +121,14 @@ class CommittedRows:
 
 
 class Attend(Protocol):
-    """Attends in a layer: q [B, T, Hq, D], k, v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8."""
+    """Attends in a layer: q [B, T, Hq, D], k, v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8.
 
-    def __call__(self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor: ...
+    `sinks` [Hq] are the layer's, if it has any.
+    """
+
+    def __call__(
+        self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
+    ) -> Tensor: ...
 
 
 class KVPool:
@@ -128,11 +154,12 @@ class KVPool:
         self.v = torch.zeros(shape, dtype=stored, device=device)
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
         self.page_size = page_size
+        self._windows = body.windows or (None,) * body.num_layers
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""
         pool, layers = copy.copy(self), slice(first, stop)
-        pool.k, pool.v = self.k[layers], self.v[layers]
+        pool.k, pool.v, pool._windows = self.k[layers], self.v[layers], self._windows[layers]
         pool.scales = None if self.scales is None else (self.scales[0][layers], self.scales[1][layers])
         return pool
 
@@ -152,10 +179,13 @@ class KVPool:
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
-        mask = rows.attn_mask if isinstance(rows.attn_mask, ChunkMask) else AttnMask(rows.attn_mask)
+        masks = {window: windowed(rows, window) for window in set(self._windows)}
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None) -> Tensor:
-            return cascade_attention(q, k, v, self.context(index, rows), mask, scale=scale, exact=exact)
+        def attend(
+            index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
+        ) -> Tensor:
+            mask, context = masks[self._windows[index]], self.context(index, rows)
+            return cascade_attention(q, k, v, context, mask, sinks=sinks, scale=scale, exact=exact)
 
         return attend
 

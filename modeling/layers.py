@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -94,9 +95,13 @@ def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-#: attend(layer index, q [B, T, Hq, D], k, v [B, T, Hkv, D]) -> [B, T, Hq, D]. The closure holds the context: pages at
-#: inference (`KVPool.attend`), a whole packed sequence in training.
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+class Attend(Protocol):
+    """Attention of rows in a layer. It holds the context: pages at inference (`KVPool.attend`), a whole packed sequence
+    in training.
+    """
+
+    def __call__(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        """q [B, T, Hq, D], k, v [B, T, Hkv, D] and the layer's sinks [Hq] -> [B, T, Hq, D]."""
 
 
 class RMSNorm(nn.Module):
@@ -128,6 +133,8 @@ class MLP(nn.Module):
 class Attention(nn.Module):
     """The projections around an attention op that the caller supplies."""
 
+    sinks: nn.Parameter | None  # [Hq], see `BodyConfig`
+
     def __init__(self, config: BodyConfig) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.head_dim
@@ -138,6 +145,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * size, hidden, bias=config.o_bias)
         self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None)
         self.k_cache: nn.Module = nn.Identity()  # see d2sd.modeling.fp8
         self.v_cache: nn.Module = nn.Identity()
 
@@ -171,5 +179,6 @@ class Layer(nn.Module):
         attention = self.self_attn
         normed = self.input_layernorm(x)
         k, v = attention.keys_values(normed, cos_sin)
-        x = x + attention.output(attend(index, attention.queries(normed, cos_sin), k, v))
+        heads = attend(index, attention.queries(normed, cos_sin), k, v, sinks=attention.sinks)
+        x = x + attention.output(heads)
         return x + self.mlp(self.post_attention_layernorm(x)), k, v

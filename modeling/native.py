@@ -37,7 +37,8 @@ def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype)
     """Whether the kernels take layers of this geometry and type on this machine."""
     size = body.head_dim
     fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
-    return fits and dtype in library.TYPES and all(map(_is_plain, layers)) and library.available()
+    plain = all(map(_is_plain, layers)) and not body.windows and not body.sinks
+    return fits and dtype in library.TYPES and plain and library.available()
 
 
 def _is_plain(layer: nn.Module) -> bool:

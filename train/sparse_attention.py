@@ -35,7 +35,7 @@ def attend_sparse(drafter: Drafter, features: Tensor, positions: Tensor) -> Atte
     mask = packed_mask(positions, length)
     run = _compiled() if features.is_cuda else _plain
 
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         # cast to one dtype: under autocast norms and products return different ones
         all_k, all_v = (
             torch.cat([context[index].to(v.dtype), rows.to(v.dtype)], dim=1).transpose(1, 2)  # [B, Hkv, S + T, D]

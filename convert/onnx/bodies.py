@@ -49,7 +49,7 @@ class TargetBody(nn.Module):
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
         keys, values, aux = [], [], {}
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             pages = [k_pages[index], v_pages[index]]
             return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
 
@@ -86,7 +86,7 @@ class DrafterBody(nn.Module):
         """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features."""
         new_k, new_v = self._drafter.context_keys_values(features, feature_positions)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             new, pages = [new_k[index], new_v[index], feature_len], [k_pages[index], v_pages[index]]
             return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, attn_mask], q)
 
@@ -116,7 +116,7 @@ class FlexBody(nn.Module):
         """embedded [B, T, E], of `FlexHead.blocks` -> hidden [B, T, E], normalized."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             pages = [k_pages[index], v_pages[index]]
             return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
 

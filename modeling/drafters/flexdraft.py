@@ -201,7 +201,7 @@ class FlexHead(DraftModel):
         """
         parameter = next(cast("DraftLayer", self.layers[0]).shared[0].parameters())
 
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             q, k, v = (part.transpose(1, 2) for part in (q, k, v))
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
 

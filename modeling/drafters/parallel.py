@@ -34,7 +34,7 @@ def verify_and_draft(
     behind = rows_behind(rows, size)
     attend_all = pool.from_layer(split).attend(behind)
 
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], 1)
         k, v = (torch.cat([nodes[split + index], masks], 1) for nodes, masks in ((out.k, k), (out.v, v)))
         return attend_all(index, q, k, v)[:, count:]

@@ -32,6 +32,7 @@ def cascade_attention(
     context: PagedContext,
     attn_mask: Tensor | AttnMask | ChunkMask,
     *,
+    sinks: Tensor | None = None,
     scale: Tensor | None = None,
     exact: bool = False,
 ) -> Tensor:
@@ -46,6 +47,7 @@ def cascade_attention(
         context: committed K/V of this layer.
         attn_mask: [B, T, T] bool, row t may attend to row u. Layers that share a mask pass one `AttnMask` of it, which
             is packed for the kernel once.
+        sinks: [Hq], a logit for each query head that takes part in its softmax and has no value.
         scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
         exact: batch-invariant on CUDA: a row's result is the same bits whatever else is computed, and wherever in
             pages, a tree or a chunk its keys are. The model was fused, so that the device is known to run it.
@@ -57,11 +59,13 @@ def cascade_attention(
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-    if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
+    reason = "windows and sinks" if mask.first is not None or sinks is not None else None
+    picked = dispatch.pick("attention", context.k_pages, pages=True, loaded=exact, reason=reason)
+    if picked is Implementation.REFERENCE:
         if isinstance(mask, ChunkMask):
-            out = chunks_reference(q, k, v, context, mask)
+            out = chunks_reference(q, k, v, context, mask, sinks)
         else:
-            out = cascade_attention_reference(q, k, v, context, mask.allowed)
+            out = cascade_attention_reference(q, k, v, context, mask.allowed, mask.first, sinks)
         return out if scale is None else to_pages(out, scale)
     if exact:
         from d2sd.plugins.cascade_attention.triton.exact import exact_attention_triton
@@ -79,6 +83,9 @@ class AttnMask:
     """The mask of one pass, shared by its layers, which run in order: packed once, and only if a kernel runs."""
 
     allowed: Tensor  # [B, T, T] bool, row t may attend to row u. Every row, padding too, must attend to itself
+    #: [B, T] int64, the first position of the context that each row sees; None: 0. At most the context's length plus
+    #: the row's depth: of new rows `allowed` alone says which it sees.
+    first: Tensor | None = None
 
     @cached_property
     def words(self) -> Tensor:

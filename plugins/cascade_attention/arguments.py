@@ -44,6 +44,8 @@ class ChunkMask:
 
     lengths: tuple[int, ...]  # B, rows of each, at least 1
     starts: Tensor  # [B + 1] int64, first row of each, and N
+    #: [N] int64, the first position that each row sees, of its context and its chunk; None: 0.
+    first: Tensor | None = None
 
     @cached_property
     def arrived(self) -> Tensor:

@@ -29,19 +29,31 @@ WORD = 32
 # Z tokens a page, M pages a request in this call (its bucket), S = M·Z context slots.
 
 
-def cascade_attention_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, attn_mask: Tensor) -> Tensor:
-    """`cascade_attention` with `attn_mask` [B, T, T] bool, on any device.
+def cascade_attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    attn_mask: Tensor,
+    first: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """`cascade_attention` with `attn_mask` [B, T, T] bool, on any device; `first` as in `AttnMask`.
 
-    Slots at or past `context_len` are never read into a score, whatever they hold (NaN included). A row that may attend
-    to nothing turns to NaN, and its NaN K/V would reach the other rows in the next layer: padding rows attend to
-    themselves.
+    Slots at or past `context_len`, and those in front of every row's `first`, are never read into a score, whatever
+    they hold (NaN included). A row that may attend to nothing turns to NaN, and its NaN K/V would reach the other rows
+    in the next layer: padding rows attend to themselves.
     """
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
 
     in_context = torch.arange(slots, device=q.device) < context.context_len[:, None]  # [B, S]
-    hidden = torch.cat([~in_context[:, None, :].expand(batch, rows, slots), ~attn_mask], dim=2)  # [B, T, S+T]
+    seen = in_context[:, None, :].expand(batch, rows, slots)
+    if first is not None:
+        seen = seen & (torch.arange(slots, device=q.device) >= first[..., None])
+        in_context = seen.any(1)
+    hidden = torch.cat([~seen, ~attn_mask], dim=2)  # [B, T, S+T]
 
     def gathered(pages: Tensor, new: Tensor, scale: Tensor | None) -> Tensor:
         """[Hkv, B, S+T, D] in fp32. Whole pages are copied first: many times faster on a CPU than token by token."""
@@ -61,17 +73,29 @@ def cascade_attention_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedC
     q_rows = q.float().reshape(batch, rows, kv_heads, group, size).permute(2, 0, 3, 1, 4)
     q_rows = q_rows.reshape(kv_heads, batch, group * rows, size)
     scores = (q_rows @ keys.transpose(2, 3) * size**-0.5).view(kv_heads, batch, group, rows, -1)
-    weights = scores.masked_fill_(hidden[:, None], float("-inf")).softmax(dim=-1)
+    scores = scores.masked_fill_(hidden[:, None], float("-inf"))
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sink = sinks.float().view(kv_heads, 1, group, 1, 1).expand(-1, batch, -1, rows, -1)
+        weights = torch.cat([scores, sink], -1).softmax(dim=-1)[..., :-1]
     out: Tensor = (weights.view(kv_heads, batch, group * rows, -1) @ values).view(kv_heads, batch, group, rows, size)
     return out.permute(1, 3, 0, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)
 
 
-def chunks_reference(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask) -> Tensor:
+def chunks_reference(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None = None
+) -> Tensor:
     """`cascade_attention` of chunks [1, N, ...], one request after the other."""
     parts = []
-    for length, alone in zip(chunks.lengths, chunks.alone(q, k, v, context), strict=True):
-        causal = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
-        parts.append(cascade_attention_reference(*alone, causal))
+    for span, alone in zip(chunks.spans(), chunks.alone(q, k, v, context), strict=True):
+        length, first = span.stop - span.start, None
+        mask = torch.ones(1, length, length, dtype=torch.bool, device=q.device).tril()
+        if chunks.first is not None:
+            first = chunks.first[None, span]
+            positions = alone[-1].context_len + torch.arange(length, device=q.device)
+            mask = mask & (positions >= first[..., None])
+        parts.append(cascade_attention_reference(*alone, mask, first, sinks))
     return torch.cat(parts, 1)
 
 

@@ -210,7 +210,7 @@ def test_gradients_reach_what_is_added_and_nothing_else() -> None:
     head.requires_grad_(True)
     positions = torch.arange(GAMMA)[None]
 
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 

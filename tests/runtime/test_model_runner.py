@@ -68,7 +68,7 @@ def fresh_draft(drafter: Drafter, text: list[int], blocks: list[list[int]]) -> T
     body, logits = drafter.config.body, []
     for block in blocks:
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
             if out is not None:
                 keys, values = drafter.context_keys_values(out.features, positions[:, :context])
                 k, v = torch.cat([keys[layer], k], 1), torch.cat([values[layer], v], 1)

@@ -72,7 +72,7 @@ def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> A
     keys, values = drafter.context_keys_values(features, tokens.expand(batch, -1))  # [L, B, S, Hkv, D]
     hidden = (tokens >= positions[:, :, :1])[:, None, :, None]  # [B, 1, A, 1, S]: the anchor and later tokens
 
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         heads, size, kv_heads = q.shape[2], q.shape[3], k.shape[2]
         # the queries of a GQA group are contiguous: [B, Hkv, A, g·G, D]
         own_q = q.view(batch, blocks, slots, kv_heads, -1, size).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)

@@ -165,7 +165,7 @@ def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: in
     features = decoder.full_pass(context[None], aux_layer_ids=config.target_layer_ids).features
     keys, values = drafter.context_keys_values(features, torch.arange(len(context))[None])
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         k, v = torch.cat([keys[layer], k], dim=1), torch.cat([values[layer], v], dim=1)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         out = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
