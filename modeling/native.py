@@ -24,8 +24,9 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
 from d2sd.modeling.inference import plain, replace_layers
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
+from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, address
 
@@ -37,8 +38,7 @@ def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype)
     """Whether the kernels take layers of this geometry and type on this machine."""
     size = body.head_dim
     fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
-    plain = all(map(_is_plain, layers)) and not body.windows and not body.sinks
-    return fits and dtype in library.TYPES and plain and library.available()
+    return fits and dtype in library.TYPES and all(map(_is_plain, layers)) and library.available()
 
 
 def _is_plain(layer: nn.Module) -> bool:
@@ -66,7 +66,11 @@ class NativeLayers(nn.Module):
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
         self._kept: list[object] = [target]  # what the library points to
         mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
-        self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*map(self._packed, layers, mlps))
+        windows = body.windows or (None,) * len(layers)
+        self._windows = tuple(dict.fromkeys(windows))  # of the views of a pass
+        views = map(self._windows.index, windows)
+        made = map(self._packed, layers, views, mlps)
+        self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*made)
         self._norm = self._wide(norm.weight)
         self._body = self._described()
         self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
@@ -91,7 +95,7 @@ class NativeLayers(nn.Module):
             body.rms_norm_eps,
         )
 
-    def _packed(self, layer: Layer, mlp: library.Layer | None) -> library.Layer:
+    def _packed(self, layer: Layer, view: int, mlp: library.Layer | None) -> library.Layer:
         attention = layer.self_attn
         q, k, v = attention.q_proj, attention.k_proj, attention.v_proj
         q_rows = _padded(q.weight)
@@ -111,6 +115,8 @@ class NativeLayers(nn.Module):
         self._kept.extend(products)
         return library.Layer(
             *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
+            None if attention.sinks is None else self._wide(attention.sinks),
+            view,
             *(product.struct for product in products),
             *(() if mlp is None else (mlp.gate_up, mlp.down)),
         )
@@ -134,16 +140,19 @@ class NativeLayers(nn.Module):
         assert pool.k.dtype == dtype
         assert rows.positions.shape == (batch, count)
         if isinstance(rows, Chunks):
-            starts, longest, mask, kept = rows.attn_mask.starts, max(rows.attn_mask.lengths), None, None
+            starts, longest, kept = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
         else:
             assert rows.attn_mask.shape == (batch, count, count)
             lengths = rows.needed or (count,) * batch
             starts, longest = torch.tensor([0, *accumulate(lengths)]), max(lengths)
-            mask = rows.attn_mask if rows.attn_mask.stride(2) == 1 else rows.attn_mask.contiguous()
             kept = None if rows.needed is None else first_rows(rows.needed, count)
         inputs = x.to(torch.float32, copy=True), *rotary(rows.positions, torch.float32)  # x becomes the last output
         x, cos, sin = (_flat(part, kept).contiguous() for part in inputs)
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
+        masks = [_mask(rows, window, kept) for window in self._windows]
+        views = [
+            library.View(*_strided(allowed), address(first), address(table), table.shape[1]) for allowed, first in masks
+        ]
         assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
         k, v = torch.empty(2, body.num_layers, len(x), body.num_kv_heads, body.head_dim, dtype=dtype)
@@ -151,9 +160,8 @@ class NativeLayers(nn.Module):
         out = torch.empty(len(x), hidden, dtype=dtype)
         arguments = library.Pass(
             len(context), longest, address(starts), address(x), address(cos), address(sin),
-            *((None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(1))),
-            address(pool.k), address(pool.v), *pool.k.shape[1:3],
-            address(table), table.shape[1], address(context), address(k), address(v),
+            (library.View * len(views))(*views), len(views), address(pool.k), address(pool.v), *pool.k.shape[1:3],
+            address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip
         functions, threads = library.functions(), torch.get_num_threads()
@@ -186,6 +194,20 @@ def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear,
     norm = RMSNorm(1, eps)
     norm.weight = nn.Parameter(torch.stack([k_norm.weight.detach() for k_norm in norms])[:, None, None, None])
     return product, norm
+
+
+def _mask(rows: Rows | Chunks, window: int | None, kept: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """What rows see in layers of this window: of trees [B, T, T], and the first position, [N] int64 or None: 0."""
+    mask = windowed(rows, window)
+    if isinstance(mask, ChunkMask):
+        return None, None if mask.first is None else mask.first.long().contiguous()
+    allowed = mask.allowed if mask.allowed.stride(2) == 1 else mask.allowed.contiguous()
+    return allowed, None if mask.first is None else _flat(mask.first.long(), kept).contiguous()
+
+
+def _strided(mask: Tensor | None) -> tuple[int | None, int, int]:
+    """Address and strides [B, T] of a mask."""
+    return (None, 0, 0) if mask is None else (mask.data_ptr(), mask.stride(0), mask.stride(1))
 
 
 def _flat(x: Tensor, kept: Tensor | None) -> Tensor:

@@ -42,6 +42,8 @@ def tiny_decoder(
     positions: int = 512,
     seed: int = 0,
     rope: RopeConfig = ROPE,
+    windows: tuple[int | None, ...] = (),
+    sinks: bool = False,
 ) -> Decoder:
     """A random target whose greedy text wanders and whose best two logits are clearly apart (test_tiny.py proves it).
 
@@ -60,6 +62,8 @@ def tiny_decoder(
         qk_norm=family == "qwen3",
         qkv_bias=attention_bias or family == "qwen2",
         o_bias=attention_bias,
+        windows=windows,
+        sinks=sinks,
     )
     decoder = Decoder(DecoderConfig(family, body, vocab, tie))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.

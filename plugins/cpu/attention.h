@@ -3,7 +3,7 @@
    a key is in a page or among the new rows, whatever else is computed with it, however a prompt was cut.
 
    The new rows a row sees are listed by ascending number. In a tree and in a chain that is by position. In a prompt it
-   sees all up to itself. */
+   sees all up to itself. A window leaves out those in front of it: they are not read, and have no place in the sums. */
 #pragma once
 
 #include "vector.h"
@@ -16,7 +16,7 @@ struct keys {
     const char *pages; /* of the layer, [P, Z, Hkv, D] */
     const char *rows;  /* of the request, [T, Hkv, D] */
     const int64_t *table;
-    long page_size, context;
+    long page_size, first, context; /* positions in pages, from `first` on, at most `context` */
     const int32_t *seen; /* numbers of new rows, or NULL: the first ones */
     long count;
     long heads, head; /* K/V heads, and the one to read */
@@ -55,32 +55,35 @@ INLINE void weigh(
 /* Call `USE(at, stride, many, offset)` for every run of keys. */
 #define EACH_RUN(keys, size, USE)                                                                                      \
     do {                                                                                                               \
-        const long stride_ = (keys)->heads * (size), element_ = type_size((keys)->type);                               \
-        for (long done_ = 0; done_ < (keys)->context; done_ += (keys)->page_size) {                                    \
-            const long left_ = (keys)->context - done_;                                                                \
-            const long page_ = (keys)->table[done_ / (keys)->page_size] * (keys)->page_size;                           \
-            const char *at_ = (keys)->pages + (page_ * stride_ + (keys)->head * (size)) * element_;                    \
-            USE(at_, stride_, left_ < (keys)->page_size ? left_ : (keys)->page_size, done_);                           \
+        const long stride_ = (keys)->heads * (size), element_ = type_size((keys)->type), first_ = (keys)->first;       \
+        for (long done_ = first_, run_; done_ < (keys)->context; done_ += run_) {                                      \
+            const long place_ = done_ % (keys)->page_size, left_ = (keys)->context - done_;                            \
+            const long slot_ = (keys)->table[done_ / (keys)->page_size] * (keys)->page_size + place_;                  \
+            const char *at_ = (keys)->pages + (slot_ * stride_ + (keys)->head * (size)) * element_;                    \
+            run_ = left_ < (keys)->page_size - place_ ? left_ : (keys)->page_size - place_;                            \
+            USE(at_, stride_, run_, done_ - first_);                                                                   \
         }                                                                                                              \
         const char *rows_ = (keys)->rows + (keys)->head * (size) * element_;                                           \
-        if (!(keys)->seen) USE(rows_, stride_, (keys)->count, (keys)->context);                                        \
+        const long old_ = (keys)->context - first_;                                                                    \
+        if (!(keys)->seen) USE(rows_, stride_, (keys)->count, old_);                                                   \
         else                                                                                                           \
             for (long i_ = 0; i_ < (keys)->count; i_++)                                                                \
-                USE(rows_ + (keys)->seen[i_] * stride_ * element_, stride_, 1, (keys)->context + i_);                  \
+                USE(rows_ + (keys)->seen[i_] * stride_ * element_, stride_, 1, old_ + i_);                             \
     } while (0)
 
-/* q, out: [heads, size] with heads <= HEADS. `room` floats of `scores` a head, at least the keys and LANES more. */
+/* q, out: [heads, size] with heads <= HEADS. `room` floats of `scores` a head, at least the keys and LANES more. A sink
+   is a score of each head that has no value; NULL: there are none. */
 INLINE void attend(
     const int size, const int heads, const int type, const float *q, const struct keys *k, const struct keys *v,
-    float *scores, long room, float *out) {
-    const long many = k->context + k->count;
+    const float *sinks, float *scores, long room, float *out) {
+    const long many = k->context - k->first + k->count;
     const float scale = 1.0f / sqrtf((float)size);
 #define SCORE(at, stride, run, offset) score(size, type, q, heads, at, stride, run, scores + (offset), room, scale)
     EACH_RUN(k, size, SCORE);
 #undef SCORE
     float total[HEADS];
     for (int g = 0; g < heads; g++) {
-        float *of_head = scores + g * room, most = -INFINITY;
+        float *of_head = scores + g * room, most = sinks ? sinks[g] : -INFINITY;
         for (long j = 0; j < many; j++) most = of_head[j] > most ? of_head[j] : most;
         f32x16 sum = splat(0);
         for (long j = 0; j < many; j += LANES) { /* lane i adds the positions i, i + 16, ... */
@@ -90,6 +93,7 @@ INLINE void attend(
             sum += *weights;
         }
         total[g] = sum16(sum);
+        if (sinks) total[g] += exp16(splat(sinks[g] - most))[0];
     }
     memset(out, 0, heads * size * sizeof *out);
 #define WEIGH(at, stride, run, offset) weigh(size, heads, type, scores + (offset), room, at, stride, run, out)

@@ -10,7 +10,8 @@
 #include "trees.h"
 
 struct layer {
-    const float *input_norm, *post_norm, *q_norm, *k_norm; /* the last two may be NULL */
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *sinks; /* the last three may be NULL */
+    long view;             /* number of the view by which it attends */
     struct linear qkv;     /* outputs q, padded to a panel, then k and v */
     struct linear o;
     struct linear gate_up; /* panels of gate and up in turns */
@@ -25,17 +26,24 @@ struct body {
     double eps;
 };
 
+/* What rows see: the same for all layers of one window. */
+struct view {
+    const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1; NULL: a row sees those before it */
+    long mask_batch, mask_row;
+    const int64_t *first;  /* [M], the first position that each row sees; NULL: 0. The mask bounds new rows too */
+    const int64_t *table;  /* [B, M], of pages; in front of all rows' `first` any numbers */
+    long table_width;
+};
+
 struct pass {
     long batch, rows;      /* B, and T: the most rows that a request has */
     const int64_t *starts; /* [B + 1], first row of each request, and M */
     float *x;              /* [M, E], overwritten */
     const float *cos, *sin; /* [M, D] */
-    const uint8_t *mask;   /* [B, T, T] with these strides, the last one 1; NULL: a row sees those before it */
-    long mask_batch, mask_row;
+    const struct view *view;
+    long views;
     const void *k_pages, *v_pages; /* [L, P, Z, Hkv, D] */
     long pages, page_size;
-    const int64_t *table;  /* [B, M] */
-    long table_width;
     const int64_t *context; /* [B] */
     void *k, *v;           /* [L, M, Hkv, D], written */
     const int64_t *aux;    /* ascending numbers of layers whose outputs are features */
@@ -51,7 +59,7 @@ struct run {
     char *input;           /* [M, stride] of what the next linear layer reads */
     float *qkv;            /* [M, width] */
     int32_t *request;      /* [M], of each row */
-    int32_t *seen, *count; /* [M, T] and [M]: the new rows that a row sees; NULL without a mask */
+    int32_t *seen, *count; /* [views, M, T] and [views, M]: the new rows that a row sees; NULL without masks */
     float *scores;         /* a share of `room` * HEADS a thread */
     long room;
 };
@@ -164,28 +172,30 @@ static void heads_of_rows(const struct run *run, long number, const struct share
 
 INLINE void attend_some(
     int heads, const int size, const int type, const float *q, const struct keys *k, const struct keys *v,
-    float *scores, long room, float *out) {
+    const float *sinks, float *scores, long room, float *out) {
     switch (heads) {
-    case 1: attend(size, 1, type, q, k, v, scores, room, out); break;
-    case 2: attend(size, 2, type, q, k, v, scores, room, out); break;
-    case 3: attend(size, 3, type, q, k, v, scores, room, out); break;
-    default: attend(size, 4, type, q, k, v, scores, room, out);
+    case 1: attend(size, 1, type, q, k, v, sinks, scores, room, out); break;
+    case 2: attend(size, 2, type, q, k, v, sinks, scores, room, out); break;
+    case 3: attend(size, 3, type, q, k, v, sinks, scores, room, out); break;
+    default: attend(size, 4, type, q, k, v, sinks, scores, room, out);
     }
 }
 
 static __attribute__((noinline)) void attend_heads(
-    int heads, int size, int type, const float *q, const struct keys *k, const struct keys *v, float *scores,
-    long room, float *out) {
+    int heads, int size, int type, const float *q, const struct keys *k, const struct keys *v, const float *sinks,
+    float *scores, long room, float *out) {
 #define USE(SIZE, TYPE) \
-    if (size == SIZE && type == TYPE) { attend_some(heads, SIZE, TYPE, q, k, v, scores, room, out); return; }
+    if (size == SIZE && type == TYPE) { attend_some(heads, SIZE, TYPE, q, k, v, sinks, scores, room, out); return; }
     USE(64, F32) USE(64, BF16) USE(128, F32) USE(128, BF16)
 #undef USE
-    attend(size, heads, type, q, k, v, scores, room, out);
+    attend(size, heads, type, q, k, v, sinks, scores, room, out);
 }
 
 static void attend_rows(const struct run *run, long number, const struct share *share) {
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
+    const struct layer *layer = body->layer + number;
+    const struct view *view = pass->view + layer->view;
     const long size = body->head_dim, group = body->heads / body->kv_heads, all = all_rows(pass);
     const long row_bytes = body->kv_heads * size * type_size(body->type);
     const long layer_bytes = pass->pages * pass->page_size * row_bytes;
@@ -196,21 +206,25 @@ static void attend_rows(const struct run *run, long number, const struct share *
     for (long item = first; item < last; item++) {
         const long b = run->request[item / body->kv_heads], start = pass->starts[b], rows = pass->starts[b + 1] - start;
         const long h = (item - start * body->kv_heads) / rows, row = start + (item - start * body->kv_heads) % rows;
+        const long context = pass->context[b], bound = view->first ? view->first[row] : 0;
+        const long first = bound < context ? bound : context, line = layer->view * all + row;
+        const long skipped = run->seen ? 0 : bound - first; /* rows of a prompt's chunk in front of the window */
         struct keys k = {
             .pages = (const char *)pass->k_pages + number * layer_bytes,
-            .rows = (const char *)pass->k + (number * all + start) * row_bytes,
-            .table = pass->table + b * pass->table_width, .page_size = pass->page_size, .context = pass->context[b],
-            .seen = run->seen ? run->seen + row * pass->rows : NULL,
-            .count = run->seen ? run->count[row] : row - start + 1,
+            .rows = (const char *)pass->k + (number * all + start + skipped) * row_bytes,
+            .table = view->table + b * view->table_width, .page_size = pass->page_size,
+            .first = first, .context = context,
+            .seen = run->seen ? run->seen + line * pass->rows : NULL,
+            .count = run->seen ? run->count[line] : row - start + 1 - skipped,
             .heads = body->kv_heads, .head = h, .type = (int)body->type,
         };
         struct keys v = k;
         v.pages = (const char *)pass->v_pages + number * layer_bytes;
-        v.rows = (const char *)pass->v + (number * all + start) * row_bytes;
+        v.rows = (const char *)pass->v + (number * all + start + skipped) * row_bytes;
         for (long done = 0; done < group; done += at_once) {
             const long heads = group - done < at_once ? group - done : at_once, column = (h * group + done) * size;
-            attend_heads((int)heads, (int)size, (int)body->type, run->qkv + row * run->width + column, &k, &v, scores,
-                         run->room, out);
+            attend_heads((int)heads, (int)size, (int)body->type, run->qkv + row * run->width + column, &k, &v,
+                         layer->sinks ? layer->sinks + h * group + done : NULL, scores, run->room, out);
             put_input(run, row, column, out, heads * size);
         }
     }
@@ -218,15 +232,17 @@ static void attend_rows(const struct run *run, long number, const struct share *
 
 static void list_seen(const struct run *run, const struct share *share) {
     const struct pass *pass = run->pass;
+    const long all = all_rows(pass);
     long first, last;
-    divide(all_rows(pass), share, &first, &last);
-    for (long row = first; row < last; row++) {
-        const long b = run->request[row], start = pass->starts[b], rows = pass->starts[b + 1] - start;
-        const uint8_t *mask = pass->mask + b * pass->mask_batch + (row - start) * pass->mask_row;
-        int32_t *seen = run->seen + row * pass->rows, count = 0;
+    divide(pass->views * all, share, &first, &last);
+    for (long line = first; line < last; line++) {
+        const struct view *view = pass->view + line / all;
+        const long row = line % all, b = run->request[row], start = pass->starts[b], rows = pass->starts[b + 1] - start;
+        const uint8_t *mask = view->mask + b * view->mask_batch + (row - start) * view->mask_row;
+        int32_t *seen = run->seen + line * pass->rows, count = 0;
         for (long u = 0; u < rows; u++)
             if (mask[u]) seen[count++] = (int32_t)u;
-        run->count[row] = count;
+        run->count[line] = count;
     }
 }
 
@@ -299,14 +315,14 @@ void d2sd_layers(const struct body *body, const struct pass *pass, struct memory
     struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
     run.width = body->layer[0].qkv.out;
     const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4;
-    const long seen = pass->mask ? all * (pass->rows + 1) * 4 : 0;
+    const long lines = pass->view->mask ? pass->views * all : 0, seen = lines * (pass->rows + 1) * 4;
     char *at = at_least(memory, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4);
     if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
     run.input = at;
     run.qkv = (float *)(at += inputs);
     run.request = (int32_t *)(at += qkv);
-    run.count = pass->mask ? (int32_t *)(at + all * 4) : NULL;
-    run.seen = pass->mask ? run.count + all : NULL;
+    run.count = lines ? (int32_t *)(at + all * 4) : NULL;
+    run.seen = lines ? run.count + lines : NULL;
     run.scores = (float *)(at + all * 4 + seen);
     for (long b = 0; b < pass->batch; b++)
         for (long row = pass->starts[b]; row < pass->starts[b + 1]; row++) run.request[row] = (int32_t)b;

@@ -39,7 +39,8 @@ class Layer(Structure):
     """`struct layer`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks")),
+        ("view", c_long),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
     ]
 
@@ -55,15 +56,24 @@ class Body(Structure):
     ]
 
 
+class View(Structure):
+    """`struct view`."""
+
+    _fields_ = [
+        ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
+        ("first", c_void_p), ("table", c_void_p), ("table_width", c_long),
+    ]  # fmt: skip
+
+
 class Pass(Structure):
     """`struct pass`."""
 
     _fields_ = [
         ("batch", c_long), ("rows", c_long), ("starts", c_void_p),
         ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
-        ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
+        ("view", POINTER(View)), ("views", c_long),
         ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),
-        ("table", c_void_p), ("table_width", c_long), ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
+        ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
         ("aux", c_void_p), ("aux_count", c_long), ("features", c_void_p), ("hidden", c_void_p),
     ]  # fmt: skip
 

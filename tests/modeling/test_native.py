@@ -70,6 +70,16 @@ def test_every_geometry_of_heads(heads: int, kv_heads: int, size: int) -> None:
     compare(tiny_decoder("qwen3", heads=heads, kv_heads=kv_heads, head_dim=size))
 
 
+#: Of three layers: one token, part of a page, pages, more than any context; in turns with none.
+WINDOWS: list[tuple[int | None, ...]] = [(1, 3, None), (None, 6, None), (4, 9, 4), (2, 18, 100), (5, 5, 5)]
+
+
+@pytest.mark.parametrize("windows", [*WINDOWS, ()], ids=str)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_and_sinks(windows: tuple[int | None, ...], sinks: bool) -> None:
+    compare(tiny_decoder("qwen3", heads=6, head_dim=16, windows=windows, sinks=sinks))
+
+
 def compare(plain: Decoder) -> None:
     """Trees and chunks of prompts behind contexts of different lengths."""
     native, tokens = packed(plain), random_tokens(plain, 3, 33)
@@ -88,9 +98,12 @@ def compare(plain: Decoder) -> None:
 
 @pytest.mark.parametrize("needed", [(14, 1, 5), (1, 1, 1), (3, 14, 14)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_are_not_needed_change_none(needed: tuple[int, ...], dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("windows", [(), (None, 3, 7)], ids=str)
+def test_rows_that_are_not_needed_change_none(
+    needed: tuple[int, ...], dtype: torch.dtype, windows: tuple[int | None, ...]
+) -> None:
     """Bit for bit: what else is computed with a row does not matter."""
-    native = packed(tiny_decoder("qwen3", hidden=40, heads=4, kv_heads=2, head_dim=16).to(dtype))
+    native = packed(tiny_decoder("qwen3", hidden=40, heads=4, kv_heads=2, head_dim=16, windows=windows).to(dtype))
     pool, table = filled(native, random_tokens(native, 3, 33))
     depth, mask = random_tree(3, 14)
     context = torch.tensor([33, 1, 17])
@@ -118,7 +131,16 @@ def test_half_precision_is_near_the_same_weights_in_fp32(dtype: torch.dtype) -> 
 @pytest.mark.parametrize("size", [16, 64])
 def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
     """In a tree, in a prompt beside other requests, with any threads and pages: as one token after the other."""
-    decoder = packed(tiny_decoder("qwen3", head_dim=size, heads=6).to(dtype))
+    check_bits(packed(tiny_decoder("qwen3", head_dim=size, heads=6).to(dtype)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_a_row_behind_a_window_are_its_own(dtype: torch.dtype) -> None:
+    """Of which layers one ends among the rows of a tree, one in a page and one at the end of another."""
+    check_bits(packed(tiny_decoder("qwen3", head_dim=16, heads=6, windows=(4, 19, 16), sinks=True).to(dtype)))
+
+
+def check_bits(decoder: Decoder) -> None:
     context, text, count = 21, random_tokens(decoder, 1, 60), 60
     pool, table = filled(decoder, text[:, :context])
     path = text[0, context:].tolist()
@@ -153,6 +175,32 @@ def one_by_one(decoder: Decoder, text: torch.Tensor, context: int) -> list[tuple
         pool.write(out.k, out.v, table, rows.positions, torch.ones(1, 1, dtype=torch.bool))
         found.append((out.hidden[0, 0], out.k[:, 0, 0]))
     return found[context - 1 :]
+
+
+@pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
+def test_what_is_in_front_of_a_window_is_never_read(garbage: float) -> None:
+    """Its pages hold garbage, or there are none: their numbers are 0, or beyond the pool."""
+    native = packed(tiny_decoder("qwen3", head_dim=16, windows=(6, 3, 6)))
+    pool, table = filled(native, random_tokens(native, 2, 33))
+    context, (depth, mask) = torch.tensor([33, 21]), random_tree(2, 9)
+    rows = Rows(context[:, None] + depth, mask, table, context)
+    chunks = Chunks.of([5, 3], table, context, pool.page_size)
+    tokens, prompts = random_tokens(native, 2, 9), random_tokens(native, 1, 8)
+    expected = native(tokens, rows, pool, AUX), native(prompts, chunks, pool, AUX)
+    for number in (0, 10**12):
+        freed = table.clone()
+        for request, length in enumerate(context.tolist()):
+            kept = (length - 5) // pool.page_size  # the first page of the first row's window
+            pool.k[:, table[request, :kept]] = pool.v[:, table[request, :kept]] = garbage
+            freed[request, :kept] = number
+        pool.k[:, 0] = pool.v[:, 0] = garbage
+        found = (
+            native(part, replace(given, page_table=freed), pool, AUX)
+            for part, given in ((tokens, rows), (prompts, chunks))
+        )
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one.hidden, other.hidden)
+    assert expected[0].hidden.isfinite().all()
 
 
 def test_threads_and_neighbours_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:

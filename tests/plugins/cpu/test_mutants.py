@@ -11,12 +11,13 @@ import pytest
 
 from d2sd.plugins.cpu import compiler, library
 from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
+from tests.modeling.test_native import test_windows_and_sinks as windows
 from tests.plugins.cpu.test_linear import TYPES
 from tests.plugins.cpu.test_linear import test_bits_of_a_row_do_not_depend_on_other_rows as linear
 
 pytestmark = [pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"), pytest.mark.slow]
 
-#: File, what is replaced, by what, and whether the test of linear layers must notice or that of whole layers.
+#: File, what is replaced, by what, and which test must notice: of linear layers, of whole layers, of windows and sinks.
 MUTANTS = {
     "tiles of many rows round products first": (
         "linear.h",
@@ -42,6 +43,25 @@ MUTANTS = {
         "sum += *weights; if (k->count > 1 && j == 0) sum += splat(1e-6f);",
         "layers",
     ),
+    "the context is not bounded": (
+        "layers.c",
+        "first = bound < context ? bound : context",
+        "first = bound < context ? 0 : context",
+        "windows",
+    ),
+    "rows of a prompt are not bounded": (
+        "layers.c",
+        "skipped = run->seen ? 0 : bound - first",
+        "skipped = 0 * (bound - first)",
+        "windows",
+    ),
+    "the sink takes no part": (
+        "attention.h",
+        "if (sinks) total[g] += exp16(splat(sinks[g] - most))[0];",
+        "",
+        "windows",
+    ),
+    "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 
 
@@ -73,6 +93,7 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
     proofs = {
         "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
+        "windows": [partial(windows, (4, 9, 4), sinks=True)],
     }
     test = None
     if name is not None:
@@ -82,6 +103,6 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
         (sources / file).write_text(text.replace(old, new))
     assert Path(library.functions()._name).is_relative_to(sources.parent), "built from these sources"
     if test is None:
-        assert not any(noticed(proof) for proof in (*proofs["linear"], *proofs["layers"]))
+        assert not any(noticed(proof) for proof in (*proofs["linear"], *proofs["layers"], *proofs["windows"]))
     else:
         assert any(noticed(proof) for proof in proofs[test])
