@@ -117,6 +117,7 @@ class _Layer:
         self.down: Product
         shared = None if target is None else (target.gate_up, target.down)
         self.gate_up, self.down = shared or _mlp(layer.mlp, dtype, exact=exact)
+        self.sinks = None if attention.sinks is None else attention.sinks.detach()
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
         scales, bias = self.qkv.scales, None if self.qkv.input_scale is None else self.qkv.bias
@@ -293,7 +294,8 @@ class FusedLayers(nn.Module):
             scale = layer.qkv.input_scale
             normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=out.normed)
             x = x if branch is None else total
-            heads = attend(index, *out.heads(index, layer, normed, cos, sin), layer.o.input_scale)
+            parts = out.heads(index, layer, normed, cos, sin)
+            heads = attend(index, *parts, layer.o.input_scale, sinks=layer.sinks)
             branch = layer.o(heads.reshape(len(x), -1))
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch

@@ -99,6 +99,18 @@ def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dt
 
 
 @pytest.mark.usefixtures("anywhere")
+def test_windows_and_sinks() -> None:
+    target, drafter = pair(tiny_decoder("qwen3", windows=(3, None, 5), sinks=True))
+    together = fused(target)
+    expected, found = outputs(target, drafter), outputs(together, drafter)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+    for layer in target.layers:
+        layer.get_submodule("self_attn").register_parameter("sinks", None)
+    assert (outputs(target, drafter)["hidden"] - expected["hidden"]).abs().max() > 0.01
+
+
+@pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("bias", "shared"), [(False, False), (True, False), (True, True)])
 def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
     """Every product in FP8, and the target's pages. `shared`: weights of one input have one scale."""
