@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from d2sd.modeling.drafters.heads import HeadConfig
 
 Family = Literal["llama", "qwen2", "qwen3"]
 Role = Literal["first", "variable_prefix"]
@@ -85,6 +88,7 @@ class DrafterConfig:
     role: Role
     prefix_weight_base: float | None = None  # variable_prefix: Pr(n visible tokens) ∝ base^n in training
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
+    head: HeadConfig | None = None  # what scores candidates behind their parents; None: they are scored alone
 
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
@@ -94,7 +98,8 @@ class DrafterConfig:
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.target_layer_ids))
-        return f"{described(self.body, self.vocab_size)}, reads target layers {layers}"
+        head = "" if self.head is None else f", {self.head.name} head"
+        return f"{described(self.body, self.vocab_size)}, reads target layers {layers}{head}"
 
     def refusal(self, policy: str) -> str | None:
         """None: this kind runs all policies of its roles."""

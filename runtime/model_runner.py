@@ -141,15 +141,17 @@ class ModelRunner:
         """One block per request: [B, S, M] with M = `width`."""
         masks = self._masks[role].expand(len(batch.anchor), 1, -1)
         blocks = torch.cat([batch.anchor[:, None, None], masks], dim=-1)
-        return self._candidates(role, batch, self._draft(role, batch, blocks), width, blocks).part(slice(None), 0)
+        logits, hidden = self._draft(role, batch, blocks)
+        return self._candidates(role, batch, logits, width, hidden, blocks).part(slice(None), 0)
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         """K branches per request: [B, K, S, M]."""
         drafter = self.drafters[role]
         blocks = trees.restart_blocks(branches, batch.anchor, drafter.mask_token_id)
-        logits = trees.mask_rejected(branches, self._draft(role, batch, blocks), drafter.draft_ids)
-        return self._candidates(role, batch, logits, width, blocks)
+        logits, hidden = self._draft(role, batch, blocks)
+        logits = trees.mask_rejected(branches, logits, drafter.draft_ids)
+        return self._candidates(role, batch, logits, width, hidden, blocks)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
@@ -182,7 +184,7 @@ class ModelRunner:
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
         logits = self.drafters[role].logits(hidden, anchor[:, None], self._tables[role])
         behind = replace(batch, context_len=batch.context_len + accepted.count)
-        return self._candidates(role, behind, logits, width, anchor[:, None, None]).part(slice(None), 0)
+        return self._candidates(role, behind, logits, width, hidden, anchor[:, None, None]).part(slice(None), 0)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
@@ -228,9 +230,9 @@ class ModelRunner:
         features = torch.zeros(1, rows, width, dtype=self._dtype, device=self.device)
         model.context_keys_values(features, torch.arange(rows, device=self.device)[None])
 
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> Tensor:
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in
-        fp32, or in the head's own type where kernels read them.
+        fp32, or in the head's own type where kernels read them; and hidden states [B, K, G, E].
         """
         own = self._own_pools.get(role)
         context = None if own is None else self.context.take(role)
@@ -241,8 +243,10 @@ class ModelRunner:
         if self.window is not None:
             context_pages = self.window.pages(*context_pages, pool.page_size)
         rows = Rows(batch.context_len[:, None] + slots, attn_mask, *context_pages)
-        logits = self.drafters[role].draft_logits(blocks, rows, pool, context, self._tables[role])
-        return logits if choice.reads_any_type(logits) else logits.float()
+        drafter, tables = self.drafters[role], self._tables[role]
+        hidden = drafter.draft_hidden(blocks, rows, pool, context, tables)
+        logits = drafter.logits(hidden, blocks[:, :, 0], tables)
+        return logits if choice.reads_any_type(logits) else logits.float(), hidden
 
     def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
         """Slot index [T] and same-block mask [T, T] of `count` concatenated blocks."""
@@ -253,12 +257,16 @@ class ModelRunner:
             self._slots, self._same_block = number % self.block_size, block[:, None] == block
         return self._slots[:rows], self._same_block[:rows, :rows]
 
-    def _candidates(self, role: DrafterRole, batch: Batch, logits: Tensor, width: int, blocks: Tensor) -> Draft:
+    def _candidates(
+        self, role: DrafterRole, batch: Batch, logits: Tensor, width: int, hidden: Tensor, blocks: Tensor
+    ) -> Draft:
         """Candidates of the slots of `blocks [B, K, G]`, of which a block of masks alone has its anchor at least."""
         drafter, sampling = self.drafters[role], batch.sampling
         most = self.width(max(width, drafter.pool))
         draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids)
-        return drafter.conditioned(draft, blocks, sampling.temperature, self.width(width)) if drafter.pool else draft
+        if not drafter.pool:
+            return draft
+        return drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
 
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, Rows
@@ -26,6 +28,11 @@ from d2sd.runtime.model_runner import ModelRunner
 
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
+#: Heads that score a candidate behind its parent.
+HEADS: dict[str, HeadConfig] = {
+    "markov": MarkovConfig(rank=6),
+    "gated markov": MarkovConfig(rank=6, gated=True, confidence=True, confidence_with_markov=True),
+}
 
 
 def tiny_decoder(
@@ -79,6 +86,7 @@ def tiny_drafter(
     block_size: int = 4,
     mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
+    head: HeadConfig | None = None,
     seed: int = 1,
 ) -> Drafter:
     """A random drafter. Unless told, its mask is the last token, and the first and the last layer but one feed it."""
@@ -107,6 +115,7 @@ def tiny_drafter(
         num_target_layers=body.num_layers,
         role=role,
         prefix_weight_base=0.9 if role == "variable_prefix" else None,
+        head=head,
     )
     drafter = Drafter(config)
     _randomise(drafter, seed, residual_gain=1.0)

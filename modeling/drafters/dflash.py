@@ -18,10 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafters.heads import Head, conditioned
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
 # layers, Vd draft vocabulary.
@@ -33,6 +35,11 @@ class DFlashModel(DraftModel):
     config: DrafterConfig
 
     @property
+    def head(self) -> Head | None:
+        """Scores candidates behind their parents, if it has such a head."""
+        return next((module for module in self.children() if isinstance(module, Head)), None)
+
+    @property
     def mask_token_id(self) -> int:  # type: ignore[override]
         return self.config.mask_token_id
 
@@ -42,7 +49,7 @@ class DFlashModel(DraftModel):
         pool.write(k, v, context.page_table, context.positions, context.keep)
         return self.draft(embedded, rows, pool)
 
-    def draft_logits(
+    def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
         embedded = tables.embed(blocks.flatten(1))
@@ -50,11 +57,16 @@ class DFlashModel(DraftModel):
             hidden = self.draft(embedded, rows, pool)
         else:
             hidden = self.inject_and_draft(context, embedded, rows, pool)
-        return self.logits(hidden.view(*blocks.shape, -1), blocks[:, :, 0], tables)
+        return hidden.view(*blocks.shape, -1)
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
         """See `DraftModel`. On a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU."""
         return tables.head(hidden[:, :, 1:].contiguous())
+
+    def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
+        assert self.head is not None
+        of_slots = hidden[:, :, 1:], blocks, self.mask_token_id
+        return conditioned(self.head, draft, *of_slots, temperature, width)
 
 
 class Drafter(DFlashModel):
@@ -68,13 +80,17 @@ class Drafter(DFlashModel):
         body = config.body
         self.fc = nn.Linear(len(config.target_layer_ids) * body.hidden_size, body.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
-        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
+        head = config.head
+        self.layers = nn.ModuleList(Layer(body) if head is None else head.layer(body) for _ in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
+        for name, module in [] if head is None else head.modules(body.hidden_size, config.vocab_size):
+            self.add_module(name, module)
+        self.pool = 0 if self.head is None else self.head.pool
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.fc(features)

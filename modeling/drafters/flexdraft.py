@@ -9,7 +9,7 @@ A block of γ mask rows starts as one learned embedding at the split layer and a
 block], not causal inside the block. Its K/V are dropped after the pass, and the target's rows never see them: the
 target's outputs do not change by a bit. Mask rows do not know the anchor: a small network corrects their logits by it.
 
-Sequential mode (`draft_logits`): one block of mask rows behind the committed context, in a pass of its own. An anchored
+Sequential mode (`draft_hidden`): one block of mask rows behind the committed context, in a pass of its own. An anchored
 head, which is not in the paper, starts slot 0 as a projection of the anchor's embedding: the anchor is known by then.
 Parallel mode is in `parallel.py`.
 """
@@ -170,22 +170,17 @@ class FlexHead(DraftModel):
         hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden
 
-    def draft_logits(
+    def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
         assert context is None, "it reads the target's pages"
-        anchors = tables.embed(blocks[:, :, 0])
-        x = self.blocks(anchors).flatten(1, 2)
-        hidden = self.draft(x, rows, pool.from_layer(self.config.split_layer))
-        return self._corrected(hidden.view(*blocks.shape, -1), anchors, tables)
+        x = self.blocks(tables.embed(blocks[:, :, 0])).flatten(1, 2)
+        return self.draft(x, rows, pool.from_layer(self.config.split_layer)).view(*blocks.shape, -1)
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        return self._corrected(hidden, tables.embed(anchors), tables)
-
-    def _corrected(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        """Corrected logits in fp32; `anchors [B, K, E]` are embedded."""
+        """Corrected logits in fp32."""
         hidden = hidden[:, :, 1:].contiguous()
-        return tables.head(hidden).float() + self.calibrate(hidden, anchors[:, :, None])
+        return tables.head(hidden).float() + self.calibrate(hidden, tables.embed(anchors)[:, :, None])
 
     def verify_and_draft(
         self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]

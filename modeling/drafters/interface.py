@@ -71,10 +71,10 @@ class DraftModel(nn.Module):
         """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""
         raise NotImplementedError
 
-    def draft_logits(
+    def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
-        """blocks [B, K, G], rows of which are `rows`, over the context in `pool` -> logits [B, K, G-1, V or Vd].
+        """blocks [B, K, G], rows of which are `rows`, over the context in `pool` -> hidden states [B, K, G, E].
 
         `pool` is its own, or the target's for a drafter without one. `context`: rows whose K/V is written to its pages
         first.
@@ -82,12 +82,13 @@ class DraftModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        """Hidden states [B, K, G, E] behind `anchors [B, K]` -> logits [B, K, G-1, V or Vd] of the slots."""
+        """Hidden states [B, K, G, E] behind `anchors [B, K]` -> logits [B, K, S, V or Vd] of the slots."""
         raise NotImplementedError
 
-    def conditioned(self, draft: Draft, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
-        """Candidates [B, K, S, M] of `blocks [B, K, G]` at `temperature [B]` -> `width` of them a slot, at most M, with
-        what each is worth behind those of the slot before (`Draft.behind`). For kinds in which that makes a difference.
+    def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
+        """Candidates [B, K, S, M] of `blocks [B, K, G]` with these hidden states [B, K, G, E], at `temperature [B]` ->
+        `width` of them a slot, at most M: what each is worth behind those of the slot before (`Draft.behind`), and the
+        best behind the best first. For kinds in which that makes a difference.
         """
         raise NotImplementedError
 

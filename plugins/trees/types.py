@@ -18,10 +18,11 @@ from torch import Tensor
 class Draft:
     """Slot s proposes tokens for position anchor + 1 + s."""
 
-    tokens: Tensor  # [B, (K,) S, M] int64, best first
-    logprob: Tensor  # [B, (K,) S, M] fp32: of acceptance, given that all tokens before it are; -inf: no proposal
-    #: [B, (K,) S, 1 + M, M] fp32: the same, first as `logprob` says, then behind each candidate of the slot before;
-    #: None: it does not depend on that.
+    tokens: Tensor  # [B, (K,) S, M] int64, best first; where that depends on the slot before, behind its best
+    #: [B, (K,) S, M] fp32: of acceptance, given that all tokens before it are; -inf: no proposal
+    logprob: Tensor
+    #: [B, (K,) S, 1 + M, M] fp32: the same behind a token that is not known, or known to the pass, then behind each
+    #: candidate of the slot before. None: it does not depend on that.
     behind: Tensor | None = None
 
     @property

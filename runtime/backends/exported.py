@@ -166,6 +166,8 @@ class GraphDrafter(DFlashModel):
         super().__init__()
         self.config, self._session = drafter.config, session
         self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
+        self.add_module("outside", drafter.head)  # what the graph does not have
+        self.pool = drafter.pool
         self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
         self._page_size, self._context_rows = page_size, context_rows
         self._scratch_pool: KVPool | None = None

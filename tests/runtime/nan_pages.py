@@ -43,7 +43,7 @@ class NaNPages(NaNScratch, CheatingRunner):
         assert not verified.logits.isnan().any()
         return verified
 
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> Tensor:
-        logits = super()._draft(role, batch, blocks)
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = super()._draft(role, batch, blocks)
         assert not logits.isnan().any()
-        return logits
+        return logits, hidden

@@ -17,6 +17,7 @@ from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
+from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, trees_of
 from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, Session, graph_drafter
 from d2sd.runtime.engine import Engine
@@ -124,14 +125,20 @@ class ShadowDrafter(DraftModel):
     def __init__(self, plain: DraftModel, graph: DraftModel, name: str) -> None:
         super().__init__()
         self.config, self.mask_token_id, self.draft_ids = plain.config, plain.mask_token_id, plain.draft_ids
-        self.has_context = plain.has_context  # type: ignore[misc]
+        self.has_context, self.pool = plain.has_context, plain.pool  # type: ignore[misc]
         self._plain, self._graph, self.errors = plain, graph, ErrorStats(name)
         self._draft, graph.draft = graph.draft, self._compared  # type: ignore[method-assign]
 
-    def draft_logits(
+    def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
-        return self._graph.draft_logits(blocks, rows, pool, context, tables)
+        return self._graph.draft_hidden(blocks, rows, pool, context, tables)
+
+    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
+        return self._graph.logits(hidden, anchors, tables)
+
+    def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
+        return self._graph.conditioned(draft, hidden, blocks, temperature, width)
 
     def _compared(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """`draft` of the graph, compared with the drafter's."""

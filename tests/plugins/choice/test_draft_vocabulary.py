@@ -63,8 +63,8 @@ class Coached(ModelRunner):
             r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in some_requests()
         }
 
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> Tensor:
-        logits = super()._draft(role, batch, blocks)
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = super()._draft(role, batch, blocks)
         assert logits.shape[-1] == len(self.ids[role])
         place = {token: index for index, token in enumerate(self.ids[role])}
         for row, (seed, start) in enumerate(zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)):
@@ -73,7 +73,7 @@ class Coached(ModelRunner):
                 if right in place and random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:
                     logits[row, :, slot, place[right]] += 12
                     self.told[role] += 1
-        return logits
+        return logits, hidden
 
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = FIRST) -> Draft:
         return self._within(role, super().draft_first(batch, width, role))
@@ -211,14 +211,14 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 
     first = small.draft_first(batch, width + 3)  # there are not so many in the second vocabulary
     masks = torch.full((len(TEXTS), 1, BLOCK - 1), 63)
-    logits = whole._draft(FIRST, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
+    logits, _ = whole._draft(FIRST, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
     expected_first = wanted(FIRST, logits)
     check_equal(first, Draft(expected_first.tokens[:, 0], expected_first.logprob[:, 0]))
     for which in (FIRST, SECOND):
         length = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
         branches = Branches(first.top1[:, None].expand(-1, BRANCHES, -1), length, rejected)
-        logits = whole._draft(which, batch, restart_blocks(branches, batch.anchor, 63))
+        logits, _ = whole._draft(which, batch, restart_blocks(branches, batch.anchor, 63))
         check_equal(
             small.draft_second(batch, branches, which, width + 3), wanted(which, mask_rejected(branches, logits))
         )

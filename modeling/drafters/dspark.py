@@ -1,0 +1,72 @@
+"""The head of DSpark (DeepSeek-AI, "Confidence-Scheduled Speculative Decoding with Semi-Autoregressive Generation"): a
+bigram table of low rank, over a DFlash body.
+
+    vanilla    δ(p, c) = W2[c] · W1[p]
+    gated      δ(p, c) = W2[c] · (σ(gate([h; W1[p]])) ⊙ W1[p])        h: the slot's hidden state
+
+The third form, `rnn`, carries a state from slot to slot: it is not of first order, and not run here. The network that
+says how likely each slot is accepted is kept in checkpoints and not run: probabilities are calibrated
+(`d2sd.runtime.speculation.calibration`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.modeling.drafters.heads import Head, HeadConfig
+
+# Shape letters: E hidden, R rank, V vocabulary, M candidates a slot, P parents of a slot.
+
+#: Candidates of a slot. The head adds to all logits of a slot; what it may lift is looked for among these.
+POOL = 32
+
+
+@dataclass(frozen=True, slots=True)
+class MarkovConfig(HeadConfig):
+    """Geometry of a Markov head."""
+
+    rank: int
+    gated: bool = False
+    confidence: bool = False  # it has the network that predicts acceptance
+    confidence_with_markov: bool = False  # which reads W1[p] too
+
+    @property
+    def name(self) -> str:
+        return "dspark"
+
+    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "markov_head", MarkovHead(self, hidden_size, vocab_size)
+        if self.confidence:
+            yield "confidence_head", ConfidenceHead(hidden_size + self.rank * self.confidence_with_markov)
+
+
+class MarkovHead(Head):
+    """Rows of its tables are the target's ids, of a reduced draft vocabulary too."""
+
+    pool = POOL
+
+    def __init__(self, config: MarkovConfig, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, config.rank)
+        self.markov_w2 = nn.Embedding(vocab_size, config.rank)  # a product with few of its rows
+        self.gate_proj = nn.Linear(hidden_size + config.rank, config.rank) if config.gated else None
+
+    def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
+        of_parents: Tensor = self.markov_w1(parents)  # [..., P, R]
+        if self.gate_proj is not None:
+            shared = hidden[..., None, :].expand(*of_parents.shape[:-1], -1)
+            of_parents = torch.sigmoid(self.gate_proj(torch.cat([shared, of_parents], -1))) * of_parents
+        of_candidates: Tensor = self.markov_w2(candidates)
+        return of_parents.float() @ of_candidates.float().mT
+
+
+class ConfidenceHead(nn.Module):
+    """Predicts whether a slot is accepted. Not run."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(inputs, 1)

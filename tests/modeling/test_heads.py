@@ -1,0 +1,174 @@
+"""Heads against scores computed token by token, pair by pair, and what policies are given of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.plugins.choice import candidates
+from d2sd.plugins.choice.reference import gumbel
+from d2sd.plugins.trees import Draft
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
+from tests.tiny import HEADS, tiny_decoder, tiny_drafter
+
+# Shape letters: K blocks, G block size, S slots, V vocabulary.
+
+TARGET = tiny_decoder().config
+MASK, VOCABULARY, BLOCK = 63, 64, 5
+#: δ(p, c) of all c behind p, of the slot whose hidden state is h; tensors by their names in checkpoints.
+Pair = Callable[[dict[str, Tensor], Tensor, int], list[float]]
+
+
+def product(rows: Tensor, column: list[float]) -> list[float]:
+    return [sum(float(x) * y for x, y in zip(row, column, strict=True)) for row in rows.tolist()]
+
+
+def vanilla(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
+    return product(tensors["markov_head.markov_w2.weight"], tensors["markov_head.markov_w1.weight"][p].tolist())
+
+
+def gated(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
+    of_parent = tensors["markov_head.markov_w1.weight"][p].tolist()
+    logits = product(tensors["markov_head.gate_proj.weight"], [*h.tolist(), *of_parent])
+    bias = tensors["markov_head.gate_proj.bias"].tolist()
+    open_ = [1 / (1 + math.exp(-x - b)) for x, b in zip(logits, bias, strict=True)]
+    return product(tensors["markov_head.markov_w2.weight"], [g * x for g, x in zip(open_, of_parent, strict=True)])
+
+
+PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated}
+
+
+def test_every_head_has_its_reference() -> None:
+    assert PAIRS.keys() == HEADS.keys()
+
+
+def headed(head: HeadConfig, seed: int = 1) -> Drafter:
+    return tiny_drafter(TARGET, block_size=BLOCK, head=head, seed=seed)
+
+
+def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [1, K, S, V] and hidden states [1, K, G, E] of blocks [1, K, G] that begin with these tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    blocks = torch.tensor([[*tokens, *[MASK] * (BLOCK - len(tokens))] for tokens in shown])[None]
+    logits = 2 * torch.randn(*blocks.shape[:2], BLOCK - 1, VOCABULARY, generator=generator)
+    return logits, torch.randn(*blocks.shape, TARGET.body.hidden_size, generator=generator), blocks
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("pool", [6, VOCABULARY])
+def test_scores_equal_those_of_each_pair(name: str, temperature: float, pool: int) -> None:
+    """Behind an anchor, and behind a prefix; the walk, each slot's best behind the best before, comes first."""
+    config, pair = HEADS[name], PAIRS[name]
+    drafter = headed(config)
+    tensors, context = drafter.state_dict(), 11
+    logits, hidden, blocks = passed(3, [[7], [7, 20, 41]])
+    params = SamplingParams(temperature=temperature, seed=5)
+    sampling = Sampling.of([params], VOCABULARY, "cpu")
+    width = min(pool, 4)
+    draft = candidates(logits, torch.tensor([context]), sampling, pool)
+    found = drafter.conditioned(draft, hidden, blocks, sampling.temperature, width)
+    assert found.behind is not None
+    assert found.tokens.shape == (1, 2, BLOCK - 1, width)
+    assert found.behind.shape == (1, 2, BLOCK - 1, 1 + width, width)
+    noise = gumbel(torch.tensor([5]), torch.arange(BLOCK - 1)[None] + context + 1, VOCABULARY)[0]
+
+    for k in range(2):
+        walked = None
+        for s in range(BLOCK - 1):
+            u, h, known = logits[0, k, s].double(), hidden[0, k, s + 1], int(blocks[0, k, s])
+            if temperature:
+                u = u / temperature + noise[s].double()
+                top = logits[0, k, s].topk(min(64, VOCABULARY)).indices
+                total = float(u[top].logsumexp(0))
+            else:
+                total = float(u.logsumexp(0))
+            among = sorted(range(VOCABULARY), key=lambda token: -float(u[token]))[:pool]
+            scale = temperature or 1.0
+
+            def behind(parent: int | None) -> dict[int, float]:
+                """Log-probabilities of the candidates behind a token, or behind one that is not known."""
+                said = {c: float(u[c]) - total for c in among}  # noqa: B023
+                rest = max(1.0 - sum(math.exp(p) for p in said.values()), 1e-6)
+                if parent is not None:
+                    added = pair(tensors, h, parent)  # noqa: B023
+                    said = {c: p + added[c] / scale for c, p in said.items()}  # noqa: B023
+                whole = rest + sum(math.exp(p) for p in said.values())
+                return {c: p - math.log(whole) for c, p in said.items()}
+
+            parents = [None if known == MASK else known, *found.tokens[0, k, s - 1].tolist()]
+            own = found.tokens[0, k, s].tolist()
+            for row, parent in enumerate(parents):
+                wanted = behind(parent if known == MASK else known)
+                torch.testing.assert_close(
+                    found.behind[0, k, s, row].double(),
+                    torch.tensor([wanted[c] for c in own]).double(),
+                    atol=2e-5,
+                    rtol=0,
+                )
+            walk = behind(walked if known == MASK else known)
+            best = sorted(walk, key=lambda c: -walk[c])
+            assert own == best[:width]
+            torch.testing.assert_close(
+                found.logprob[0, k, s].double(), torch.tensor([walk[c] for c in own]).double(), atol=2e-5, rtol=0
+            )
+            walked = best[0]
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_chains_are_given_the_walk(name: str) -> None:
+    """One candidate of a slot, or many: the same chain, which the best of each slot alone would not be."""
+    drafter = headed(HEADS[name])
+    logits, hidden, blocks = passed(4, [[7], [9, 2]])
+    sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
+    draft = candidates(logits / 8, torch.tensor([3]), sampling, drafter.pool)
+    one, many = (drafter.conditioned(draft, hidden, blocks, sampling.temperature, width) for width in (1, 8))
+    assert one.behind is None
+    assert torch.equal(one.top1, many.top1)
+    assert torch.equal(one.confidence, many.confidence)
+    assert not torch.equal(one.top1, draft.top1)
+
+
+def test_a_head_of_zeros_changes_nothing() -> None:
+    drafter = headed(MarkovConfig(rank=4))
+    drafter.get_parameter("markov_head.markov_w2.weight").zero_()
+    logits, hidden, blocks = passed(5, [[7]])
+    sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
+    draft = candidates(logits, torch.tensor([3]), sampling, 16)
+    found = drafter.conditioned(draft, hidden, blocks, sampling.temperature, 16)
+    assert found.behind is not None
+    assert torch.equal(found.tokens, draft.tokens)
+    torch.testing.assert_close(found.logprob, draft.logprob, atol=2e-5, rtol=0)
+    torch.testing.assert_close(found.behind, draft.logprob[..., None, :].expand_as(found.behind), atol=2e-5, rtol=0)
+
+
+def test_no_child_is_likelier_than_certain_and_nothing_is_nan() -> None:
+    """Whatever a broken head says, and where a slot proposes nothing."""
+    drafter = headed(MarkovConfig(rank=4))
+    w1 = drafter.get_parameter("markov_head.markov_w1.weight")
+    w1[:20] *= 1e30
+    w1[20:30], w1[30:40] = torch.inf, torch.nan
+    logits, hidden, blocks = passed(6, [[7], [25], [35], [60]])
+    sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
+    draft = candidates(logits, torch.tensor([3]), sampling, 16)
+    nothing = draft.logprob.clone()
+    nothing[:, 3, 1], nothing[:, 3, 2, 3:] = -torch.inf, -torch.inf
+    found = drafter.conditioned(Draft(draft.tokens, nothing), hidden, blocks, sampling.temperature, 8)
+    assert found.behind is not None
+    for numbers in (found.logprob, found.behind):
+        assert not numbers.isnan().any()
+        assert (numbers <= 0).all()
+    assert (found.logprob[:, 3, 1] == -torch.inf).all()
+
+
+def test_config_says_what_it_is() -> None:
+    assert str(headed(MarkovConfig(rank=4)).config).endswith(", dspark head")
+    assert str(tiny_drafter(TARGET).config).endswith(", reads target layers 0, 1")

@@ -1,0 +1,133 @@
+"""Drafters whose candidates are scored behind their parent write the text of plain decoding, and use what they say."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from copy import deepcopy
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.plugins.trees import Branches, Draft
+from d2sd.policies import FACTS, DrafterRole, PolicyName
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.speculation.policy import policy_class
+from d2sd.runtime.stats import SequenceStats
+from tests.runtime.helpers import BLOCK, make_engine, models, plain, run_staggered, some_requests
+from tests.runtime.test_lossless import Way
+from tests.tiny import HEADS, greedy_text, prepared, tiny_decoder, tiny_drafter
+
+POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
+WAYS = {"in flight": Way(gap=2, shuffled=True), "tight pages": Way(pages=16, max_batch=8, shuffled=True)}
+#: At every change: each head with all policies over the ways together.
+QUICK = {(head, policy): list(WAYS)[(n + m) % 2] for n, head in enumerate(HEADS) for m, policy in enumerate(POLICIES)}
+
+
+@cache
+def drafters(head: str) -> tuple[Drafter, Drafter]:
+    target = models()[0].config
+    shape = {"block_size": BLOCK, "layers": 1, "head": HEADS[head]}
+    return tiny_drafter(target, **shape), tiny_drafter(target, **shape, role="variable_prefix", seed=2)  # type: ignore[arg-type]
+
+
+class Leaning(ModelRunner):
+    """Its drafters' logits lean towards the right tokens; what the head adds on top of that is its own."""
+
+    def __init__(self, target: Decoder, first: Drafter, second: Drafter, requests: tuple[Request, ...]) -> None:
+        super().__init__(*prepared(target, first, second))
+        self._texts = {r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
+        self.told = Counter[str]()
+
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = super()._draft(role, batch, blocks)
+        for row, (seed, start) in enumerate(zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)):
+            text = self._texts.get(seed % 2**64, ())
+            for slot, right in enumerate(text[start + 1 : start + 1 + logits.shape[2]]):
+                if random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:
+                    logits[row, :, slot, right] += 12
+        return logits, hidden
+
+    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
+        return self._watched(super().draft_first(batch, width, role), width)
+
+    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+        return self._watched(super().draft_second(batch, branches, role, width), width)
+
+    def _watched(self, draft: Draft, width: int) -> Draft:
+        assert draft.tokens.shape[-1] == width
+        self.told["behind" if draft.behind is not None else "chain"] += 1
+        return draft
+
+
+@pytest.mark.parametrize(
+    ("head", "policy", "way"),
+    [
+        pytest.param(head, policy, way, marks=[] if QUICK[head, policy] == way else pytest.mark.slow)
+        for head in HEADS
+        for policy in POLICIES
+        for way in WAYS
+    ],
+)
+def test_writes_the_text_of_plain_decoding(head: str, policy: PolicyName, way: str) -> None:
+    """Greedy and sampled, in flight or preempted; with copies beside the drafts, under policies that take them."""
+    requests = some_requests()
+    first, second = drafters(head)
+    runner = Leaning(deepcopy(models()[0]), deepcopy(first), deepcopy(second), requests)
+    engine = WAYS[way].engine(runner, policy, lookup=FACTS[policy].copies)
+    stats = WAYS[way].run(engine, requests)
+    assert stats.tau > 1.5
+    assert (stats.preemptions > 0) == (WAYS[way].pages is not None)
+    grows = policy_class(policy).topk > 1
+    assert runner.told["behind" if grows else "chain"] > 0
+    assert runner.told["chain" if grows else "behind"] == 0
+
+
+@cache
+def bigrams() -> tuple[Decoder, Drafter]:
+    """A target that reads its last token alone, and a drafter that knows nothing but which token follows which."""
+    target = tiny_decoder("qwen3", layers=2, head_dim=16, seed=1, tie=False)
+    for name, parameter in target.named_parameters():
+        if "o_proj" in name:
+            parameter.zero_()
+    vocabulary = target.config.vocab_size
+    following = target.logits(target.full_pass(torch.arange(vocabulary)[:, None]).hidden)[:, 0].argmax(-1)
+    drafter = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=MarkovConfig(rank=vocabulary))
+    w1, w2 = (drafter.get_parameter(f"markov_head.markov_w{n}.weight") for n in (1, 2))
+    w1.copy_(torch.eye(vocabulary))
+    w2.copy_(30 * torch.nn.functional.one_hot(following, vocabulary).float().T)
+    drafter.norm.weight.zero_()  # all candidates are as likely, before the head has spoken
+    return target, drafter
+
+
+@pytest.mark.parametrize("policy", ["chain", "reanchor", "ddtree"])
+def test_a_head_that_knows_the_language_is_always_right(policy: PolicyName) -> None:
+    """The head alone drafts, among all tokens; and after prefix hits."""
+    target, drafter = bigrams()
+    drafter = deepcopy(drafter)
+    drafter.pool = drafter.head.pool = target.config.vocab_size  # type: ignore[union-attr]
+    requests = tuple(Request((*range(40, 49), n, 2 * n), 40, SamplingParams(seed=n)) for n in range(5))
+    engine = make_engine(ModelRunner(*prepared(deepcopy(target), drafter)), policy, max_batch=3)
+    sequences = run_staggered(engine, requests, gap=2)
+    assert [s.answer for s in sequences] == [greedy_text(target, list(r.prompt), 40) for r in requests]
+    stats = SequenceStats.merged(s.stats for s in sequences)
+    assert stats.cached_tokens > 0
+    assert stats.tau > BLOCK - 0.5
+
+
+def test_the_same_drafter_without_its_head_knows_nothing() -> None:
+    target, drafter = bigrams()
+    drafter = deepcopy(drafter)
+    drafter.pool = 0
+    requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(5))
+    engine = make_engine(ModelRunner(*prepared(deepcopy(target), drafter)), "chain")
+    stats = SequenceStats.merged(s.stats for s in run_staggered(engine, requests))
+    assert stats.tau < 2
