@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.heads import HeadConfig
 
-Family = Literal["llama", "qwen2", "qwen3"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 Role = Literal["first", "variable_prefix"]
 
 
@@ -31,6 +31,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """Experts in place of a layer's MLP, of which a router chooses some for each row (`d2sd.modeling.experts`)."""
+
+    count: int
+    chosen: int  # for a row
+    intermediate_size: int  # of each
+    normalized: bool  # the weights of the chosen ones sum to 1
+    dense_layers: tuple[int, ...] = ()  # layers that have an MLP
+    bias: bool = False  # of router and experts (gpt-oss)
+    limit: float | None = None  # of what enters the SwiGLU, whose second factor is then up + 1 (gpt-oss)
+
+
+@dataclass(frozen=True, slots=True)
 class BodyConfig:
     """Geometry of a transformer layer, the same for target and drafter."""
 
@@ -49,9 +62,29 @@ class BodyConfig:
     #: Of each layer, most tokens that a row sees, itself included; None: all. (): no layer has a window.
     windows: tuple[int | None, ...] = ()
     sinks: bool = False  # a learned logit a query head, which takes part in each softmax and has no value
+    experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
+
+    @property
+    def beyond_llama(self) -> tuple[str, ...]:
+        """Names of the parts that Llama's and dense Qwen's layers lack: code that runs only those refuses them by name."""
+        names = {
+            "experts": self.experts is not None,
+            "sliding windows": any(window is not None for window in self.windows),
+            "attention sinks": self.sinks,
+        }
+        return tuple(name for name, there in names.items() if there)
+
+    @property
+    def expert_weights(self) -> int:
+        """Weights of the experts in all layers, without biases."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        layers = self.num_layers - len(experts.dense_layers)
+        return layers * experts.count * 3 * self.hidden_size * experts.intermediate_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +105,8 @@ class DrafterConfig:
     """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
 
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
-    (the z-lab convention; of the last layer, before the final norm).
-
-    Row 0 of a block holds the anchor. Row k predicts the token at its own position, so the anchor's row proposes
-    nothing; with `sample_from_anchor` (DeepSpec's and speculators' term) it predicts the token behind its own.
+    (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k
+    predicts the token at its own position.
 
     draft_vocabulary: ascending; the ids that may be drafted, None for all. It saves the rest of the head and changes no
     tensor of the checkpoint: other runtimes run the same drafter with the whole head. It never contains the mask.
@@ -91,18 +122,12 @@ class DrafterConfig:
     prefix_weight_base: float | None = None  # variable_prefix: Pr(n visible tokens) ∝ base^n in training
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
     head: HeadConfig | None = None  # what scores candidates behind their parents; None: they are scored alone
-    sample_from_anchor: bool = False
 
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
         if ids is not None:
             check_draft_vocabulary(ids, self.vocab_size)
             assert self.mask_token_id not in ids, "the mask cannot be drafted"
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that a block proposes."""
-        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.target_layer_ids))

@@ -1,4 +1,4 @@
-"""The target: one decoder for Llama, Qwen2 and Qwen3, over rows with an attention mask and paged K/V."""
+"""The target: one decoder for every family, over rows with an attention mask and paged K/V."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Decoder(TargetModel):
         self.config = config
         body = config.body
         self.embed_tokens = nn.Embedding(config.vocab_size, body.hidden_size)
-        self.layers = nn.ModuleList(Layer(body) for _ in range(body.num_layers))
+        self.layers = nn.ModuleList(Layer(body, index) for index in range(body.num_layers))
         self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
         self.rotary = Rotary(body.rope, body.head_dim)
         self.packed_head = None

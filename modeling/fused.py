@@ -11,10 +11,12 @@
     silu_mul                                         quantizes
     down             product, added by the next norm
 
-Nine kernels a layer. Rows of context that a drafter injects as it drafts are in the qkv products of the draft; a tenth
-kernel writes their K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and
-one `qk_norm_rope`; in FP8 a product a layer, because no FP8 product is batched. A drafter that borrows the
-target's MLPs has a qkv and an o product of its own; all else is the target's fused layers'.
+Nine kernels a layer. Experts (`d2sd.modeling.experts`) run as they are in the place of the last three.
+
+Rows of context that a drafter injects as it drafts are in the qkv products of the draft; a tenth kernel writes their
+K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and one `qk_norm_rope`; in
+FP8 a product a layer, because no FP8 product is batched. A drafter that borrows the target's MLPs has a qkv and an o
+product of its own; all else is the target's fused layers'.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero. The weights of
@@ -36,11 +38,12 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
-from d2sd.modeling.layers import MLP, Layer, RMSNorm, Rotary
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, linear, qk_norm_rope, silu_mul
@@ -68,7 +71,9 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
         return
     fp8 = any(isinstance(module, Fp8Linear | Fp8Cache) for module in model.modules())
     weight = eager.norm.weight
-    if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=fp8, unlike=_unlike(eager.layers)):
+    if not dispatch.use_fused_layers(
+        weight, eager.config.body.head_dim, fp8=fp8, unlike=_unlike(eager.layers, exact=exact)
+    ):
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.",
@@ -86,12 +91,14 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(layers: nn.ModuleList) -> str | None:
-    """Reason the projections cannot be fused: foreign modules, or mixed linear types."""
+def _unlike(layers: nn.ModuleList, *, exact: bool) -> str | None:
+    """Reason the projections cannot be fused: foreign modules, mixed linear types, or experts that have to be exact."""
     for layer in cast("Sequence[Layer]", layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        groups = (attention.q_proj, attention.k_proj, attention.v_proj), (mlp.gate_proj, mlp.up_proj)
-        for group in (*groups, (attention.o_proj,), (mlp.down_proj,)):
+        attention = layer.self_attn
+        if exact and not layer.mlp.products():
+            return "products of experts are not batch-invariant"
+        projections = (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,)
+        for group in (*projections, *layer.mlp.products()):
             kinds = {type(part) for part in group}
             if not kinds <= {nn.Linear, Fp8Linear} or len(kinds) > 1:
                 return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
@@ -99,7 +106,7 @@ def _unlike(layers: nn.ModuleList) -> str | None:
 
 
 class _Layer:
-    """One layer's products and parameters, or with the MLP of `target`."""
+    """One layer's products and parameters, or with the feed-forward network of `target`."""
 
     def __init__(
         self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None, *, exact: bool
@@ -113,10 +120,8 @@ class _Layer:
         for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
             part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
         self.o = Product([attention.o_proj], dtype, exact=exact)
-        self.gate_up: Product
-        self.down: Product
-        shared = None if target is None else (target.gate_up, target.down)
-        self.gate_up, self.down = shared or _mlp(layer.mlp, dtype, exact=exact)
+        shared = None if target is None else target.feed_forward
+        self.feed_forward: _SwiGLU | _Unfused = shared or _feed_forward(layer.mlp, dtype, exact=exact)
         self.sinks = None if attention.sinks is None else attention.sinks.detach()
         norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
         caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
@@ -135,10 +140,9 @@ class _Layer:
         )
 
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
-        """The MLP's output [R, E] for x + branch, which `total` receives."""
-        gate_up, down = self.gate_up, self.down
-        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=gate_up.input_scale)
-        return cast("Tensor", down(silu_mul(gate_up(normed), x.dtype, scales=gate_up.scales, scale=down.input_scale)))
+        """The feed-forward network's output [R, E] for x + branch, which `total` receives."""
+        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=self.feed_forward.input_scale)
+        return cast("Tensor", self.feed_forward(normed))
 
 
 class _Pass:
@@ -197,11 +201,52 @@ class _PassWithContext(_Pass):
         return own_q, own_k, own_v
 
 
-def _mlp(mlp: MLP, dtype: torch.dtype, *, exact: bool) -> tuple[Product, Product]:
-    gate_up = Product([mlp.gate_proj, mlp.up_proj], dtype, exact=exact)
-    for part, weight in zip((mlp.gate_proj, mlp.up_proj), gate_up.weight.chunk(2), strict=True):
-        part.weight.data = weight  # a view, for drafters that borrow it and cannot be fused
-    return gate_up, Product([mlp.down_proj], dtype, exact=exact)
+class _SwiGLU(nn.Module):
+    """The joined products of a feed-forward network. Without parameters."""
+
+    def __init__(self, products: tuple[tuple[nn.Module, ...], ...], dtype: torch.dtype, *, exact: bool) -> None:
+        super().__init__()
+        (gate, up), (down,) = cast("tuple[tuple[Linear, Linear], tuple[Linear]]", products)
+        self.gate_up, self.down = Product([gate, up], dtype, exact=exact), Product([down], dtype, exact=exact)
+        self._dtype = dtype
+        for part, weight in zip((gate, up), self.gate_up.weight.chunk(2), strict=True):
+            part.weight.data = weight  # a view, for drafters that borrow it and cannot be fused
+
+    @property
+    def input_scale(self) -> Tensor | None:
+        return self.gate_up.input_scale
+
+    @property
+    def nbytes(self) -> int:
+        return self.gate_up.weight.nbytes + self.down.weight.nbytes
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate_up, scales = self.gate_up(x), self.gate_up.scales
+        out: Tensor = self.down(silu_mul(gate_up, self._dtype, scales=scales, scale=self.down.input_scale))
+        return out
+
+
+class _Unfused(nn.Module):
+    """A feed-forward network without products that the kernels join: experts."""
+
+    input_scale = None
+
+    def __init__(self, module: FeedForward) -> None:
+        super().__init__()
+        self._module = (module,)  # a tuple, so that its parameters are not this module's
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self._module[0].parameters())
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self._module[0](x)
+        return out
+
+
+def _feed_forward(module: FeedForward, dtype: torch.dtype, *, exact: bool) -> _SwiGLU | _Unfused:
+    products = module.products()
+    return _SwiGLU(products, dtype, exact=exact) if products else _Unfused(module)
 
 
 def _share_input_scale(layers: nn.ModuleList) -> None:
@@ -256,9 +301,10 @@ class FusedLayers(nn.Module):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the weights of all products."""
-        products = [product for layer in self._layers for product in (layer.qkv, layer.o, layer.gate_up, layer.down)]
-        return sum(product.weight.nbytes for product in products)
+        """Bytes of the weights of all products, and of experts."""
+        projections = [product for layer in self._layers for product in (layer.qkv, layer.o)]
+        inner = sum(layer.feed_forward.nbytes for layer in self._layers)
+        return sum(product.weight.nbytes for product in projections) + inner
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:

@@ -12,10 +12,11 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from typing_extensions import Self
 
 from d2sd.modeling.config import BodyConfig, RopeConfig
+from d2sd.modeling.experts import Experts
+from d2sd.modeling.feed_forward import MLP, FeedForward
 from d2sd.plugins.layer_ops import rope_tables
 
 CosSin = tuple[Tensor, Tensor]
@@ -116,18 +117,12 @@ class RMSNorm(nn.Module):
         return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
-class MLP(nn.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: BodyConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
+def feed_forward(config: BodyConfig, index: int) -> FeedForward:
+    """The feed-forward network of layer `index`."""
+    experts = config.experts
+    if experts is None or index in experts.dense_layers:
+        return MLP(config)
+    return Experts(config.hidden_size, experts)
 
 
 class Attention(nn.Module):
@@ -167,10 +162,10 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention that the caller supplies."""
 
-    def __init__(self, config: BodyConfig) -> None:
+    def __init__(self, config: BodyConfig, index: int = 0) -> None:
         super().__init__()
         self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.mlp = feed_forward(config, index)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 

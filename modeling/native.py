@@ -22,6 +22,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
@@ -43,13 +44,17 @@ def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype)
 
 def _is_plain(layer: nn.Module) -> bool:
     """True if every projection is a plain nn.Linear (not FP8, not a ModelOpt wrapper) and no cache is quantized."""
-    names = *(f"self_attn.{part}_proj" for part in "qkvo"), *(f"mlp.{part}_proj" for part in ("gate", "up", "down"))
-    plain = all(type(layer.get_submodule(name)) is nn.Linear for name in names)
-    return plain and type(layer.get_submodule("self_attn.k_cache")) is nn.Identity
+    layer = cast("Layer", layer)
+    products = [part for group in layer.mlp.products() for part in group]
+    parts = *(layer.get_submodule(f"self_attn.{part}_proj") for part in "qkvo"), *products
+    return all(type(part) is nn.Linear for part in parts) and type(layer.self_attn.k_cache) is nn.Identity
 
 
 class NativeLayers(nn.Module):
-    """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve."""
+    """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve.
+
+    Feed-forward networks without `products` are the model's own, packed; the library stops in front of each.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,13 @@ class NativeLayers(nn.Module):
         windows = body.windows or (None,) * len(layers)
         self._windows = tuple(dict.fromkeys(windows))  # of the views of a pass
         views = map(self._windows.index, windows)
+        self._between: dict[int, nn.Module]  # by the layer
+        if target is None:
+            networks = {index: layer.mlp for index, layer in enumerate(layers) if not layer.mlp.products()}
+            self._between = {index: network.packed(packed_product) for index, network in networks.items()}
+        else:
+            first = len(target._layers) - len(layers)
+            self._between = {index - first: made for index, made in target._between.items() if index >= first}
         made = map(self._packed, layers, views, mlps)
         self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*made)
         self._norm = self._wide(norm.weight)
@@ -106,12 +118,12 @@ class NativeLayers(nn.Module):
             library.PackedLinear.of(weight, bias),
             library.PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
         ]
-        if mlp is None:
+        if mlp is None and (groups := layer.mlp.products()):
             width = self._config.hidden_size
-            parts = layer.mlp.gate_proj, layer.mlp.up_proj
+            parts, (down_proj,) = cast("tuple[tuple[nn.Linear, ...], ...]", groups)
             gate, up = (_padded(part.weight).view(-1, PANEL, width) for part in parts)
             products.append(library.PackedLinear.of(torch.stack([gate, up], 1).flatten(0, 2)))
-            products.append(library.PackedLinear.of(layer.mlp.down_proj.weight))
+            products.append(library.PackedLinear.of(down_proj.weight))
         self._kept.extend(products)
         return library.Layer(
             *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
@@ -164,13 +176,22 @@ class NativeLayers(nn.Module):
             address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip
-        functions, threads = library.functions(), torch.get_num_threads()
         with self._lock:
-            functions.d2sd_layers(
-                ctypes.byref(self._body), ctypes.byref(arguments), ctypes.byref(self._memory), threads
-            )
+            for index, network in self._between.items():
+                self._run(arguments, index + 1)
+                x += network(out)
+                if index in aux_layer_ids:
+                    place = aux_layer_ids.index(index) * hidden
+                    features[:, place : place + hidden] = x
+            self._run(arguments, body.num_layers)
         where = kept, (batch, count)
         return _spread(out, 0, *where), _spread(features, 0, *where), _spread(k, 1, *where), _spread(v, 1, *where)
+
+    def _run(self, arguments: library.Pass, end: int) -> None:
+        """Run the layers from where the pass is up to `end`."""
+        arguments.begin, arguments.end = arguments.end, end
+        body, memory = ctypes.byref(self._body), ctypes.byref(self._memory)
+        library.functions().d2sd_layers(body, ctypes.byref(arguments), memory, torch.get_num_threads())
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
@@ -284,6 +305,8 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
                 setattr(parent, name, PackedFp8Linear(child, weight.dtype))
             elif type(child) is nn.Linear and name != "lm_head":
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
+            elif isinstance(child, FeedForward):
+                setattr(parent, name, child.packed(packed_product))
     if isinstance(model, TargetModel) and model.packed_head is None:
         model.packed_head = packed_product(model.head.detach(), None)
 

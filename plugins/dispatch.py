@@ -31,6 +31,9 @@ LARGEST_HEAD = 256
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.
 FP8_CAPABILITY = (8, 9)
+#: Major compute capabilities with grouped products in CUTLASS (`aten/src/ATen/native/cuda/GroupedBlas.cpp`), which
+#: align rows to 16 bytes.
+GROUPED_CAPABILITIES, GROUPED_STEP = (9, 10), 8
 #: Triton before this leaves out a fence between cp.async and wgmma (its pull request 9610): the attention kernel reads
 #: keys and values that may not have arrived. tests/ptx shows it. Devices before Hopper have no such instructions.
 FENCED_TRITON = Version("3.7.1")
@@ -98,6 +101,24 @@ def use_fp8_gemm(x: torch.Tensor) -> bool:
     if capability >= FP8_CAPABILITY:
         return True
     return _fall_back("FP8 matrix multiplication", f"it needs compute capability 8.9, this is {capability}")
+
+
+def use_grouped_products(x: torch.Tensor, *shapes: torch.Size) -> bool:
+    """Whether products of experts of these shapes [X, N, K] with rows like `x` are PyTorch's grouped products.
+
+    On devices before and after Hopper and Blackwell those read the groups' sizes on the host, and elsewhere than in
+    bf16 too: a CUDA graph cannot capture that.
+    Raises `D2SDError` for a CUDA device without them, under `D2SD_NO_FALLBACK=1`.
+    """
+    capability = torch.cuda.get_device_capability(x.device)
+    reason = None
+    if capability[0] not in GROUPED_CAPABILITIES:
+        reason = f"it needs compute capability 9.0 or 10.0, this is {capability}"
+    elif x.dtype != torch.bfloat16:
+        reason = f"it needs bf16, this is {x.dtype}"
+    elif any(size % GROUPED_STEP for shape in shapes for size in shape[1:]):
+        reason = f"it needs sizes that are multiples of {GROUPED_STEP}"
+    return reason is None or _fall_back("grouped products of experts", reason)
 
 
 def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str | None) -> bool:

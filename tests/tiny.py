@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dspark import MarkovConfig
@@ -26,6 +26,16 @@ from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
 from d2sd.runtime.model_runner import ModelRunner
 
+#: What a family's layers have besides, and their defaults.
+FAMILY_BODIES: dict[Family, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "qwen3_moe": {
+        "qk_norm": True,
+        "experts": ExpertsConfig(count=6, chosen=2, intermediate_size=24, normalized=True, dense_layers=(1,)),
+    },
+}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
 #: Heads that score a candidate behind its parent.
@@ -49,12 +59,12 @@ def tiny_decoder(
     positions: int = 512,
     seed: int = 0,
     rope: RopeConfig = ROPE,
-    windows: tuple[int | None, ...] = (),
-    sinks: bool = False,
+    **changes: Any,
 ) -> Decoder:
     """A random target whose greedy text wanders and whose best two logits are clearly apart (test_tiny.py proves it).
 
     `attention_bias` is Hugging Face's field of Llama and Qwen3: biases on q, k, v and o. Qwen2 has three anyway.
+    `changes` are of other fields of `BodyConfig`.
     """
     body = BodyConfig(
         hidden_size=hidden,
@@ -66,12 +76,11 @@ def tiny_decoder(
         rms_norm_eps=1e-5,
         rope=rope,
         max_positions=positions,
-        qk_norm=family == "qwen3",
-        qkv_bias=attention_bias or family == "qwen2",
+        qk_norm=False,
+        qkv_bias=attention_bias,
         o_bias=attention_bias,
-        windows=windows,
-        sinks=sinks,
     )
+    body = replace(body, **FAMILY_BODIES[family] | changes)
     decoder = Decoder(DecoderConfig(family, body, vocab, tie))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
     _randomise(decoder, seed, residual_gain=2.0)
@@ -84,7 +93,6 @@ def tiny_drafter(
     role: Role = "first",
     layers: int = 2,
     block_size: int = 4,
-    sample_from_anchor: bool = False,
     mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
     head: HeadConfig | None = None,
@@ -117,7 +125,6 @@ def tiny_drafter(
         role=role,
         prefix_weight_base=0.9 if role == "variable_prefix" else None,
         head=head,
-        sample_from_anchor=sample_from_anchor,
     )
     drafter = Drafter(config)
     _randomise(drafter, seed, residual_gain=1.0)
@@ -172,7 +179,7 @@ def runner_of(
     second: DraftModel | None = None,
     flex: DraftModel | None = None,
     *,
-    block_size: int | None = None,
+    block_size: int = 1,
     exact: bool = False,
 ) -> ModelRunner:
     """A runner of the models, which are prepared."""

@@ -26,7 +26,15 @@ _SAMPLE = 64
 
 
 def flex_config(geometry: FlexGeometry, config: DecoderConfig) -> FlexConfig:
-    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers."""
+    """Config of a head over the full vocabulary. Raises D2SDError if the target has too few layers, or special ones."""
+    if config.body.beyond_llama:
+        raise D2SDError(
+            f"FlexDraft heads draft in no target with {config.body.beyond_llama[0]}.",
+            where="flex",
+            found=config.family,
+            expected="a dense target",
+            fix="train a DFlash drafter",
+        )
     limit = config.body.num_layers - 1
     if geometry.layers > limit:
         raise D2SDError(

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 
 from d2sd.bench.result import Part
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
+from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.modeling.native import packed_product
 
 #: Bytes read to measure memory.

@@ -27,11 +27,11 @@ import torch
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint.dflash import refuse_unknown
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import INERT, READ, check_block_size, check_geometry, refuse_fp8
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
-from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, Role
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
@@ -41,6 +41,7 @@ from d2sd.policies import DrafterRole
 #: Modules that are never quantized, by the names of the layout.
 UNQUANTIZED = ("anchor_bias_mlp*", "anchor_projection")
 KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
+_FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are all alike
 _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
 _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY, QUANTIZATION}
 _TOP |= {"mlp_bias", "sliding_window", "use_sliding_window"}
@@ -60,6 +61,7 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
     """Read config.json and the draft vocabulary; raises `CheckpointError` naming file and key. A head has no role."""
     config = HFConfig.read(directory)
     part = _block(config)
+    config.only("model_type", *_FAMILIES)
     refuse_unknown(config, _TOP)
     refuse_unknown(part, _INSIDE)
     config.only("architectures", *([name] for name in _ARCHITECTURES), None)

@@ -1,8 +1,8 @@
-"""The target's checkpoint: a Hugging Face Llama, Qwen2 or Qwen3 folder, read strictly and written in one precision.
+"""The target's checkpoint: a Hugging Face folder of one of `families.py`, read strictly and written in one precision.
 
-Features that change the forward pass and are not modelled (quantized weights other than FP8, sliding windows, partial
-rotary, other activations) are refused by key. Tensors have Hugging Face's names; the module's names are the same
-without the leading `model.`, except the K/V scales.
+Features that change the forward pass and are not modelled (quantized weights other than FP8, partial rotary, other
+activations) are refused by key. Tensors have Hugging Face's names; the module's names are the same without the leading
+`model.`, except the K/V scales and experts, which are stacked (`experts.py`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ import shutil
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
+from d2sd.convert.checkpoint.experts import ExpertMap
+from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
 from d2sd.convert.checkpoint.weights import (
@@ -31,16 +32,11 @@ from d2sd.convert.checkpoint.weights import (
 )
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
-from d2sd.modeling.config import BodyConfig, DecoderConfig, Family
+from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import linear_names, make_fp8
 from d2sd.progress import Progress, silent
 
-_FAMILIES: dict[str, tuple[Family, str]] = {
-    "llama": ("llama", "LlamaForCausalLM"),
-    "qwen2": ("qwen2", "Qwen2ForCausalLM"),
-    "qwen3": ("qwen3", "Qwen3ForCausalLM"),
-}
 #: Copied next to the weights if present; code, pickles and other files are not copied.
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -57,65 +53,9 @@ _KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b(
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
 
 
-def parse_target_config(config: HFConfig) -> DecoderConfig:
-    """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
-    model_type = config.get("model_type", str)
-    if model_type not in _FAMILIES:
-        raise config.refuse(
-            "This architecture is not supported.",
-            "model_type",
-            ", ".join(_FAMILIES),
-            "choose a target of one of these families; d2sd runs dense models only, without experts or hybrid layers",
-        )
-    family, architecture = _FAMILIES[model_type]
-    num_layers = config.layers("num_hidden_layers")
-    config.only("architectures", [architecture], None)
-    config.only("hidden_act", "silu")
-    config.only("mlp_bias", False, None)
-    config.only("partial_rotary_factor", 1.0, None)
-    config.only("layer_types", ["full_attention"] * num_layers, None)
-    config.only("use_sliding_window", False, None)
-    if family == "llama":
-        config.only("sliding_window", None)  # Qwen writes a width together with use_sliding_window: false
-    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
-    if config.values.get("head_dim") is None and hidden % heads:
-        raise config.refuse(
-            "hidden_size is not a multiple of the number of heads.", "hidden_size", f"a multiple of {heads}"
-        )
-    kv_heads = config.size("num_key_value_heads", heads)
-    if heads % kv_heads:
-        raise config.refuse(
-            "The number of heads is not a multiple of the number of K/V heads.",
-            "num_key_value_heads",
-            f"a divisor of {heads}",
-        )
-    head_dim = config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads)
-    bias = family != "qwen2" and config.get("attention_bias", bool, False)
-    return DecoderConfig(
-        family=family,
-        body=BodyConfig(
-            hidden_size=hidden,
-            intermediate_size=config.size("intermediate_size"),
-            num_layers=num_layers,
-            num_heads=heads,
-            num_kv_heads=kv_heads,
-            head_dim=head_dim,
-            rms_norm_eps=config.get("rms_norm_eps", float),
-            rope=config.rope(),
-            max_positions=config.size("max_position_embeddings"),
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2" or bias,
-            o_bias=bias,
-        ),
-        vocab_size=config.size("vocab_size"),
-        # transformers' own default for these three families
-        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
-    )
-
-
 def target_shapes(config: DecoderConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of our module's tensors; a tied head counts once."""
-    return expected_shapes(_empty(config, quantization))
+    """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once."""
+    return _experts(config).stored(expected_shapes(_empty(config, quantization)))
 
 
 def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization | None:
@@ -130,10 +70,9 @@ def load_target(directory: Path, dtype: torch.dtype) -> Decoder:
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
     module = _empty(config, read_quantization(directory, raw))
-    tensors: dict[str, Tensor] = {}
-    for _, part in read_tensors(directory, expected_shapes(module), dtype, _rename(config)):
-        tensors |= part
-    fill(module, tensors)
+    shapes, experts = expected_shapes(module), _experts(config)
+    read = read_tensors(directory, experts.stored(shapes), dtype, _rename(config))
+    fill(module, experts.placed((tensors for _, tensors in read), shapes))
     return module
 
 
@@ -161,7 +100,7 @@ def write_target(
         write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
     dtype = str(DTYPES[precision]).removeprefix("torch.")
     fields = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
-    fields |= {"architectures": [_FAMILIES[config.family][1]], "dtype": dtype}
+    fields |= {"architectures": [FAMILIES[config.family].architecture], "dtype": dtype}
     if quantization is not None:
         separate, fields[KEY] = described(quantization)
         write_json(directory / FILE, separate)
@@ -201,6 +140,10 @@ def _copy_text_side(source: Path, directory: Path) -> None:
         shutil.copyfile(source / "generation_config.json", directory / "generation_config.json")
     else:
         write_json(directory / "generation_config.json", {"eos_token_id": list(ids) if len(ids) > 1 else ids[0]})
+
+
+def _experts(config: DecoderConfig) -> ExpertMap:
+    return ExpertMap(config.body, FAMILIES[config.family].experts)
 
 
 def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:

@@ -1,9 +1,10 @@
 """Step costs on a GPU by arithmetic: a pass takes the longer of reading its bytes and computing its products.
 
 Bytes are the weights, once a pass, and the K/V of the context; operations are two for every weight and row, and those
-of attention. To that comes the time of the small kernels of every layer. A decode step is the passes of both drafters
-and of the target one after the other. Not counted: activations, sampling, building trees, injecting context into the
-drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hides.
+of attention. Of experts, a row computes those that it chose, and a pass reads as many as random choices of its rows
+would be on average. To that comes the time of the small kernels of every layer. A decode step is the passes of both
+drafters and of the target one after the other. Not counted: activations, sampling, building trees, injecting context
+into the drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hides.
 """
 
 from __future__ import annotations
@@ -17,7 +18,6 @@ from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy,
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.drafters.interface import block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
@@ -70,13 +70,10 @@ class Roofline:
             part = self._drafter(policy.drafts_ahead)
             seconds += self._seconds(part, batch, policy.num_nodes * block, context, block)
         elif policy.drafters:
-            part = self._drafter(policy.first_drafter)
-            rows = block_rows(part.draft_config, block)
-            seconds += self._seconds(part, batch, rows, context, rows)
+            seconds += self._seconds(self._drafter(policy.first_drafter), batch, block, context, block)
         if policy.second_pass is not None:
-            part = self._drafter(policy.second_pass)
-            rows = policy.num_branches * block_rows(part.draft_config, block)
-            seconds += self._seconds(part, batch, rows, context, rows)
+            rows = policy.num_branches * block
+            seconds += self._seconds(self._drafter(policy.second_pass), batch, rows, context, rows)
         return seconds
 
     def prefill_seconds(self, rows: int, context: int) -> float:
@@ -117,10 +114,14 @@ class Roofline:
         peaks, body, size = PEAKS[self.gpu], part.body, self._size
         half = peaks.fp32 if size == 4 else peaks.half
         stored, weights = part.weight_bytes, part.parameters
+        narrow = (weights * size - stored) / (size - 1) if size > 1 else 0  # weights in FP8
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
             tables = part.config.vocab_size * body.hidden_size * (1 if part.config.tie_word_embeddings else 2)
             stored, weights = stored - tables * size, weights - tables
-        narrow = (weights * size - stored) / (size - 1) if size > 1 else 0  # weights in FP8
+        if (experts := body.experts) is not None:  # of the experts, those are read that a row chose
+            share = experts.chosen / experts.count
+            stored -= round(body.expert_weights * size * (1 - share) ** (batch * rows))
+            weights -= round(body.expert_weights * (1 - share))
         products = 2 * batch * rows * (narrow / peaks.fp8 + (weights - narrow) / half)
         attention = 4 * batch * rows * context * body.num_heads * body.head_dim * body.num_layers / half
         read = stored + batch * context * part.kv_token_bytes

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from d2sd.build.sources import check_downloaded, located, sources_of
 from d2sd.calibration import CalibrationFile, load_calibration
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
-from d2sd.convert.checkpoint.target import check_target_tensors, parse_target_config, target_shapes
+from d2sd.convert.checkpoint.target import check_target_tensors, target_shapes
 from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights, stored_as
 from d2sd.convert.kinds import DrafterKind, kind_of
 from d2sd.errors import RecipeError
@@ -143,8 +144,6 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
         if (folder := located(recipe, source))
     }
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
-    if drafters and not missing:
-        _check_block_size(recipe, drafters)
     plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
@@ -153,19 +152,6 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
     if plan.parts:
         plan.kv_memory()  # raises RecipeError where it does not hold a request
     return plan
-
-
-def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> None:
-    """Raise `RecipeError` if no drafter proposes as many tokens as a block of the recipe holds."""
-    most = max(part.draft_config.drafts for part in drafters.values())
-    if recipe.tree.block_size > 1 + most:
-        raise RecipeError(
-            "No drafter was trained on blocks of that size.",
-            where="recipe: tree.block_size",
-            found=recipe.tree.block_size,
-            expected=f"at most {1 + most}: {most} drafts, and the token that the target adds",
-            fix=f"set tree.block_size to {1 + most}, or less",
-        )
 
 
 def _check_engines(plan: Plan) -> None:
@@ -213,6 +199,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     else:
         config = parse_target_config(HFConfig.read(file))
         quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
+    _refuse(recipe, config, str(file))
     fp8 = recipe.fp8 or _NO_FP8
     shapes = target_shapes(config, quantization)
     narrow = {name for name in shapes if fp8.target and name.endswith(_PROJECTIONS)}
@@ -221,6 +208,27 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     kv = fp8.kv or (quantization is not None and quantization.kv)
     token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
     return Part("target", str(file), config, *_sizes(recipe, shapes, narrow), token, weights_present), config
+
+
+#: What is done without for a target with these, and why.
+_REFUSED = {
+    "experts": {
+        "engines": "Experts are not exported to TensorRT engines.",
+        "fp8.target": "d2sd does not quantize experts to FP8.",
+        "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
+    }
+}
+
+
+def _refuse(recipe: Recipe, config: DecoderConfig, source: str) -> None:
+    """Raise `RecipeError` for what a target of this kind cannot have."""
+    fp8 = recipe.fp8 is not None and recipe.fp8.target
+    asked = {"engines": recipe.engines is not None, "fp8.target": fp8, "exact": recipe.exact}
+    for feature in config.body.beyond_llama:
+        for key, reason in _REFUSED.get(feature, {}).items():
+            if asked[key]:
+                fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
+                raise RecipeError(reason, where=f"recipe: {key}", found=f"{config.family} in {source}", fix=fix)
 
 
 C = TypeVar("C", DecoderConfig, DraftConfig)

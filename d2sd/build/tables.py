@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from d2sd.build.plan import GPUS, Plan
+from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
@@ -107,14 +107,21 @@ def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
         token = f"{part.kv_token_bytes:,} B"
-        table.add_row(
-            part.name, f"{part.parameters:,}", size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part))
-        )
+        table.add_row(part.name, _parameters(part), size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part)))
     token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
     together = "together", "", size_text(plan.weight_bytes), token, size_text(plan.kv_memory().total_bytes)
     for column, text in zip(table.columns, together, strict=True):
         column.footer = text
     return table
+
+
+def _parameters(part: Part) -> str:
+    """How many there are; and of a model with experts, how many take part in a row."""
+    experts = part.body.experts
+    if experts is None:
+        return f"{part.parameters:,}"
+    idle = part.body.expert_weights * (experts.count - experts.chosen) // experts.count
+    return f"{part.parameters:,}, {part.parameters - idle:,} active"
 
 
 def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:

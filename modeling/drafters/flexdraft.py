@@ -28,9 +28,10 @@ from d2sd.modeling.config import BodyConfig, Family, check_draft_vocabulary, des
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.drafters.parallel import verify_and_draft
+from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
-from d2sd.modeling.layers import MLP, Attend, Attention, Layer, RMSNorm, Rotary
+from d2sd.modeling.layers import Attend, Attention, Layer, RMSNorm, Rotary
 
 # Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
 # draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
@@ -64,11 +65,6 @@ class FlexConfig:
         return self.num_target_layers - self.body.num_layers
 
     @property
-    def drafts(self) -> int:
-        """Tokens that a block proposes."""
-        return self.block_size - 1
-
-    @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """None: it reads the target's pages."""
         return ()
@@ -93,7 +89,7 @@ class DraftLayer(Layer):
         self.shared: tuple[Layer, ...] = ()  # one; a tuple, so that it is not registered
 
     @property
-    def mlp(self) -> MLP:  # type: ignore[override]
+    def mlp(self) -> FeedForward:  # type: ignore[override]
         return self.shared[0].mlp
 
     @property

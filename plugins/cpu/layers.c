@@ -14,7 +14,7 @@ struct layer {
     long view;             /* number of the view by which it attends */
     struct linear qkv;     /* outputs q, padded to a panel, then k and v */
     struct linear o;
-    struct linear gate_up; /* panels of gate and up in turns */
+    struct linear gate_up; /* panels of gate and up in turns; without weights: the caller has the feed-forward network */
     struct linear down;
 };
 
@@ -50,6 +50,8 @@ struct pass {
     long aux_count;
     void *features;        /* [M, n E], written */
     void *hidden;          /* [M, E], normed, written */
+    long begin, end;       /* the layers to run: of those before `end` the last one alone may lack a feed-forward network.
+                              If it does, `hidden` is what that network reads, and x goes on behind its attention */
 };
 
 struct run {
@@ -254,7 +256,9 @@ static void forward(void *arguments, const struct share *share) {
     long aux = 0, first, last;
     divide(all, share, &first, &last);
     if (run->seen) list_seen(run, share);
-    for (long number = 0; number < body->layers; number++) {
+    const float *norm = body->norm;
+    while (aux < pass->aux_count && pass->aux[aux] < pass->begin) aux++;
+    for (long number = pass->begin; number < pass->end; number++) {
         const struct layer *layer = body->layer + number;
         struct output down = {layer->down.bias, pass->x, hidden, hidden, 1};
         norm_rows(run, layer->input_norm, share);
@@ -267,6 +271,10 @@ static void forward(void *arguments, const struct share *share) {
         barrier(share);
         each_attention_tile(run, &layer->o, pass->x, hidden, 1, share);
         barrier(share);
+        if (!layer->gate_up.weight) {
+            norm = layer->post_norm;
+            break;
+        }
         norm_rows(run, layer->post_norm, share);
         barrier(share);
         /* The product is written where nothing is read any more: into the second half of the inputs. */
@@ -285,7 +293,7 @@ static void forward(void *arguments, const struct share *share) {
     }
     float normed[hidden];
     for (long row = first; row < last; row++) {
-        rms_norm(pass->x + row * hidden, body->norm, (float)body->eps, normed, hidden);
+        rms_norm(pass->x + row * hidden, norm, (float)body->eps, normed, hidden);
         store((int)body->type, pass->hidden, row * hidden, normed, hidden);
     }
 }
@@ -305,7 +313,7 @@ static char *at_least(struct memory *memory, size_t bytes) {
     return memory->at;
 }
 
-/* All layers, on up to `threads` threads. */
+/* Layers of a body, on up to `threads` threads. */
 void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
     const long all = all_rows(pass), size = body->head_dim;
     long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;

@@ -75,6 +75,7 @@ class Pass(Structure):
         ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),
         ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
         ("aux", c_void_p), ("aux_count", c_long), ("features", c_void_p), ("hidden", c_void_p),
+        ("begin", c_long), ("end", c_long),
     ]  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.kinds import DFLASH
 from tests.consumers.helpers import needs, python_of, run, run_child
 

@@ -15,14 +15,22 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from d2sd.calibration import CalibrationFile, write_calibration
+from d2sd.convert.checkpoint.experts import ExpertMap
+from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
+from d2sd.modeling.config import ExpertsConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.policies import DRAFTER_NAMES
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
-_ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 
@@ -46,12 +54,28 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         "hidden_act": "silu",
         "eos_token_id": 2,
         **rope_fields(body.rope),
+        **_expert_fields(body.experts),
+    }
+
+
+def _expert_fields(experts: ExpertsConfig | None) -> dict[str, Any]:
+    """Qwen3-MoE's keys, as on the hub."""
+    if experts is None:
+        return {}
+    return {
+        "num_experts": experts.count,
+        "num_experts_per_tok": experts.chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "norm_topk_prob": experts.normalized,
+        "mlp_only_layers": list(experts.dense_layers),
+        "decoder_sparse_step": 1,
     }
 
 
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's tensors under Hugging Face's names."""
-    return {n if n.startswith("lm_head") else f"model.{n}": t for n, t in decoder.state_dict().items()}
+    tensors = ExpertMap(decoder.config.body, FAMILIES[decoder.config.family].experts).taken(decoder.state_dict())
+    return {n if n.startswith("lm_head") else f"model.{n}": t.contiguous() for n, t in tensors}
 
 
 def write_target_dir(folder: Path, decoder: Decoder) -> Path:

@@ -217,8 +217,7 @@ def steps(
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
-        requests, pages = batch.page_table.shape
-        made.context.reserve(requests, pages, BLOCK)
+        made.context.reserve(*batch.page_table.shape)
         for _ in range(2):
             with watch:
                 watch.launches.clear()

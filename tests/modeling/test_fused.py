@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -123,9 +123,7 @@ def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
     together = fused(models[0]), fused(models[1])
     for one in together:
         assert isinstance(one.compiled, FusedLayers)
-        assert all(
-            (part.scales is None) == shared for layer in one.compiled._layers for part in (layer.qkv, layer.gate_up)
-        )
+        assert all((part.scales is None) == shared for part in products(one.compiled) if joined(part))
     expected, found = outputs(*models), outputs(*together)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=2e-5, rtol=2e-5)
@@ -214,7 +212,13 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
 
 
 def products(native: FusedLayers) -> list[Product]:
-    return [getattr(one, name) for one in native._layers for name in ("qkv", "o", "gate_up", "down")]
+    parts = [part for one in native._layers for part in (one.qkv, one.o, *one.feed_forward.children())]
+    assert all(isinstance(part, Product) for part in parts)
+    return cast("list[Product]", parts)
+
+
+def joined(product: Product) -> bool:
+    return product.weight_scales is not None and len(product.weight_scales) > 1
 
 
 def weights_of(layers: nn.ModuleList) -> list[Tensor]:

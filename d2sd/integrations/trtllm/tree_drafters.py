@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from d2sd.bundle.load import CALIBRATION
 from d2sd.bundle.serving import scores_of
 from d2sd.calibration import load_calibration
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.kinds import kind_of
 from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest

@@ -14,8 +14,8 @@ from gguf import GGUFWriter
 from d2sd.build import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import convert_gguf, read_gguf_config
-from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import load_target, parse_target_config, stop_tokens, write_target
+from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import INDEX
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
 from tests.convert.helpers import edit_json, edit_tensors, hf_fields, tree_bytes, write_target_dir
 from tests.tiny import tiny_decoder
 
-FAMILIES: list[Family] = ["llama", "qwen2", "qwen3"]
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:

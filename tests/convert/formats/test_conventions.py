@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.target import parse_target_config
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts

@@ -9,7 +9,7 @@ import pytest
 from d2sd.bench.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, RopeConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import make_policy
@@ -69,6 +69,20 @@ def test_many_rows_are_bound_by_products() -> None:
     attention = 4 * 512 * 1000 * 32 * 128 * 36
     found = ROOFLINE.prefill_seconds(512, 1000)
     assert found == pytest.approx((2 * 512 * weights + attention) / 989e12 + 36 * LAYER_SECONDS)
+
+
+def test_experts_that_no_row_chose_are_not_read() -> None:
+    """Qwen3-30B-A3B: 8 of 128 experts a row; two rows choose 8 + 8 · 120 / 128 on average."""
+    moe = replace(body(48), hidden_size=2048, experts=ExpertsConfig(128, 8, 768, normalized=True))
+    config, head = DecoderConfig("qwen3_moe", moe, 151_936, False), 151_936 * 2048
+    each, total = 48 * 3 * 2048 * 768, 30_532_122_624
+    others = total - 128 * each - 2 * head
+    roofline = Roofline(replace(PLAN, target=Part("target", "", config, total, 2 * total, 0, True)), "H100", 1.0)
+    layers = 48 * LAYER_SECONDS
+    for batch, read in ((1, 8), (2, 15.5), (4096, 128)):
+        seconds = 2 * (others + head + read * each) / 3.35e12
+        products = 2 * batch * (others + 8 * each + head) / 989e12
+        assert roofline.decode_seconds(OFF, batch, 0) == pytest.approx(max(seconds, products) + layers, rel=1e-6)
 
 
 def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:

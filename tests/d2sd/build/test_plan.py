@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import re
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
 from d2sd.build.plan import Plan, make_plan
+from d2sd.build.tables import _memory, show_table
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
-from d2sd.convert.checkpoint.target import parse_target_config, target_shapes
+from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.convert.kinds import DFLASH
-from d2sd.errors import CheckpointError
+from d2sd.errors import CheckpointError, RecipeError
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
+from tests.tiny import tiny_decoder
 
 _TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
 
@@ -39,9 +44,33 @@ def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
 
 def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
-    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gpt_oss")
-    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*gpt_oss(.|\n)*qwen3(.|\n)*fix: choose a target"):
+    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "qwen3_next")
+    with pytest.raises(CheckpointError, match=r"not supported(.|\n)*qwen3_next(.|\n)*qwen3(.|\n)*fix: choose a target"):
         make_plan(load_recipe(recipe))
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [("engines={compute: [portable]}", "engines"), ("fp8={drafters: false}", "fp8.target"), ("exact=true", "exact")],
+)
+def test_experts_are_refused_where_they_have_no_products(tmp_path: Path, change: str, key: str) -> None:
+    recipe = write_project(tmp_path, tiny_decoder("qwen3_moe"), precision="bf16")
+    with pytest.raises(
+        RecipeError, match=rf"(?i)experts(.|\n)*where: recipe: {key}\n(.|\n)*found: qwen3_moe in(.|\n)*fix: "
+    ):
+        make_plan(load_recipe(recipe, [change]))
+
+
+def test_memory_of_experts_is_all_of_them_and_few_are_active(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path, tiny_decoder("qwen3_moe"), precision="bf16")
+    plan = make_plan(load_recipe(recipe))
+    target = plan.parts[0]
+    # 3 layers of q and o (32 x 32), k and v (32 x 16), four norms; a router and 6 experts of 24 in two, an MLP in one
+    inside = 3 * (2 * 32 * 32 + 2 * 32 * 16 + 2 * 32 + 2 * 8) + 2 * (6 * 32 + 6 * 3 * 32 * 24) + 3 * 32 * 64
+    assert target.parameters == 64 * 32 + inside + 32
+    assert target.weight_bytes == 2 * target.parameters
+    show_table(_memory(plan), Console(file=(out := StringIO()), width=200))
+    assert f"{target.parameters:,}, {target.parameters - 2 * 4 * 3 * 32 * 24:,} active" in out.getvalue()
 
 
 def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:

@@ -1,0 +1,99 @@
+"""How checkpoints store experts, which our module holds stacked: gates, ups and downs each under a name, or joined.
+
+A row is a function from a layer's `ExpertsConfig` and hidden size to what each stored tensor is a part of. The tensors
+of a checkpoint are checked, read and written under its own names; they are placed when a module is filled.
+
+    per expert      mlp.gate.weight [X, E] · mlp.experts.{i}.{gate,up}_proj.weight [I, E] · down_proj.weight [E, I]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from d2sd.convert.checkpoint.weights import Shapes
+from d2sd.modeling.config import BodyConfig, ExpertsConfig
+
+# Shape letters: X experts, E hidden, I intermediate.
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A tensor of a checkpoint. `view` makes of ours the part that it fills, in the order of its elements."""
+
+    ours: str
+    shape: tuple[int, ...]
+    view: Callable[[Tensor], Tensor]
+
+
+#: Parts of a layer's experts by the name in the checkpoint; both names without what stands before `mlp.`.
+ExpertTensors = Callable[[ExpertsConfig, int], "dict[str, StoredPart]"]
+
+
+def per_expert(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
+    """Qwen's layout."""
+    inner = config.intermediate_size
+    gates, ups = slice(inner), slice(inner, None)
+    parts = {"mlp.gate.weight": StoredPart("mlp.router.weight", (config.count, hidden), _all)}
+    for i in range(config.count):
+        name = f"mlp.experts.{i}"
+        for kind, rows in (("gate", gates), ("up", ups)):
+            parts[f"{name}.{kind}_proj.weight"] = StoredPart("mlp.gate_up", (inner, hidden), partial(_of, i, rows))
+        parts[f"{name}.down_proj.weight"] = StoredPart("mlp.down", (hidden, inner), partial(_of, i, slice(None)))
+    return parts
+
+
+def _all(x: Tensor) -> Tensor:
+    return x
+
+
+def _of(expert: int, rows: slice, x: Tensor) -> Tensor:
+    """Rows of one expert's matrix in x [X, N, K]."""
+    return x[expert, rows]
+
+
+class ExpertMap:
+    """The stored tensors of all layers' experts, without the leading `model.`; none for a model without experts."""
+
+    def __init__(self, body: BodyConfig, layout: ExpertTensors | None) -> None:
+        self.parts: dict[str, StoredPart] = {}
+        if body.experts is None:
+            return
+        assert layout is not None
+        of_layer = layout(body.experts, body.hidden_size)
+        for index in sorted(set(range(body.num_layers)) - set(body.experts.dense_layers)):
+            for name, part in of_layer.items():
+                ours = f"layers.{index}.{part.ours}"
+                self.parts[f"layers.{index}.{name}"] = StoredPart(ours, part.shape, part.view)
+
+    def stored(self, shapes: Shapes) -> dict[str, tuple[int, ...]]:
+        """Names and shapes of a checkpoint from those of our module."""
+        joined = {part.ours for part in self.parts.values()}
+        alone = {name: shape for name, shape in shapes.items() if name not in joined}
+        return alone | {name: part.shape for name, part in self.parts.items()}
+
+    def placed(self, read: Iterable[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
+        """Our module's tensors, of these `shapes`, from a checkpoint's, file by file; each part is copied once."""
+        tensors: dict[str, Tensor] = {}
+        for file in read:
+            for name, tensor in file.items():
+                part = self.parts.get(name)
+                if part is None:
+                    tensors[name] = tensor
+                    continue
+                if part.ours not in tensors:
+                    tensors[part.ours] = torch.empty(shapes[part.ours], dtype=tensor.dtype)
+                view = part.view(tensors[part.ours])
+                view.copy_(tensor.view(view.shape))
+        return tensors
+
+    def taken(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """The inverse of `placed`."""
+        joined = {part.ours for part in self.parts.values()}
+        yield from ((name, tensor) for name, tensor in tensors.items() if name not in joined)
+        for name, part in self.parts.items():
+            yield name, part.view(tensors[part.ours]).reshape(part.shape)

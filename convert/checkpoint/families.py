@@ -1,0 +1,139 @@
+"""The families of targets: what the keys of their config.json mean, and which are refused.
+
+A family is a record here. What its layers have that others lack is a flag of `BodyConfig` or of `DecoderConfig`; how
+its checkpoint stores experts is a row of `experts.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from d2sd.convert.checkpoint.experts import ExpertTensors, per_expert
+from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family
+
+#: Experts of a layer: real models have up to a few hundred, and names are listed for each.
+MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class TargetFamily:
+    """`read` completes the geometry that all families share, and refuses what the family's model may have besides."""
+
+    name: Family  # model_type in config.json
+    architecture: str
+    read: Callable[[HFConfig, BodyConfig], BodyConfig]
+    experts: ExpertTensors | None = None  # names of their tensors
+
+
+def _llama(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    config.only("sliding_window", None)  # Qwen writes a width together with use_sliding_window: false
+    bias = config.get("attention_bias", bool, False)
+    return replace(_dense(config, body), qkv_bias=bias, o_bias=bias)
+
+
+def _qwen2(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    return replace(_dense(config, body), qkv_bias=True)
+
+
+def _qwen3(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    bias = config.get("attention_bias", bool, False)
+    return replace(_dense(config, body), qk_norm=True, qkv_bias=bias, o_bias=bias)
+
+
+def _qwen3_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    every = config.size("decoder_sparse_step", 1)
+    alone = config.integers("mlp_only_layers") if config.values.get("mlp_only_layers") is not None else ()
+    dense = tuple(i for i in range(body.num_layers) if i in alone or (i + 1) % every)
+    experts = ExpertsConfig(
+        *_expert_counts(config),
+        intermediate_size=config.size("moe_intermediate_size"),
+        normalized=config.get("norm_topk_prob", bool, False),  # transformers' default
+        dense_layers=dense,
+    )
+    return replace(_qwen3(config, body), experts=experts if len(dense) < body.num_layers else None)
+
+
+def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    """Full attention everywhere, in layers that llama has too."""
+    config.only("hidden_act", "silu")
+    config.only("mlp_bias", False, None)
+    config.only("layer_types", ["full_attention"] * body.num_layers, None)
+    config.only("use_sliding_window", False, None)
+    return body
+
+
+def _expert_counts(config: HFConfig) -> tuple[int, int]:
+    """Experts of a layer, and of a row.
+
+    The key on the hub is `num_experts` or, of gpt-oss and of what transformers 5 writes, `num_local_experts`.
+    """
+    keys = [key for key in ("num_experts", "num_local_experts") if config.values.get(key) is not None]
+    count = config.size(keys[-1] if keys else "num_experts", limit=MAX_EXPERTS)
+    if any(config.values[key] != count for key in keys):
+        raise config.refuse("The number of experts is given twice, with different values.", keys[0], count)
+    return count, config.size("num_experts_per_tok", limit=count)
+
+
+FAMILIES: dict[str, TargetFamily] = {
+    family.name: family
+    for family in (
+        TargetFamily("llama", "LlamaForCausalLM", _llama),
+        TargetFamily("qwen2", "Qwen2ForCausalLM", _qwen2),
+        TargetFamily("qwen3", "Qwen3ForCausalLM", _qwen3),
+        TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, per_expert),
+    )
+}
+
+
+def parse_target_config(config: HFConfig) -> DecoderConfig:
+    """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
+    model_type = config.get("model_type", str)
+    if model_type not in FAMILIES:
+        raise config.refuse(
+            "This architecture is not supported.",
+            "model_type",
+            ", ".join(FAMILIES),
+            "choose a target of one of these families; hybrid layers, whose state is recurrent, are in none",
+        )
+    family = FAMILIES[model_type]
+    config.only("architectures", [family.architecture], None)
+    config.only("partial_rotary_factor", 1.0, None)
+    return DecoderConfig(
+        family=family.name,
+        body=family.read(config, _common(config)),
+        vocab_size=config.size("vocab_size"),
+        # transformers' own default
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+    )
+
+
+def _common(config: HFConfig) -> BodyConfig:
+    """The geometry that every family writes with the same keys."""
+    heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
+    if config.values.get("head_dim") is None and hidden % heads:
+        raise config.refuse(
+            "hidden_size is not a multiple of the number of heads.", "hidden_size", f"a multiple of {heads}"
+        )
+    kv_heads = config.size("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise config.refuse(
+            "The number of heads is not a multiple of the number of K/V heads.",
+            "num_key_value_heads",
+            f"a divisor of {heads}",
+        )
+    return BodyConfig(
+        hidden_size=hidden,
+        intermediate_size=config.size("intermediate_size"),
+        num_layers=config.layers("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads),
+        rms_norm_eps=config.get("rms_norm_eps", float),
+        rope=config.rope(),
+        max_positions=config.size("max_position_embeddings"),
+        qk_norm=False,
+        qkv_bias=False,
+        o_bias=False,
+    )

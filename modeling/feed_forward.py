@@ -1,0 +1,45 @@
+"""Feed-forward networks, the second half of a layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from d2sd.modeling.config import BodyConfig
+
+#: y = product(x) by a weight and a bias: `d2sd.modeling.native.packed_product`.
+PackProduct = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
+
+
+class FeedForward(nn.Module):
+    """[..., E] -> [..., E]; a row's result depends on that row alone."""
+
+    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+        """The linear layers of a SwiGLU: gate and up, which have one input, and down.
+
+        (): it has another form, and runs as it is between the kernels that join products.
+        """
+        return ()
+
+    def packed(self, product: PackProduct) -> nn.Module:
+        """Return the module that replaces it on a CPU at inference; linear layers are packed wherever they are."""
+        return self
+
+
+class MLP(FeedForward):
+    """SwiGLU."""
+
+    def __init__(self, config: BodyConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def products(self) -> tuple[tuple[nn.Module, ...], ...]:
+        return (self.gate_proj, self.up_proj), (self.down_proj,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out

@@ -1,0 +1,145 @@
+"""Targets that transformers saved, read from disk: their logits are transformers', however they are run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from d2sd.convert.checkpoint.target import load_target
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.kv_pool import Chunks, KVPool
+from d2sd.modeling.native import pack
+from tests.tiny import feed, full_logits, pool_for, random_tokens
+
+#: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
+TOLERANCE = 1e-4
+_BODY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+}
+_MOE = _BODY | {
+    "intermediate_size": 48,
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "norm_topk_prob": True,
+}
+#: Configs of transformers' models.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3-30B-A3B": ("qwen3_moe", _MOE),
+    "Qwen3-MoE, weights not normalized": ("qwen3_moe", _MOE | {"norm_topk_prob": False}),
+    "Qwen3-MoE, every second layer dense": ("qwen3_moe", _MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [3]}),
+    "Qwen3-MoE, all layers dense": ("qwen3_moe", _MOE | {"mlp_only_layers": [0, 1, 2, 3]}),
+}
+cases = pytest.mark.parametrize("case", CONFIGS)
+
+
+class Pair(NamedTuple):
+    theirs: Any
+    ours: Decoder
+
+    @torch.no_grad()
+    def expected(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.theirs(tokens).logits
+        return logits
+
+
+@cache
+def pair(case: str) -> Pair:
+    """transformers' model of random weights, and what is read of the folder that it saves."""
+    kind, fields = CONFIGS[case]
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **fields, tie_word_embeddings=False)
+    theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            noise = torch.randn_like(parameter)
+            wide = 0.5 if "embed" in name or "lm_head" in name else 2 * parameter.shape[-1] ** -0.5
+            parameter.copy_(
+                1 + 0.3 * noise if "norm" in name else 0.5 * noise if parameter.dim() == 1 else wide * noise
+            )
+    with TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        return Pair(theirs, load_target(Path(folder), torch.float32))
+
+
+def packed(case: str) -> Decoder:
+    """Another one, as a CPU serves it."""
+    kept, decoder = pair(case).ours, Decoder(pair(case).ours.config)
+    decoder.load_state_dict(kept.state_dict())
+    decoder.eval().requires_grad_(False)
+    pack(decoder)
+    return decoder
+
+
+@cases
+@pytest.mark.parametrize("batch", [1, 8])
+def test_one_pass(case: str, batch: int) -> None:
+    tokens = random_tokens(pair(case).ours, batch, 40)
+    expected = pair(case).expected(tokens)
+    assert expected.std() > 1
+    torch.testing.assert_close(full_logits(pair(case).ours, tokens), expected, rtol=0, atol=TOLERANCE)
+
+
+@cases
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
+    decoder = packed(case)
+    tokens = random_tokens(decoder, batch, 40)
+    pool, table = pool_for(decoder.config.body, batch, 40)
+    logits, done = [], 0
+    for size in (7, 16, 9, 1, 1, 5, 1):  # prompt, tokens, a chain that is accepted
+        context = torch.full((batch,), done)
+        if size > 5:
+            logits.append(decoder.logits(prompt_chunk(decoder, tokens[:, done : done + size], pool, table, context)))
+        else:
+            logits.append(decoder.logits(feed(decoder, tokens[:, done : done + size], pool, table, context).hidden))
+        done += size
+    torch.testing.assert_close(torch.cat(logits, 1), pair(case).expected(tokens), rtol=0, atol=TOLERANCE)
+
+
+def prompt_chunk(decoder: Decoder, tokens: Tensor, pool: KVPool, table: Tensor, context: Tensor) -> Tensor:
+    """The next rows of each prompt, one prompt behind the other -> hidden [B, T, E]."""
+    chunks = Chunks.of([tokens.shape[1]] * len(tokens), table, context, pool.page_size)
+    out = decoder(tokens.reshape(1, -1), chunks, pool, (0,))
+    pool.write_rows(out.k[:, 0], out.v[:, 0], chunks.pages, chunks.positions[0])
+    hidden: Tensor = out.hidden.view(*tokens.shape, -1)
+    return hidden
+
+
+def rows_alone(decoder: Decoder, tokens: Tensor, sizes: tuple[int, ...]) -> Iterator[Tensor]:
+    """Hidden states of one prompt fed in pieces."""
+    pool, table = pool_for(decoder.config.body, len(tokens), tokens.shape[1], dtype=decoder.embed_tokens.weight.dtype)
+    done = 0
+    for size in sizes:
+        yield feed(decoder, tokens[:, done : done + size], pool, table, torch.full((len(tokens),), done)).hidden
+        done += size
+
+
+@cases
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_of_a_row_are_its_own(case: str, dtype: torch.dtype) -> None:
+    """Served on a CPU: with others in the batch, and with other rows of its own, as one token after the other."""
+    kept = pair(case).ours
+    decoder = Decoder(kept.config)
+    decoder.load_state_dict(kept.state_dict())
+    decoder.eval().requires_grad_(False).to(dtype)
+    pack(decoder)
+    tokens = random_tokens(decoder, 5, 24)
+    alone = torch.cat([*rows_alone(decoder, tokens[2:3], (1,) * 24)], 1)
+    for sizes in ((24,), (9, 15), (1, 8, 8, 7)):
+        together = torch.cat([*rows_alone(decoder, tokens, sizes)], 1)
+        assert torch.equal(together[2:3], alone), sizes
