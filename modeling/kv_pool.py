@@ -74,15 +74,18 @@ def windowed(rows: Rows | Chunks, window: int | None) -> AttnMask | ChunkMask:
         mask = rows.attn_mask
         if window is None:
             return mask
-        counts = torch.diff(mask.starts)
-        ends = rows.context_len.repeat_interleave(counts)
-        steps = torch.arange(len(ends), device=ends.device) - mask.starts[:-1].repeat_interleave(counts)
-        return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0))
+        counts, total = torch.diff(mask.starts), sum(mask.lengths)  # known on the host, which need not wait for it
+        ends, starts = (
+            part.repeat_interleave(counts, output_size=total) for part in (rows.context_len, mask.starts[:-1])
+        )
+        steps = torch.arange(total, device=ends.device) - starts
+        return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
     if window is None:
         return AttnMask(rows.attn_mask)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
-    return AttnMask(rows.attn_mask & near, (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0))
+    first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)
+    return AttnMask(rows.attn_mask & near, first, window)
 
 
 def first_rows(needed: Sequence[int], count: int) -> Tensor:

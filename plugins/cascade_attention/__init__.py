@@ -59,9 +59,7 @@ def cascade_attention(
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-    reason = "windows and sinks" if mask.first is not None or sinks is not None else None
-    picked = dispatch.pick("attention", context.k_pages, pages=True, loaded=exact, reason=reason)
-    if picked is Implementation.REFERENCE:
+    if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
         if isinstance(mask, ChunkMask):
             out = chunks_reference(q, k, v, context, mask, sinks)
         else:
@@ -71,11 +69,22 @@ def cascade_attention(
         from d2sd.plugins.cascade_attention.triton.exact import exact_attention_triton
 
         kernel_mask = mask if isinstance(mask, ChunkMask) else mask.order
-        return exact_attention_triton(q, k, v, context, kernel_mask, scale=scale)
+        return exact_attention_triton(q, k, v, context, kernel_mask, first=mask.first, sinks=sinks, scale=scale)
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
 
     kernel_mask = mask if isinstance(mask, ChunkMask) else mask.words
-    return cascade_attention_triton(q, k, v, context, kernel_mask, scale=scale, arrived=lambda: mask.arrived)
+    return cascade_attention_triton(
+        q,
+        k,
+        v,
+        context,
+        kernel_mask,
+        first=mask.first,
+        window=mask.window,
+        sinks=sinks,
+        scale=scale,
+        arrived=lambda: mask.arrived,
+    )
 
 
 @dataclass(frozen=True)
@@ -86,6 +95,7 @@ class AttnMask:
     #: [B, T] int64, the first position of the context that each row sees; None: 0. At most the context's length plus
     #: the row's depth: of new rows `allowed` alone says which it sees.
     first: Tensor | None = None
+    window: int | None = None  # most positions of the context that a row sees; None: all
 
     @cached_property
     def words(self) -> Tensor:

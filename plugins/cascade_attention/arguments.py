@@ -46,6 +46,7 @@ class ChunkMask:
     starts: Tensor  # [B + 1] int64, first row of each, and N
     #: [N] int64, the first position that each row sees, of its context and its chunk; None: 0.
     first: Tensor | None = None
+    window: int | None = None  # most positions that a row sees; None: all
 
     @cached_property
     def arrived(self) -> Tensor:

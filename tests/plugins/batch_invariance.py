@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import exact
-from tests.plugins.test_cascade_attention import Call, Shape, ancestors, causal, make
+from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, causal, make, steps
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -49,8 +49,9 @@ class Text:
     call: Call
 
     @staticmethod
-    def of(shape: Shape, dtype: torch.dtype, *, tree: bool) -> Text:
-        return Text(make(shape, ancestors if tree else causal).to(dtype))
+    def of(shape: Shape, dtype: torch.dtype, *, tree: bool, window: int | None = None, sinks: bool = False) -> Text:
+        call = make(shape, mask := ancestors if tree else causal).to(dtype)
+        return Text(behind(call, window, steps(mask, call), sinks=sinks))
 
     def committed(self, request: int, path: list[int], spare: int) -> Call:
         """The last row of `path` alone: the rows before it are in the pages, which are others than before."""
@@ -75,6 +76,9 @@ class Text:
             call.v[own],
             PagedContext(stored[0], stored[1], table, done),
             torch.ones(1, 1, 1, dtype=torch.bool),
+            call.window,
+            torch.zeros(1, 1, dtype=torch.long),
+            call.sinks,
         )
 
     def check(self, rows: list[int], spare: int) -> None:
@@ -87,6 +91,7 @@ class Text:
                 assert torch.equal(alone[0, 0], whole[request, row]), (request, row)
 
 
-def attended(call: Call, *, causal_chunk: bool = False) -> Tensor:
-    order = None if causal_chunk else exact.key_order_triton(call.attn_mask)
-    return exact.attend(call.q, call.k, call.v, call.context, order)
+def attended(call: Call, *, causal_chunk: bool = False, **limit: int) -> Tensor:
+    mask = call.mask
+    order = None if causal_chunk else exact.key_order_triton(mask.allowed)
+    return exact.attend(call.q, call.k, call.v, call.context, order, mask.first, call.sinks, **limit)

@@ -17,7 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import ChunkMask, PagedContext, cascade_attention
+from d2sd.modeling import kv_pool
+from d2sd.modeling.kv_pool import Rows, windowed
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from tests.tiny import ancestor_mask, path_to, random_tree
 
 
@@ -30,9 +32,21 @@ class Call:
     v: Tensor
     context: PagedContext
     attn_mask: Tensor
+    window: int | None = None
+    depth: Tensor | None = None  # [B, T], with a window: rows before each in its path
+    sinks: Tensor | None = None
 
     def run(self) -> Tensor:
-        return cascade_attention(self.q, self.k, self.v, self.context, self.attn_mask)
+        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks)
+
+    @property
+    def mask(self) -> AttnMask:
+        """As models make it, for the rows' positions."""
+        context, depth = self.context, torch.zeros_like(self.attn_mask[..., 0]) if self.depth is None else self.depth
+        length = context.context_len
+        mask = windowed(Rows(length[:, None] + depth, self.attn_mask, context.page_table, length), self.window)
+        assert isinstance(mask, AttnMask)
+        return mask
 
     def over(self, **changes: Any) -> Call:
         """The same call over another context, by the fields that differ."""
@@ -48,11 +62,17 @@ class Call:
         rows = torch.arange(self.q.shape[1]) < torch.tensor(lengths)[:, None]
         starts = torch.tensor([0, *accumulate(lengths)])
         q, k, v = (x[rows][None] for x in (self.q, self.k, self.v))
-        return Chunks(q, k, v, self.context, ChunkMask(lengths, starts), rows)
+        table, length = self.context.page_table, self.context.context_len
+        positions = (length[:, None] + torch.arange(self.q.shape[1]))[rows]
+        chunks = kv_pool.Chunks(ChunkMask(lengths, starts), positions[None], positions, table, length)
+        mask = windowed(chunks, self.window)
+        assert isinstance(mask, ChunkMask)
+        return Chunks(q, k, v, self.context, mask, rows, self.sinks)
 
     def requests(self, order: list[int]) -> Call:
         """The same call with its requests reordered, over the same pool."""
-        mine = {name: getattr(self, name)[order] for name in ("q", "k", "v", "attn_mask")}
+        names = "q", "k", "v", "attn_mask", *(() if self.depth is None else ("depth",))
+        mine = {name: getattr(self, name)[order] for name in names}
         return replace(self, **mine).over(**{n: getattr(self.context, n)[order] for n in ("page_table", "context_len")})
 
 
@@ -66,9 +86,10 @@ class Chunks:
     context: PagedContext
     mask: ChunkMask
     rows: Tensor  # [B, T] bool
+    sinks: Tensor | None = None
 
     def run(self) -> Tensor:
-        return cascade_attention(self.q, self.k, self.v, self.context, self.mask)
+        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks)
 
 
 @dataclass(frozen=True)
@@ -133,6 +154,33 @@ def make(shape: Shape, mask: Mask = causal, seed: int = 0) -> Call:
     )
 
 
+def steps(mask: Mask, call: Call) -> Tensor:
+    """Depths of the rows of a call that `mask` made, [B, T]."""
+    rows = torch.arange(call.q.shape[1])
+    depths = {everyone: rows, branches: rows % 2, itself: rows * 0}
+    return depths[mask].expand(len(call.q), -1) if mask in depths else call.attn_mask.sum(-1) - 1
+
+
+def behind(call: Call, window: int | None, depth: Tensor, *, sinks: bool = False, seed: int = 7) -> Call:
+    """The call with a window. In front of all rows' slots hold NaN; pages there are page 0 or any other."""
+    g = torch.Generator().manual_seed(seed)
+    heads, context = call.q.shape[2], call.context
+    given = torch.randn(heads, generator=g) if sinks else None
+    if window is None:
+        return replace(call, sinks=given)
+    k_pages, v_pages, table = context.k_pages.clone(), context.v_pages.clone(), context.page_table.clone()
+    page_size = k_pages.shape[1]
+    for request, length in enumerate(context.context_len.tolist()):
+        front = max(0, length - (window - 1))
+        for token in range(front):
+            page, slot = table[request, token // page_size], token % page_size
+            k_pages[page, slot] = v_pages[page, slot] = torch.nan
+        freed = front // page_size
+        table[request, :freed] = torch.randint(len(k_pages), (freed,), generator=g) * (request % 2)
+    narrow = replace(call, window=window, depth=depth, sinks=given)
+    return narrow.over(k_pages=k_pages, v_pages=v_pages, page_table=table)
+
+
 def oracle(call: Call) -> Tensor:
     """The definition, one query at a time, in float64. [B, T, Hq, D]."""
     context = call.context
@@ -146,19 +194,28 @@ def oracle(call: Call) -> Tensor:
                 kv_head = h // (heads // kv_heads)
                 keys: list[Any] = []
                 values: list[Any] = []
-                for token in range(int(context.context_len[b])):
+                length = int(context.context_len[b])
+                for token in range(length):
+                    if not near(call, b, t, token - length):
+                        continue
                     page, slot = int(context.page_table[b, token // page_size]), token % page_size
                     keys.append(k_pages[page, slot, kv_head])
                     values.append(v_pages[page, slot, kv_head])
                 for u in range(rows):
-                    if call.attn_mask[b, t, u]:
+                    if call.attn_mask[b, t, u] and near(call, b, t, 0 if call.depth is None else int(call.depth[b, u])):
                         keys.append(k[b, u, kv_head])
                         values.append(v[b, u, kv_head])
                 scores = [float(np.dot(q[b, t, h], key)) / np.sqrt(size) for key in keys]
+                scores += [] if call.sinks is None else [float(call.sinks[h])]
                 weights = [np.exp(score - max(scores)) for score in scores]
-                for weight, value in zip(weights, values, strict=True):
+                for weight, value in zip(weights, values, strict=call.sinks is None):  # a sink is the last, without one
                     out[b, t, h] += weight / sum(weights) * value
     return torch.from_numpy(out)
+
+
+def near(call: Call, request: int, row: int, step: int) -> bool:
+    """Whether a row sees so many rows before or behind the end of its context."""
+    return call.window is None or call.depth is None or int(call.depth[request, row]) - step < call.window
 
 
 def assert_matches_oracle(call: Call) -> None:
@@ -197,6 +254,41 @@ def test_chunks_of_prompts_equal_oracle(lengths: tuple[int, ...]) -> None:
     call = make(Shape(contexts=(9, 0, 4), rows=6))
     chunks = call.chunks(lengths)
     torch.testing.assert_close(chunks.run()[0].double(), oracle(call)[chunks.rows], rtol=1e-5, atol=1e-5)
+
+
+#: One token, part of a page, pages, more than any context: the last end among the rows or in front of all keys.
+WINDOWS = [1, 2, 3, 6, 13, 40]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_windows_equal_oracle(window: int, mask: Mask, sinks: bool) -> None:
+    """Trees of six rows, whose paths are longer than a window of three; contexts of no, one and some pages."""
+    call = make(Shape(contexts=(0, 1, 13, 8), rows=6), mask)
+    assert_matches_oracle(behind(call, window, steps(mask, call), sinks=sinks))
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+def test_chunks_behind_windows_equal_oracle(window: int) -> None:
+    call = make(Shape(contexts=(9, 0, 4), rows=6))
+    call = behind(call, window, steps(causal, call), sinks=window % 2 == 0)
+    chunks = call.chunks((2, 6, 4))
+    torch.testing.assert_close(chunks.run()[0].double(), oracle(call)[chunks.rows], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("sink", [-1e30, -1e4, 1e4])
+def test_sinks_of_any_size(sink: float) -> None:
+    """One far below all scores is none, one far above takes all weight."""
+    call = make(Shape(), ancestors)
+    heads = call.q.shape[2]
+    found = replace(call, sinks=torch.full((heads,), sink)).run()
+    assert torch.equal(found, call.run() if sink < 0 else torch.zeros_like(found))
+
+
+def test_a_window_of_all_keys_is_none() -> None:
+    call = make(Shape(contexts=(9, 0, 4)), ancestors)
+    assert torch.equal(behind(call, 100, steps(ancestors, call)).run(), call.run())
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)  # the same examples in every run: CI must not flicker

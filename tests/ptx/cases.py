@@ -13,7 +13,7 @@ from ptxsim.launch import Edit, Launch, executed_as_ptx
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.cases import TYPES
 from tests.plugins.kernels.calls import in_fp8, read_back
-from tests.plugins.test_cascade_attention import Call, Shape, ancestors, make
+from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, make, steps
 
 #: A100, L4 and L40, H100 and H200, RTX 50 and RTX PRO. B200, 100, is in test_blackwell.py.
 CAPABILITIES = (80, 89, 90, 120)
@@ -23,6 +23,7 @@ def call_of(case: Attention, seed: int = 0) -> Call:
     """One K/V head; random numbers and trees; NaN in every slot of the pages that no request owns."""
     shape = Shape(contexts=case.contexts, rows=case.rows, kv_heads=1, group=case.group, size=case.size, page_size=16)
     call = make(shape, ancestors, seed).to(TYPES[case.kind])
+    call = behind(call, case.window, steps(ancestors, call), sinks=case.sinks)
     return in_fp8(call, torch.tensor(0.011), torch.tensor(0.007)) if case.fp8 else call
 
 
@@ -33,8 +34,11 @@ def run(
     call = call or call_of(case)
     plain = read_back(call) if case.fp8 else call
     with executed_as_ptx(capability, edit, limit) as launches:
-        words = pack_mask_bits(call.attn_mask)
-        found = launch(call.q, call.k, call.v, call.context, words, splits=case.splits)
+        mask = call.mask
+        words = pack_mask_bits(mask.allowed)
+        found = launch(
+            call.q, call.k, call.v, call.context, words, splits=case.splits, first=mask.first, sinks=call.sinks
+        )
     return found, plain.run(), plain, launches
 
 
@@ -43,7 +47,11 @@ def least_capability(case: Attention) -> int:
 
 
 #: What `make test` runs: Hopper's products and an older architecture's, small.
-SMALL = ((90, Attention("bf16", 64, 16, contexts=(70, 5))), (80, Attention("fp16", 32, 8, 2, contexts=(40, 0))))
+SMALL = (
+    (90, Attention("bf16", 64, 16, contexts=(70, 5))),
+    (80, Attention("fp16", 32, 8, 2, contexts=(40, 0))),
+    (80, Attention("bf16", 32, 5, 2, contexts=(100, 9), window=30, sinks=True)),
+)
 #: What CI runs in addition: each architecture, each kind of page, splits and the merge.
 MIDDLE = (
     (90, Attention("bf16", 128, 16)),
@@ -54,4 +62,6 @@ MIDDLE = (
     (89, Attention("bf16", 64, 8, 4, fp8=True)),
     (120, Attention("fp16", 128, 16, fp8=True)),
     (120, Attention("fp32", 64, 3, 4)),
+    (90, Attention("bf16", 64, 16, window=40, sinks=True)),
+    (120, Attention("fp16", 128, 8, 4, fp8=True, window=5)),
 )

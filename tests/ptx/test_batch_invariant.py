@@ -69,6 +69,23 @@ def check_attention(capability: int, dtype: torch.dtype) -> None:
             Text.of(shape, dtype, tree=tree).check([8], spare=5)
 
 
+@pytest.mark.parametrize(
+    ("capability", "kind"),
+    [
+        pytest.param(
+            *case.values, marks=[pytest.mark.slow, *([] if case.values == (90, "bf16") else [pytest.mark.full])]
+        )
+        for case in CASES
+    ],
+)
+def test_a_row_behind_a_window(capability: int, kind: str) -> None:
+    """That ends among the rows of a tree, in a tile, and in a split behind the first; with sinks."""
+    with executed_as_ptx(capability):
+        for contexts, tree, window in (((60, 3), True, 20), ((122,), True, 70), ((40,), True, 2), ((62,), False, 20)):
+            shape = Shape(contexts=contexts, rows=9, kv_heads=1, group=4, size=16, page_size=16)
+            Text.of(shape, TYPES[kind], tree=tree, window=window, sinks=True).check([8], spare=5)
+
+
 @pytest.mark.parametrize(("capability", "kind"), CASES)
 def test_a_row_of_attention(capability: int, kind: str) -> None:
     check_attention(capability, TYPES[kind])

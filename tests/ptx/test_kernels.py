@@ -85,6 +85,16 @@ def test_attention_of_prompts(capability: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("capability", "window"), [(90, 20), *(pytest.param(80, window, marks=pytest.mark.full) for window in (1, 9, 60))]
+)
+def test_prompts_behind_windows(capability: int, window: int) -> None:
+    with executed_as_ptx(capability) as launches:
+        attention.check_chunks((3, 40), (70, 33), 2, fp8=False, window=window, sinks=True)
+    assert_of_tested_instructions(launches)
+
+
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(("capability", "threads"), [(89, 256), (90, 128), (120, 256)])
 def test_prompts_over_fp8_pages(capability: int, threads: int) -> None:

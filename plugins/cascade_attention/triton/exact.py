@@ -52,38 +52,69 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
 
 
 def exact_attention_triton(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: Tensor | ChunkMask, *, scale: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    mask: Tensor | ChunkMask,
+    *,
+    first: Tensor | None = None,
+    sinks: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
-    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 1] int32 is `AttnMask.order`.
+    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 1] int32 is `AttnMask.order`, `first` its `first`.
 
     Chunks of prompts run one after the other.
     """
     if isinstance(mask, ChunkMask):
-        out = torch.cat([attend(*prompt, None) for prompt in mask.alone(q, k, v, context)], 1)
+        prompts = zip(mask.spans(), mask.alone(q, k, v, context), strict=True)
+        firsts = mask.first
+        out = torch.cat(
+            [attend(*prompt, None, None if firsts is None else firsts[None, span], sinks) for span, prompt in prompts],
+            1,
+        )
     else:
-        out = attend(q, k, v, context, mask)
+        out = attend(q, k, v, context, mask, first, sinks)
     return out if scale is None else quantize(out, scale)
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, most_partial: int = MOST_PARTIAL
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    order: Tensor | None,
+    bounds: Tensor | None = None,
+    sinks: Tensor | None = None,
+    most_partial: int = MOST_PARTIAL,
 ) -> Tensor:
-    """The kernel for rows of trees, or, without `order`, for a prompt's chunk of each request."""
+    """The kernel for rows of trees, or, without `order`, for a prompt's chunk of each request.
+
+    `bounds` [B, T] is `AttnMask.first`.
+    """
     batch, rows, heads, size = q.shape
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
     splits = triton.cdiv(slots + rows, SPAN)
     part = max(1, most_partial // (splits * batch * heads * size * 4)) if splits > 1 else rows
     if part >= rows:
-        return _launch(q, k, v, context, order, 0, splits)
-    parts = [
-        _launch(queries, k, v, context, None if order is None else order[:, first : first + part], first, splits)
-        for first, queries in zip(range(0, rows, part), torch.split(q, part, 1), strict=True)
-    ]
+        return _launch(q, k, v, context, order, bounds, sinks, 0, splits)
+    parts = []
+    for first, queries in zip(range(0, rows, part), torch.split(q, part, 1), strict=True):
+        of_rows, bound = (None if x is None else x[:, first : first + part] for x in (order, bounds))
+        parts.append(_launch(queries, k, v, context, of_rows, bound, sinks, first, splits))
     return torch.cat(parts, 1)
 
 
 def _launch(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, order: Tensor | None, first: int, splits: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    context: PagedContext,
+    order: Tensor | None,
+    bounds: Tensor | None,
+    sinks: Tensor | None,
+    first: int,
+    splits: int,
 ) -> Tensor:
     """Rows from `first` on."""
     batch, rows, heads, size = q.shape
@@ -97,12 +128,13 @@ def _launch(
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=torch.float32, device=q.device)
         lse = torch.empty((splits, batch, rows, heads), dtype=torch.float32, device=q.device)
+    order, bounds, sinks = (None if x is None else x.contiguous() for x in (order, bounds, sinks))
     grid = triton.cdiv(rows * heads // kv_heads, tile.rows), batch * kv_heads, splits
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, context.v_pages, page_table.contiguous(),
-            context.context_len.contiguous(), None if order is None else order.contiguous(), context.k_scale,
-            context.v_scale, partial, lse, rows, new, first, page_table.shape[1],
+            context.context_len.contiguous(), order, bounds, sinks, context.k_scale, context.v_scale, partial,
+            lse, rows, new, first, page_table.shape[1],
             **attention_constants(
                 tile, size, kv_heads, heads // kv_heads, k_pages.shape[1], split=splits > 1, fp8=context.fp8
             ),

@@ -10,6 +10,10 @@ are masked. The rows of a prompt's chunk (`order` None) share those keys too.
                              one tile at a time            | a tile of row t alone
                   split      0, up to SPAN positions; then 1, ..: `merge_splits_kernel` adds them up, first to last
 
+Rows of a window (`bounds`) see positions from their own first one on. The tiles in front of it change nothing, and are
+skipped where all rows of a program have them in front; in the tiles of a row of a tree, its keys have the places of
+their positions as before. A sink is a score without a value, with which the first split begins.
+
 Tile heights, SPAN and the order of the merge are the same for every batch, bucket and number of rows. Tiles of masked
 keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
 to q's type.
@@ -68,15 +72,16 @@ def _gathered(paged, fresh, scale, from_page, from_rows, TYPE: tl.constexpr, FP8
 
 @triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
 def attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, order, k_scale, v_scale, out, lse, rows, new, first, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, order, bounds, sinks, k_scale, v_scale, out, lse, rows, new,
+    first, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLIT: tl.constexpr, SPAN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, splits). q has `rows` rows a request: those from `first` on of the pass's `new` rows.
 
-    order [B, rows, new + 1] is `AttnMask.order`; out [B, rows, Hq, D], or with SPLIT fp32 [splits, B, rows, Hq, D], of
-    which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
+    order [B, rows, new + 1] is `AttnMask.order`, bounds [B, rows] its `first`; out [B, rows, Hq, D], or with SPLIT fp32
+    [splits, B, rows, Hq, D], of which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
     """
     TYPE: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(2)
@@ -94,6 +99,9 @@ def attention_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head * GROUP + packed % GROUP).to(tl.float32) * 1.4426950408889634  # log2(e)
+        best, total = tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)
     key_scale, value_scale = 1.0, 1.0
     if FP8:
         key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
@@ -104,22 +112,37 @@ def attention_kernel(
     end = begin + SPAN
     table = page_table + request * columns
     everything = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
+    if bounds is not None:
+        bound = tl.load(bounds + request * rows + row, mask=real, other=2147483647).to(tl.int32)
+        least = tl.min(bound, 0)  # of this program's rows
+        begin = tl.maximum(begin, least // BLOCK_N * BLOCK_N)
     for start in tl.range(begin, tl.minimum(end, shared), BLOCK_N, num_stages=STAGES):
         position = start + tl.arange(0, BLOCK_N)
-        page = tl.load(table + position // PAGE).to(tl.int64)
+        if bounds is None:
+            page = tl.load(table + position // PAGE).to(tl.int64)
+            read, seen = in_head, everything
+        else:
+            page = tl.load(table + position // PAGE, mask=position >= least, other=0).to(tl.int64)
+            read, seen = in_head & (position >= least)[:, None], position[None, :] >= bound[:, None]
         slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
-        keys = _paged(k_pages + slot, key_scale, in_head, TYPE, FP8)
-        values = _paged(v_pages + slot, value_scale, in_head, TYPE, FP8)
-        best, total, sums = _fold(queries, keys, values, everything, best, total, sums, SCALE, WIDEN)
+        keys = _paged(k_pages + slot, key_scale, read, TYPE, FP8)
+        values = _paged(v_pages + slot, value_scale, read, TYPE, FP8)
+        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     last = tl.minimum(tl.program_id(0) * BLOCK_M + BLOCK_M - 1, rows * GROUP - 1) // GROUP
     turn = last if order is None else tl.program_id(0) * BLOCK_M // GROUP  # all rows at once, or one by one
     while turn <= last:
         of_row = order + (request * rows + turn) * (new + 1) if order is not None else context_len
         count = tl.load(of_row + new) if order is not None else first + last + 1
-        for start in tl.range(tl.maximum(begin, shared), tl.minimum(end, context + count), BLOCK_N, num_stages=1):
+        behind = context  # position of its first new key
+        if bounds is not None:
+            front = tl.load(bounds + request * rows + turn).to(tl.int32) if order is not None else least
+            behind = tl.maximum(context, front) if order is not None else context
+        for start in tl.range(tl.maximum(begin, shared), tl.minimum(end, behind + count), BLOCK_N, num_stages=1):
             position = start + tl.arange(0, BLOCK_N)
-            committed, rank = position < context, position - context
+            committed, rank = position < context, position - behind
+            if bounds is not None:
+                committed = committed & (position >= front)
             fresh = (rank >= 0) & (rank < count)
             column = tl.load(of_row + rank, mask=fresh, other=0) if order is not None else rank
             page = tl.load(table + position // PAGE, mask=committed, other=0).to(tl.int64)
@@ -133,6 +156,8 @@ def attention_kernel(
                 seen = rank[None, :] <= first + row[:, None]
             else:
                 seen = (rank < count)[None, :] & (row == turn)[:, None]
+            if bounds is not None:
+                seen = seen & (position[None, :] >= bound[:, None])
             best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
         turn += 1
 

@@ -17,6 +17,10 @@ head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded
 Chunks of prompts (`starts`) follow one another, N rows in place of B, T, and have no mask words: a row
 sees those of its chunk up to itself. Tiles behind the last row of a short chunk do nothing.
 
+Rows of a window (`bounds` [B, T] or [N]) see the context from a position on. A tile begins at the first of its rows'
+positions, which the splits divide in place of the whole context: what is in front costs nothing, and neither its pages
+nor their numbers are read. A sink (`sinks` [Hq]) is a score without a value, which the last split begins with.
+
 With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
 that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs
 and adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is
@@ -109,8 +113,8 @@ def _merge(
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
-    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, k_scale, v_scale, out, scale, partial, lse,
-    arrived, rows, columns,
+    q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, bounds, sinks, k_scale, v_scale, out, scale,
+    partial, lse, arrived, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
     PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
@@ -144,19 +148,31 @@ def cascade_attention_kernel(
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     sums = tl.zeros([BLOCK_M, PADDED], tl.float32)
+    if sinks is not None:
+        last = split == SPLITS - 1
+        sink = tl.load(sinks + head * GROUP + packed % GROUP).to(tl.float32) * 1.4426950408889634  # log2(e)
+        best, total = tl.where(last, sink, best), tl.where(last, 1.0, total)
     key_scale, value_scale = 1.0, 1.0
     if FP8:
         key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
 
     # Context: this split's share. Masked lanes load 0, so NaN in unused slots and page ids past the end are ignored.
     context = tl.load(context_len + request).to(tl.int32)
-    share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
-    end = tl.minimum((split + 1) * share, context)
+    if bounds is None:
+        share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
+        begin, end = split * share, tl.minimum((split + 1) * share, context)
+    else:
+        bound = tl.load(bounds + first + row, mask=real, other=2147483647).to(tl.int32)
+        least = tl.min(bound, 0)  # of this tile's rows
+        skipped = tl.minimum(least, context)
+        share = tl.cdiv(tl.cdiv(context - skipped, BLOCK_N), SPLITS) * BLOCK_N
+        begin = skipped + split * share
+        end = tl.minimum(begin + share, context)
     seen_rows = rows
     if starts is not None:  # up to the last row of the tile, if it has one
         seen_rows = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tl.minimum(rows, tl.max(row, 0) + 1), 0)
         end = tl.where(seen_rows > 0, end, 0)
-    for start in tl.range(split * share, end, BLOCK_N, num_stages=STAGES):
+    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         known = token < end
         page = tl.load(page_table + request * columns + token // PAGE, mask=known, other=0).to(tl.int64)
@@ -164,11 +180,16 @@ def cascade_attention_kernel(
         at, mask = slot[:, None] + lane[None, :], known[:, None] & in_head[None, :]
         keys = _widened(tl.load(k_pages + at, mask=mask, other=0.0), key_scale, FP8, TYPE)
         values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
-        best, total, sums = _fold(queries, keys, values, known[None, :], best, total, sums, SCALE, WIDEN)
+        seen = known[None, :] if bounds is None else known[None, :] & (token[None, :] >= bound[:, None])
+        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
     words = tl.cdiv(rows, 32)
-    for start in tl.range(0, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=1):
+    if bounds is None or starts is None:
+        passed = 0
+    else:  # rows of a chunk in front of all windows
+        passed = tl.maximum(tl.minimum(least - context, rows), 0) // BLOCK_T * BLOCK_T
+    for start in tl.range(passed, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=1):
         if starts is None:
             bits = tl.load(attn_mask + (first + row) * words + start // 32, mask=real, other=0)
         column = start + tl.arange(0, BLOCK_T)
@@ -179,6 +200,8 @@ def cascade_attention_kernel(
             seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
         else:
             seen = column[None, :] - row[:, None] <= 0  # compared, they spill where registers are short
+            if bounds is not None:
+                seen = seen & (column[None, :] >= (bound - context)[:, None])
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.

@@ -29,19 +29,24 @@ def cascade_attention_triton(
     context: PagedContext,
     mask: Tensor | ChunkMask,
     *,
+    first: Tensor | None = None,
+    window: int | None = None,
+    sinks: Tensor | None = None,
     scale: Tensor | None = None,
     arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`.
+    """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`, as is `first`.
 
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
     shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
+    if window is not None:  # of all rows of a tile
+        slots = min(slots, window + shape[1])
     splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
     counters = arrived() if arrived is not None and splits > 1 else None
-    return launch(q, k, v, context, mask, splits=splits, scale=scale, arrived=counters)
+    return launch(q, k, v, context, mask, splits=splits, first=first, sinks=sinks, scale=scale, arrived=counters)
 
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
@@ -89,16 +94,19 @@ def launch(
     mask: Tensor | ChunkMask,
     *,
     splits: int,
+    first: Tensor | None = None,
+    sinks: Tensor | None = None,
     scale: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """The kernel with the context cut into `splits` parts; `mask` may be the words of an `AttnMask`.
+    """The kernel with the context cut into `splits` parts; `mask` may be words, `first` is of that `AttnMask`.
 
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
     """
     heads, size = q.shape[2:]
     rows, kv_heads = _rows(q, mask), k.shape[2]
-    words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.contiguous(), None)
+    words, starts, bounds = (None, mask.starts, mask.first) if isinstance(mask, ChunkMask) else (mask, None, first)
+    words, bounds = (None if part is None else part.contiguous() for part in (words, bounds))
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
@@ -117,8 +125,8 @@ def launch(
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
-            context.k_scale, context.v_scale, out, scale, partial, lse, arrived, rows, page_table.shape[1], **fixed,
-            num_warps=warps,
+            bounds, None if sinks is None else sinks.contiguous(), context.k_scale, context.v_scale, out, scale,
+            partial, lse, arrived, rows, page_table.shape[1], **fixed, num_warps=warps,
         )  # fmt: skip
     return out
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,8 @@ class Attention:
     group: int = GROUP  # query heads of a K/V head
     quantized: bool = False  # to FP8
     chunks: bool = False  # of prompts, in place of a tree
+    window: int | None = None
+    sinks: bool = False
 
     @property
     def tile(self) -> TileConfig:
@@ -55,19 +57,30 @@ class Attention:
     def name(self) -> str:
         """The name that `make kernels` prints."""
         more = " split" * (self.splits > 1) + " to fp8" * self.quantized + " chunks" * self.chunks
+        more += " window" * (self.window is not None) + " sinks" * self.sinks
         return f"attention {self.kind}{'/fp8' * self.fp8} D={self.size} tile={self.tile.rows}{more}"
 
     def __str__(self) -> str:
-        return f"{self.kind}{'-fp8' * self.fp8}-D{self.size}-rows{self.tile.rows}-splits{self.splits}"
+        more = f"-window{self.window}" * (self.window is not None) + "-sinks" * self.sinks
+        return f"{self.kind}{'-fp8' * self.fp8}-D{self.size}-rows{self.tile.rows}-splits{self.splits}{more}"
 
     def launch(self) -> None:
         """On the meta device, for one request."""
         q, new = (some(self.kind, 1, self.rows, heads, self.size) for heads in (KV_HEADS * self.group, KV_HEADS))
-        mask = (
-            ChunkMask((self.rows,), some("i64", 2)) if self.chunks else some("i32", 1, self.rows, -(-self.rows // 32))
-        )
+        first = None if self.window is None else some("i64", *(() if self.chunks else (1,)), self.rows)
+        chunks, words = ChunkMask((self.rows,), some("i64", 2), first), some("i32", 1, self.rows, -(-self.rows // 32))
         context, scale = context_of("fp8" if self.fp8 else self.kind, self.size), some("fp32")
-        launch(q, new, new, context, mask, splits=self.splits, scale=scale if self.quantized else None)
+        launch(
+            q,
+            new,
+            new,
+            context,
+            chunks if self.chunks else words,
+            splits=self.splits,
+            first=first,
+            sinks=some(self.kind, KV_HEADS * self.group) if self.sinks else None,
+            scale=scale if self.quantized else None,
+        )
 
 
 def compiled() -> Iterator[Attention]:
@@ -81,6 +94,12 @@ def compiled() -> Iterator[Attention]:
         for quantized in (False, True):
             yield Attention("bf16", 128, 64, 4, fp8, quantized=quantized)
     yield Attention("bf16", 128, 1, 16, quantized=True)
+    # gpt-oss has heads of 64, windows and sinks, Gemma 3 heads of 256 and windows, drafters of Qwen3 heads of 128
+    for size, sinks in ((64, True), (128, False), (256, False)):
+        for fp8 in (False, True):
+            case = Attention("bf16", size, 64, fp8=fp8, window=128, sinks=sinks)
+            yield from (case, replace(case, rows=1, splits=4), replace(case, chunks=True))
+    yield Attention("bf16", 64, 64, sinks=True)
 
 
 def executed() -> Iterator[Attention]:
@@ -100,6 +119,11 @@ def executed() -> Iterator[Attention]:
     for size in (64, 128, 256):  # the merge of many splits
         yield Attention("bf16", size, 1, 16, contexts=(700,))
     yield Attention("bf16", 64, 40)  # several row tiles and two mask words
+    for turn, window in enumerate((1, 7, 33, 100, 400)):  # a token, part of a page, two tiles, several, all keys
+        for fp8 in (False, True):
+            for place, (size, rows) in enumerate(((64, 16), (128, 1), (256, 8))):
+                kind = ("bf16", "fp16", "fp32")[(turn + place) % 3]
+                yield Attention(kind, size, rows, 1 + 3 * (turn % 2), fp8, window=window, sinks=place != 1)
 
 
 def attention_touched(values: dict[str, Any], context: int) -> tuple[dict[str, int], int]:
@@ -112,11 +136,12 @@ def attention_touched(values: dict[str, Any], context: int) -> tuple[dict[str, i
     return {"k_pages": committed, "v_pages": committed, "page_table": table, "arrived": 4 * tiles}, flops
 
 
-def attend_exactly(kind: str, stored: str, size: int, *, tree: bool) -> None:
-    """Rows of trees, or of a prompt's chunk."""
+def attend_exactly(kind: str, stored: str, size: int, *, tree: bool, window: bool = False) -> None:
+    """Rows of trees, or of a prompt's chunk; with a `window` there are sinks too."""
     q, new = (some(kind, 1, 64, heads, size) for heads in (KV_HEADS * GROUP, KV_HEADS))
     order = some("i32", 1, 64, 65) if tree else None
-    exact.attend(q, new, new, context_of(stored, size, pages=512), order)
+    behind = (some("i64", 1, 64), some(kind, KV_HEADS * GROUP)) if window else ()
+    exact.attend(q, new, new, context_of(stored, size, pages=512), order, *behind)
 
 
 STORED = (("bf16", "bf16"), ("bf16", "fp8"), ("fp16", "fp16"), ("fp32", "fp32"))
@@ -126,6 +151,12 @@ EXACT = {
     )
     for kind, stored in STORED
     for size, tree in ((64, True), (96, True), (128, True), (256, True), (128, False))
+} | {
+    f"exact attention bf16{'/fp8' * (stored == 'fp8')} D={size}{' tree' * tree} window": partial(
+        attend_exactly, "bf16", stored, size, tree=tree, window=True
+    )
+    for stored in ("bf16", "fp8")
+    for size, tree in ((64, True), (64, False), (128, True), (256, True))
 }
 KERNELS = (
     Kernel(

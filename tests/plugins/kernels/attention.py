@@ -14,12 +14,14 @@ from tests.plugins.test_cascade_attention import (
     Mask,
     Shape,
     ancestors,
+    behind,
     branches,
     causal,
     everyone,
     itself,
     make,
     oracle,
+    steps,
 )
 
 #: The least head size of a product. Everything but head size is tested with it: the interpreter is slow.
@@ -86,10 +88,18 @@ def test_chunks_of_prompts(lengths: tuple[int, ...], contexts: tuple[int, ...], 
 
 
 def check_chunks(
-    lengths: tuple[int, ...], contexts: tuple[int, ...], splits: int, *, fp8: bool, size: int = SMALL.size
+    lengths: tuple[int, ...],
+    contexts: tuple[int, ...],
+    splits: int,
+    *,
+    fp8: bool,
+    size: int = SMALL.size,
+    window: int | None = None,
+    sinks: bool = False,
 ) -> None:
     shape = replace(SMALL, rows=max(lengths), contexts=contexts, kv_heads=1, size=size)
-    plain = call = make(shape).to(torch.float16)
+    call = make(shape).to(torch.float16)
+    plain = call = behind(call, window, steps(causal, call), sinks=sinks)
     if fp8:
         call = in_fp8(call, torch.tensor(0.011), torch.tensor(0.007))
         plain = read_back(call)
@@ -97,6 +107,75 @@ def check_chunks(
     found = fused_chunks(chunks, splits)
     assert_within_budget(found[0], oracle(plain)[chunks.rows], plain)
     assert_within_budget(found, plain.chunks(lengths).run(), plain)
+
+
+#: Window, splits, contexts, mask: windows of one token, of part of a page, of pages, of more than a tile of 32 or 64
+#: tokens, and of more than all; some end among the rows, some splits have nothing left.
+WINDOWS = [
+    (1, 1, (37, 0), ancestors),
+    (3, 2, (70, 1, 16), ancestors),
+    (20, 1, (70, 5), causal),
+    (40, 5, (130, 33, 0), everyone),
+    (90, 2, (150, 40), branches),
+    (300, 2, (70, 0), ancestors),
+]
+
+
+@pytest.mark.parametrize(
+    ("window", "splits", "contexts", "mask", "sinks", "dtype"),
+    [
+        pytest.param(*case, sinks, dtype, marks=[] if (place + turn) % 3 == 0 else REST)
+        for place, case in enumerate(WINDOWS)
+        for turn, (sinks, dtype) in enumerate([(True, torch.float16), (False, torch.float32), (True, torch.float32)])
+    ],
+)
+def test_windows_and_sinks(
+    window: int, splits: int, contexts: tuple[int, ...], mask: Mask, sinks: bool, dtype: torch.dtype
+) -> None:
+    """NaN in front of all windows, and pages there of nobody or of anybody."""
+    call = make(replace(SMALL, rows=7, contexts=contexts), mask).to(dtype)
+    assert_right(behind(call, window, steps(mask, call), sinks=sinks), splits)
+
+
+@pytest.mark.parametrize("splits", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_sinks_without_windows(splits: int) -> None:
+    assert_right(behind(make(replace(SMALL, contexts=(70, 0)), ancestors), None, torch.empty(0), sinks=True), splits)
+
+
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("sink", [-torch.inf, -1e30, 1e4])
+def test_sinks_of_any_size(sink: float, splits: int) -> None:
+    """One far below all scores is none, one far above takes all weight."""
+    call = make(replace(SMALL, contexts=(40, 0)), ancestors)
+    found = fused(replace(call, sinks=torch.full((call.q.shape[2],), sink)), splits)
+    assert torch.equal(found, fused(call, splits) if sink < 0 else torch.zeros_like(found))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "contexts", "splits", "window", "fp8"),
+    [
+        ((33, 1, 12), (37, 0, 16), 1, 5, False),
+        ((3, 18), (70, 33), 2, 40, True),
+        pytest.param((5, 160, 1), (0, 20, 3), 1, 33, False, marks=pytest.mark.slow),
+        pytest.param((5, 160, 1), (0, 200, 3), 4, 64, False, marks=REST),
+        pytest.param((40,), (9,), 1, 1, True, marks=REST),
+    ],
+)
+def test_chunks_behind_windows(
+    lengths: tuple[int, ...], contexts: tuple[int, ...], splits: int, window: int, fp8: bool
+) -> None:
+    check_chunks(lengths, contexts, splits, fp8=fp8, window=window, sinks=True)
+
+
+def test_pages_in_front_of_a_window_may_not_exist() -> None:
+    """No tile reads their numbers, which would be out of bounds."""
+    call = make(replace(SMALL, contexts=(200, 90)), ancestors)
+    call = behind(call, 30, steps(ancestors, call))
+    table = call.context.page_table.clone()
+    table[0, : (200 - 29) // 16] = 10**9
+    table[1, : (90 - 29) // 16] = -(10**9)
+    for splits in (1, 4):
+        assert torch.equal(fused(call.over(page_table=table), splits), fused(call, splits))
 
 
 @pytest.mark.parametrize("size", [16, 128])

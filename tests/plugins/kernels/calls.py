@@ -38,14 +38,15 @@ def there(given: Any) -> Any:
 def fused(call: Call, splits: int, scale: Tensor | None = None) -> Tensor:
     """The kernel's result of a call, on the CPU; with `scale` in FP8."""
     q, k, v, context = there(call.q), there(call.k), there(call.v), there(call.context)
-    words = there(pack_mask_bits(call.attn_mask))
-    return launch(q, k, v, context, words, splits=splits, scale=there(scale)).cpu()
+    mask = call.mask
+    words, first, sinks = there(pack_mask_bits(mask.allowed)), there(mask.first), there(call.sinks)
+    return launch(q, k, v, context, words, splits=splits, first=first, sinks=sinks, scale=there(scale)).cpu()
 
 
 def fused_chunks(chunks: Chunks, splits: int) -> Tensor:
     """The kernel's result of chunks of prompts, on the CPU."""
     q, k, v, context, mask = (there(getattr(chunks, name)) for name in ("q", "k", "v", "context", "mask"))
-    return launch(q, k, v, context, mask, splits=splits).cpu()
+    return launch(q, k, v, context, mask, splits=splits, sinks=there(chunks.sinks)).cpu()
 
 
 def in_fp8(call: Call, k_scale: Tensor, v_scale: Tensor) -> Call:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,17 @@ from d2sd.plugins.layer_ops.triton import launch, linear
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
-from tests.plugins.test_cascade_attention import Shape, ancestors, branches, causal, everyone, make, oracle
+from tests.plugins.test_cascade_attention import (
+    Shape,
+    ancestors,
+    behind,
+    branches,
+    causal,
+    everyone,
+    make,
+    oracle,
+    steps,
+)
 
 pytestmark = pytest.mark.interpreter
 SMALL = Shape(contexts=(70, 0, 5), rows=7, kv_heads=1, group=3, size=16, page_size=16)
@@ -104,20 +115,60 @@ def test_attention(mask: Callable[..., Tensor], dtype: torch.dtype) -> None:
         assert torch.equal(attended(call, causal_chunk=True), found)
 
 
+#: Of one token, shorter than a tile, ending in a split behind the first, and longer than all keys.
+WINDOWS = [1, 3, 40, 90]
+
+
+@pytest.mark.parametrize(
+    ("mask", "window", "dtype"),
+    [
+        pytest.param(mask, window, dtype, marks=[] if (mask, window) in ((ancestors, 40), (causal, 3)) else SLOW)
+        for mask in (causal, ancestors, branches, everyone)
+        for window, dtype in zip(WINDOWS, (torch.float32, torch.float16) * 2, strict=True)
+    ],
+)
+def test_windows_and_sinks(mask: Callable[..., Tensor], window: int, dtype: torch.dtype) -> None:
+    call = make(replace(SMALL, contexts=(140, 0, 5)), mask).to(dtype)
+    call = behind(call, window, steps(mask, call), sinks=True)
+    found = attended(call)
+    assert_within_budget(found, oracle(call), call)
+    assert_within_budget(found, call.run(), call)
+    if mask is causal:
+        assert torch.equal(attended(call, causal_chunk=True), found)
+
+
+@SLOW
+@pytest.mark.parametrize("sink", [-torch.inf, -1e30, 1e4])
+def test_sinks_of_any_size(sink: float) -> None:
+    call = make(SMALL, ancestors)
+    found = attended(replace(call, sinks=torch.full((call.q.shape[2],), sink)))
+    assert torch.equal(found, attended(call) if sink < 0 else torch.zeros_like(found))
+
+
+def test_pages_in_front_of_a_window_may_not_exist() -> None:
+    call = make(replace(SMALL, contexts=(100,), rows=3), ancestors)
+    call = behind(call, 30, steps(ancestors, call))
+    table = call.context.page_table.clone()
+    table[0, : (100 - 29) // 16] = 10**9
+    assert torch.equal(attended(call.over(page_table=table)), attended(call))
+
+
 @SLOW
 def test_attention_over_fp8_pages() -> None:
     call = in_fp8(make(SMALL, ancestors), torch.tensor(0.011), torch.tensor(0.007))
-    assert_within_budget(attended(call), oracle(read_back(call)), read_back(call))
+    for given in (call, behind(call, 40, steps(ancestors, call), sinks=True)):
+        assert_within_budget(attended(given), oracle(read_back(given)), read_back(given))
 
 
 @SLOW
 def test_large_passes_run_in_parts() -> None:
     call = make(SMALL, ancestors)
     for call, causal_chunk in ((make(SMALL, ancestors), False), (make(SMALL, causal), True)):
-        order = None if causal_chunk else exact.key_order_triton(call.attn_mask)
         small = 3 * 2 * 3 * 16 * 4 * 5  # five rows
-        found = exact.attend(call.q, call.k, call.v, call.context, order, most_partial=small)
-        assert torch.equal(found, attended(call, causal_chunk=causal_chunk))
+        for window in (None, 12):
+            narrow = behind(call, window, steps(causal if causal_chunk else ancestors, call), sinks=True)
+            found = attended(narrow, causal_chunk=causal_chunk, most_partial=small)
+            assert torch.equal(found, attended(narrow, causal_chunk=causal_chunk))
 
 
 def check_attention() -> None:
@@ -128,9 +179,18 @@ def check_attention() -> None:
         Text.of(shape, dtype, tree=tree).check([3, 8], spare=7)
 
 
+def check_windows() -> None:
+    """Windows of two rows, which end among those of a tree, of 20 keys and of 70, over a split; sinks."""
+    cases = ((60, 3), True, 20), ((30,), False, 20), ((122,), True, 70), ((40,), True, 2), ((62,), False, 2)
+    for contexts, tree, window in cases:
+        shape = Shape(contexts=contexts, rows=9, kv_heads=1, group=3, size=16, page_size=16)
+        Text.of(shape, torch.float32, tree=tree, window=window, sinks=True).check([3, 8], spare=7)
+
+
 @SLOW
-def test_a_row_of_attention_is_the_same_in_a_tree_a_chunk_and_alone() -> None:
-    check_attention()
+@pytest.mark.parametrize("check", [check_attention, check_windows])
+def test_a_row_of_attention_is_the_same_in_a_tree_a_chunk_and_alone(check: Callable[[], None]) -> None:
+    check()
 
 
 def check_product(dtype: torch.dtype = torch.float16) -> None:
@@ -165,6 +225,25 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
         "    begin = split * SPAN\n    end = begin + SPAN",
         "    share = SPAN - 32 * (rows > 1)\n    begin = split * share\n    end = begin + share",
         check_attention,
+    ),
+    "new keys of a row behind all of its context": (
+        exact_kernel,
+        "            behind = tl.maximum(context, front) if order is not None else context",
+        "            behind = context",
+        check_windows,
+    ),
+    "tiles that begin with a window": (
+        exact_kernel,
+        "begin = tl.maximum(begin, least // BLOCK_N * BLOCK_N)",
+        "begin = tl.maximum(begin, least)",
+        check_windows,
+    ),
+    "a sink in the last split": (
+        exact_kernel,
+        "best, total = tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)",
+        "own = split == tl.num_programs(2) - 1\n"
+        "        best, total = tl.where(own, sink, best), tl.where(own, 1.0, total)",
+        check_windows,
     ),
 }
 
