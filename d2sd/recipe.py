@@ -208,7 +208,8 @@ class Tree(Part):
 
     #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
     policy: Policy = "auto"
-    #: Block size γ in tokens, anchor included; it must be the drafters' own.
+    #: Most tokens that a step commits: the drafts of a block, and one that the target adds. A drafter with larger
+    #: blocks runs smaller ones.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
     #: Boundaries K that are re-drafted in each step; the default covers all boundaries of a block of 8.
     branches: Positive = 7

@@ -105,8 +105,10 @@ class DrafterConfig:
     """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
 
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
-    (the z-lab convention; of the last layer, before the final norm). Slot 0 of a block holds the anchor; slot k
-    predicts the token at its own position.
+    (the z-lab convention; of the last layer, before the final norm).
+
+    Row 0 of a block holds the anchor. Row k predicts the token at its own position, so the anchor's row proposes
+    nothing; with `sample_from_anchor` (DeepSpec's and speculators' term) it predicts the token behind its own.
 
     draft_vocabulary: ascending; the ids that may be drafted, None for all. It saves the rest of the head and changes no
     tensor of the checkpoint: other runtimes run the same drafter with the whole head. It never contains the mask.
@@ -122,12 +124,18 @@ class DrafterConfig:
     prefix_weight_base: float | None = None  # variable_prefix: Pr(n visible tokens) ∝ base^n in training
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
     head: HeadConfig | None = None  # what scores candidates behind their parents; None: they are scored alone
+    sample_from_anchor: bool = False
 
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary
         if ids is not None:
             check_draft_vocabulary(ids, self.vocab_size)
             assert self.mask_token_id not in ids, "the mask cannot be drafted"
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size if self.sample_from_anchor else self.block_size - 1
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.target_layer_ids))

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d2sd.plugins.lookup import Copy, find_copy
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
-from d2sd.policies import FirstPass
+from d2sd.policies import DrafterRole, FirstPass
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
 from d2sd.runtime.model_runner import ModelRunner, Verified
@@ -144,13 +144,22 @@ def draft_trees(
         first = guided(first)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
-            branches = policy.branches(batch, first)
+            branches = _boundaries(runner, policy, policy.second_pass, batch, first)
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     return Drafted(first, branches, second, copy, tree, paths)
+
+
+def _boundaries(runner: ModelRunner, policy: Policy, drafter: DrafterRole, batch: Batch, first: Draft) -> Branches:
+    """Restart points of the second pass: where its block, which may be smaller than the first's, has a slot left."""
+    drafts, slots = runner.blocks[drafter].drafts, runner.block_size - 1
+    if drafts == slots:
+        return policy.branches(batch, first)
+    branches = policy.branches(batch, first.cut(drafts))
+    return replace(branches, prefix_len=branches.prefix_len.where(branches.prefix_len < drafts, slots))
 
 
 def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:

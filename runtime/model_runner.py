@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables
+from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables, block_rows
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows, first_rows
 from d2sd.modeling.native import reduced_head
@@ -30,8 +30,8 @@ from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.drafting.window import Window
 
-# Shape letters: B requests, M pages a request (both buckets), G block size γ, S = γ - 1
-# slots, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
+# Shape letters: B requests, M pages a request (both buckets), G most tokens of a step, S = G - 1
+# slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
 
 #: Block count whose tables are precomputed; larger passes grow them.
 MOST_BLOCKS = 16
@@ -52,21 +52,38 @@ class Verified:
         return self.logits[request, node] if self.places is None else self.logits[self.places[request, node]]
 
 
+class Block(NamedTuple):
+    """The size of a drafter's blocks in rows, and the tokens that each proposes."""
+
+    rows: int
+    drafts: int
+
+
 class ModelRunner:
     """Runs the models of one bundle over paged K/V pools, on the device and in the dtype of the target."""
 
     def __init__(
-        self, target: TargetModel, drafters: Mapping[DrafterRole, DraftModel] | None = None, *, block_size: int = 1
+        self,
+        target: TargetModel,
+        drafters: Mapping[DrafterRole, DraftModel] | None = None,
+        *,
+        block_size: int | None = None,
     ) -> None:
-        """`block_size` applies without drafters, to plain decoding and prompt lookup; drafters define their own.
+        """`block_size` is G, the most tokens that a step commits: the drafts of a block and the bonus. A drafter whose
+        blocks are larger runs smaller ones; the drafts of one whose blocks are smaller end earlier. None: as the
+        largest block has; 1 without drafters.
 
         The models have been prepared (`prepare_for_inference`); where they have not, they are slower.
-        Raises CheckpointError if the drafters differ in their target layers or block size.
+        Raises CheckpointError if the drafters differ in their target layers.
         """
         self.target, self.drafters = target, dict(drafters or {})
         self.vocab_size = target.config.vocab_size
         configs = {role: drafter.config for role, drafter in self.drafters.items()}
-        self.block_size = _common("block_size", configs) or block_size
+        self.block_size = block_size or 1 + max((config.drafts for config in configs.values()), default=0)
+        self.blocks = {
+            role: Block(block_rows(config, self.block_size), min(config.drafts, self.block_size - 1))
+            for role, config in configs.items()
+        }
         with_context = {role: config for role, config in configs.items() if self.drafters[role].has_context}
         self.aux_layer_ids: tuple[int, ...] = _common("target_layer_ids", with_context) or ()
         weight = target.embed_tokens.weight
@@ -81,12 +98,12 @@ class ModelRunner:
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
         self._widest = min([self.vocab_size, *sizes])
         # Constants, built once: every op is a kernel launch on CUDA.
-        self._slots = self._same_block = torch.empty(0, device=self.device)
-        self._rows_of_blocks(MOST_BLOCKS)
+        self._steps = torch.arange(self.block_size, device=self.device)
+        self._block_tables = {block.rows: self._tables_of(block.rows, MOST_BLOCKS) for block in self.blocks.values()}
         nothing = torch.full((1, self.block_size - 1, 1), float("-inf"), device=self.device)
         self._nothing = torch.full_like(nothing, -1, dtype=torch.long), nothing
         self._masks = {
-            role: torch.full((self.block_size - 1,), drafter.mask_token_id, device=self.device)
+            role: torch.full((self.blocks[role].rows - 1,), drafter.mask_token_id, device=self.device)
             for role, drafter in self.drafters.items()
         }
 
@@ -149,6 +166,8 @@ class ModelRunner:
         """K branches per request: [B, K, S, M]."""
         drafter = self.drafters[role]
         blocks = trees.restart_blocks(branches, batch.anchor, drafter.mask_token_id)
+        if self.blocks[role].rows < self.block_size:
+            blocks = blocks[..., : self.blocks[role].rows]
         logits, hidden = self._draft(role, batch, blocks)
         logits = trees.mask_rejected(branches, logits, drafter.draft_ids)
         return self._candidates(role, batch, logits, width, hidden, blocks)
@@ -190,7 +209,7 @@ class ModelRunner:
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Append the accepted path to the target's pages and to the text, and its features to the drafters' context."""
         path = accepted.path  # [B, G]
-        steps = self._slots[: path.shape[1]]
+        steps = self._steps[: path.shape[1]]
         keep = (steps < accepted.count[:, None]) & batch.active[:, None]
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
@@ -220,7 +239,8 @@ class ModelRunner:
     @property
     def constants(self) -> list[Tensor]:
         """Tensors that no step changes."""
-        return [self._slots, self._same_block, *self._nothing, *self._masks.values()]
+        tables = [table for tables in self._block_tables.values() for table in tables]
+        return [self._steps, *tables, *self._nothing, *self._masks.values()]
 
     @torch.inference_mode()
     def compute_context(self, role: DrafterRole, rows: int) -> None:
@@ -231,12 +251,12 @@ class ModelRunner:
         model.context_keys_values(features, torch.arange(rows, device=self.device)[None])
 
     def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """blocks [B, K, G], masked from each other -> logits [B, K, G-1, V or Vd] of slots 1 .. γ-1, in
-        fp32, or in the head's own type where kernels read them; and hidden states [B, K, G, E].
+        """blocks [B, K, R], masked from each other -> logits [B, K, drafts, V or Vd] of their slots, in fp32, or in the
+        head's own type where kernels read them; and hidden states [B, K, R, E].
         """
         own = self._own_pools.get(role)
         context = None if own is None else self.context.take(role)
-        slots, same_block = self._rows_of_blocks(blocks.shape[1])
+        slots, same_block = self._rows_of_blocks(blocks.shape[2], blocks.shape[1])
         attn_mask = same_block.expand(len(blocks), -1, -1)
         pool = self.target_pool if own is None else own
         context_pages = batch.page_table, batch.context_len
@@ -248,25 +268,29 @@ class ModelRunner:
         logits = drafter.logits(hidden, blocks[:, :, 0], tables)
         return logits if choice.reads_any_type(logits) else logits.float(), hidden
 
-    def _rows_of_blocks(self, count: int) -> tuple[Tensor, Tensor]:
-        """Slot index [T] and same-block mask [T, T] of `count` concatenated blocks."""
-        rows = count * self.block_size
-        if rows > len(self._slots):  # tables for any number of blocks begin with those of fewer
-            number = torch.arange(rows, device=self.device)
-            block = number // self.block_size
-            self._slots, self._same_block = number % self.block_size, block[:, None] == block
-        return self._slots[:rows], self._same_block[:rows, :rows]
+    def _rows_of_blocks(self, size: int, count: int) -> tuple[Tensor, Tensor]:
+        """Place in its block [T] of each row of `count` concatenated blocks, and same-block mask [T, T]."""
+        rows = count * size
+        if rows > len(self._block_tables[size][0]):  # tables for any number of blocks begin with those of fewer
+            self._block_tables[size] = self._tables_of(size, count)
+        places, same_block = self._block_tables[size]
+        return places[:rows], same_block[:rows, :rows]
+
+    def _tables_of(self, size: int, count: int) -> tuple[Tensor, Tensor]:
+        number = torch.arange(count * size, device=self.device)
+        block = number // size
+        return number % size, block[:, None] == block
 
     def _candidates(
         self, role: DrafterRole, batch: Batch, logits: Tensor, width: int, hidden: Tensor, blocks: Tensor
     ) -> Draft:
-        """Candidates of the slots of `blocks [B, K, G]`, of which a block of masks alone has its anchor at least."""
+        """Candidates [B, K, S, M] of `blocks [B, K, R]`, of which one of masks alone has its anchor at least."""
         drafter, sampling = self.drafters[role], batch.sampling
         most = self.width(max(width, drafter.pool))
         draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids)
-        if not drafter.pool:
-            return draft
-        return drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
+        if drafter.pool:
+            draft = drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
+        return draft.padded(self.block_size - 1, drafter.mask_token_id)
 
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""

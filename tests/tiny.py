@@ -93,6 +93,7 @@ def tiny_drafter(
     role: Role = "first",
     layers: int = 2,
     block_size: int = 4,
+    sample_from_anchor: bool = False,
     mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
     head: HeadConfig | None = None,
@@ -125,6 +126,7 @@ def tiny_drafter(
         role=role,
         prefix_weight_base=0.9 if role == "variable_prefix" else None,
         head=head,
+        sample_from_anchor=sample_from_anchor,
     )
     drafter = Drafter(config)
     _randomise(drafter, seed, residual_gain=1.0)
@@ -179,7 +181,7 @@ def runner_of(
     second: DraftModel | None = None,
     flex: DraftModel | None = None,
     *,
-    block_size: int = 1,
+    block_size: int | None = None,
     exact: bool = False,
 ) -> ModelRunner:
     """A runner of the models, which are prepared."""

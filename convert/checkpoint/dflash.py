@@ -25,7 +25,6 @@ from d2sd.convert.checkpoint.layout import (
     READ,
     TRAINING,
     body_fields,
-    check_block_size,
     check_geometry,
     fault,
     from_convention,
@@ -88,9 +87,9 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
 
 
 def check_drafter(
-    config: DrafterConfig, target: DecoderConfig, role: DrafterRole, block_size: int, where: Path
+    config: DrafterConfig, target: DecoderConfig, role: DrafterRole, _block_size: int, where: Path
 ) -> None:
-    """Refuse a drafter that was not made for this target, this role or this block size.
+    """Refuse a drafter that was not made for this target or this role. Blocks of any size run (`ModelRunner`).
 
     Such a drafter would run, and almost none of its tokens would be accepted.
     """
@@ -116,7 +115,6 @@ def check_drafter(
             expected=sorted(ids),
             fix="d2sd convert --to z-lab, which also reorders the columns of fc",
         )
-    check_block_size(config, block_size, where)
 
 
 def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> None:

@@ -2,7 +2,7 @@
 
     target    decoding   B requests, as many rows as a tree may have
               prefill    one request, a chunk of rows
-    drafters  drafting   B requests, K blocks of γ rows, after at most γ new context tokens each
+    drafters  drafting   B requests, K blocks, after at most as many new context tokens as a step commits
               injection  features of many tokens in one product, and one dummy row
               without features, γ rows for each of B requests
 
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig
-from d2sd.modeling.drafters.interface import DraftConfig
+from d2sd.modeling.drafters.interface import DraftConfig, block_rows
 from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.request import bucket, buckets
@@ -45,10 +45,12 @@ def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | Draf
         return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
     if not config.target_layer_ids:
         return [_rows(recipe, config.body, b, _just(config.block_size)) for b in batches]
-    block, drafted = config.block_size, tree.branches * config.block_size
+    drafted = tree.branches * block_rows(config, tree.block_size)
     width = len(config.target_layer_ids) * config.body.hidden_size
     drafting = [
-        _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, block, block), width) for b in batches
+        _rows(recipe, config.body, b, (1, drafted, drafted))
+        | _features(b, (1, tree.block_size, tree.block_size), width)
+        for b in batches
     ]
     injection = _features(_just(1), (1, MAX_INJECTED, MAX_INJECTED), width)
     return [*drafting, _rows(recipe, config.body, _just(1), _just(1)) | injection]

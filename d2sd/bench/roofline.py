@@ -18,6 +18,7 @@ from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy,
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.drafters.interface import block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
@@ -70,10 +71,13 @@ class Roofline:
             part = self._drafter(policy.drafts_ahead)
             seconds += self._seconds(part, batch, policy.num_nodes * block, context, block)
         elif policy.drafters:
-            seconds += self._seconds(self._drafter(policy.first_drafter), batch, block, context, block)
+            part = self._drafter(policy.first_drafter)
+            rows = block_rows(part.draft_config, block)
+            seconds += self._seconds(part, batch, rows, context, rows)
         if policy.second_pass is not None:
-            rows = policy.num_branches * block
-            seconds += self._seconds(self._drafter(policy.second_pass), batch, rows, context, rows)
+            part = self._drafter(policy.second_pass)
+            rows = policy.num_branches * block_rows(part.draft_config, block)
+            seconds += self._seconds(part, batch, rows, context, rows)
         return seconds
 
     def prefill_seconds(self, rows: int, context: int) -> float:

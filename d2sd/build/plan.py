@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -144,6 +144,8 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
         if (folder := located(recipe, source))
     }
     missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
+    if drafters and not missing:
+        _check_block_size(recipe, drafters)
     plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
@@ -152,6 +154,19 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
     if plan.parts:
         plan.kv_memory()  # raises RecipeError where it does not hold a request
     return plan
+
+
+def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> None:
+    """Raise `RecipeError` if no drafter proposes as many tokens as a block of the recipe holds."""
+    most = max(part.draft_config.drafts for part in drafters.values())
+    if recipe.tree.block_size > 1 + most:
+        raise RecipeError(
+            "No drafter was trained on blocks of that size.",
+            where="recipe: tree.block_size",
+            found=recipe.tree.block_size,
+            expected=f"at most {1 + most}: {most} drafts, and the token that the target adds",
+            fix=f"set tree.block_size to {1 + most}, or less",
+        )
 
 
 def _check_engines(plan: Plan) -> None:

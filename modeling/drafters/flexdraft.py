@@ -65,6 +65,11 @@ class FlexConfig:
         return self.num_target_layers - self.body.num_layers
 
     @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - 1
+
+    @property
     def target_layer_ids(self) -> tuple[int, ...]:
         """None: it reads the target's pages."""
         return ()

@@ -1,7 +1,8 @@
 """The interface of drafters to the runtime: a kind of drafter is one module of this folder, and a graph stands for any.
 
 A drafter gets blocks of token ids, an anchor in front and masks behind it, and gives logits of the slots after the
-anchor. How it embeds them, where it reads the context and what its head adds to the target's are its own.
+anchor: of one slot less than the block has rows, or, where the anchor's row predicts the first, of as many. How it
+embeds them, where it reads the context and what its head adds to the target's are its own.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
-# layers, S = G - 1 slots, M candidates a slot, Hkv K/V heads, D head size, V vocabulary, Vd draft vocabulary.
+# layers, S slots: the tokens that a block proposes, M candidates a slot, Hkv K/V heads, D head size, V vocabulary, Vd
+# draft vocabulary.
 
 
 class DraftConfig(Protocol):
@@ -33,7 +35,11 @@ class DraftConfig(Protocol):
 
     @property
     def block_size(self) -> int:
-        """γ, the anchor included."""
+        """Rows of the blocks that it was trained with, the anchor's included."""
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that such a block proposes."""
 
     @property
     def target_layer_ids(self) -> tuple[int, ...]:
@@ -45,6 +51,11 @@ class DraftConfig(Protocol):
 
     def refusal(self, policy: str) -> str | None:
         """The reason why it cannot run a policy of its role; None if it can."""
+
+
+def block_rows(config: DraftConfig, block_size: int) -> int:
+    """Rows of a drafter's block where a step commits at most `block_size` tokens: a larger block is cut."""
+    return config.block_size - max(0, config.drafts - (block_size - 1))
 
 
 class Tables(NamedTuple):

@@ -65,7 +65,9 @@ def from_chain(tokens: Tensor, score: Tensor) -> Tree:
 
 
 def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes."""
+    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes. A
+    candidate ends before its first score of -inf.
+    """
     if _pick(candidates) is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import candidates_triton
 
@@ -75,7 +77,7 @@ def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
 
 def merged_branches(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
     """anchor [B] and sources of S slots, of which branches keep tokens of the first -> at most `budget` nodes: those
-    of the first source's likeliest tokens, then of each row that follows.
+    of the first source's likeliest tokens, then of each row that follows. Each ends before its first score of -inf.
     """
     if _pick(anchor) is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import branches_triton

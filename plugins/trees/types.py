@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 # Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, G block size γ, N nodes
 # (the node budget). Tokens are the target's ids everywhere.
@@ -29,6 +30,20 @@ class Draft:
     def table(self) -> Tensor:
         """`behind`, or `logprob` alone: [B, (K,) S, P, M]."""
         return self.logprob[..., None, :] if self.behind is None else self.behind
+
+    def padded(self, slots: int, token: int) -> Draft:
+        """The draft with no proposals, of this token, up to `slots` of them."""
+        missing = slots - self.tokens.shape[-2]
+        if not missing:
+            return self
+        room = (0, 0, 0, missing)
+        behind = None if self.behind is None else pad(self.behind, (0, 0, *room), value=-math.inf)
+        return Draft(pad(self.tokens, room, value=token), pad(self.logprob, room, value=-math.inf), behind)
+
+    def cut(self, slots: int) -> Draft:
+        """A first draft [B, S, M] without proposals behind its first `slots`; of the same shape."""
+        cut = self.part(slice(None), slice(slots)).padded(self.tokens.shape[-2], 0)
+        return replace(cut, tokens=self.tokens)
 
     def part(self, *index: int | slice) -> Draft:
         """The draft at an index of the leading axes."""

@@ -169,12 +169,12 @@ def engine_runner(
     *,
     aux_layer_ids: tuple[int, ...],
     page_size: int,
-    block_size: int = 1,
+    block_size: int | None = None,
 ) -> ModelRunner:
     """The `ModelRunner` over engines of the target and of drafters.
 
     Of the PyTorch models only what stands around the layers is used, and moved to the GPU, in the engines' type.
-    `aux_layer_ids` are the layers whose features the target's engine returns. `block_size` applies without drafters.
+    `aux_layer_ids` are the layers whose features the target's engine returns; `block_size` is the runner's.
     Raises `BundleError` if an engine cannot run on this machine.
     """
     decoder, file = target

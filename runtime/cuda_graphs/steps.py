@@ -134,7 +134,7 @@ class DecodeSteps:
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
         batch = inputs.batch(sampling)
-        self._runner.context.reserve(self._most, self._pages)
+        self._runner.context.reserve(self._most, self._pages, self._runner.block_size)
 
         def run() -> StepResult:
             return captured_step(

@@ -110,13 +110,13 @@ class DrafterContext:
     # -- captured steps ------------------------------------------------------------------------------------------------
 
     @torch.inference_mode(False)
-    def reserve(self, requests: int, pages: int) -> None:
-        """Allocate the memory that graphs of up to `requests` requests share, once; `pages` a request."""
+    def reserve(self, requests: int, pages: int, rows: int) -> None:
+        """Allocate the memory that graphs of up to `requests` requests share, once; `pages` and `rows` a request."""
         if self._memory is not None or not self._queues:
             return
         config, pool = self._configs[0], self._pools[0]
         device, width = pool.k.device, len(config.target_layer_ids) * config.body.hidden_size
-        places = torch.zeros(requests, config.block_size, dtype=torch.long, device=device)
+        places = torch.zeros(requests, rows, dtype=torch.long, device=device)
         self._memory = CommittedRows(
             features=torch.zeros(*places.shape, width, dtype=self._dtype, device=device),
             page_table=torch.zeros(requests, pages, dtype=torch.long, device=device),

@@ -217,7 +217,8 @@ def steps(
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
-        made.context.reserve(*batch.page_table.shape)
+        requests, pages = batch.page_table.shape
+        made.context.reserve(requests, pages, BLOCK)
         for _ in range(2):
             with watch:
                 watch.launches.clear()

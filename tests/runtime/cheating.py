@@ -45,8 +45,9 @@ class CheatingRunner(ModelRunner):
         *,
         first_errors: float = 0.3,
         second_errors: float = 0.3,
+        block_size: int | None = None,
     ) -> None:
-        super().__init__(*prepared(target, first, second, flex))
+        super().__init__(*prepared(target, first, second, flex), block_size=block_size)
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()
@@ -75,6 +76,8 @@ class CheatingRunner(ModelRunner):
                 assert may_have_ended, "the anchor is not what plain decoding says"
                 continue
             for slot, right in enumerate(text[start + 1 : start + self.block_size]):
+                if logprob[row][slot][0] == -math.inf:
+                    continue  # no slot of its block
                 told = self._guess(right, self._errors[0], len(tokens[row][slot]), dice)
                 tokens[row][slot], logprob[row][slot] = map(list, zip(*told, strict=True))
         self._first, self._second = Draft(torch.tensor(tokens), torch.tensor(logprob)), None
@@ -89,6 +92,8 @@ class CheatingRunner(ModelRunner):
                 self.boundaries[length] += 1
                 for slot, right in enumerate(text[start + 1 : start + self.block_size]):
                     size = len(tokens[row][branch][slot])
+                    if slot >= length and logprob[row][branch][slot][0] == -math.inf:
+                        continue  # no slot of its block
                     told = [(-1, 0.0)] * size  # no token, and a certain one: what a branch keeps is never read here
                     if slot >= length:
                         forbidden = rejected[row][branch] if slot == length else -1

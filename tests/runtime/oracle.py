@@ -114,11 +114,13 @@ class Node(NamedTuple):
 def from_candidates(
     candidates: Sequence[Sequence[int]], scores: Sequence[Sequence[float]], rows: int
 ) -> tuple[list[Node], int]:
-    """A dictionary of paths, filled candidate by candidate; also how many tokens found their path there already."""
+    """A dictionary of paths, filled candidate by candidate; also how many tokens found their path there already. A
+    candidate ends where its score is -inf.
+    """
     found: dict[Path, Node] = {}
     merged = 0
     for branch_id, (candidate, score) in enumerate(zip(candidates, scores, strict=True)):
-        for depth in range(len(candidate)):
+        for depth in range(next((n for n, told in enumerate(score) if told == -math.inf), len(candidate))):
             path = tuple(candidate[: depth + 1])
             merged += path in found
             found.setdefault(path, Node(path, branch_id, score[depth]))

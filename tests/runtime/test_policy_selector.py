@@ -23,7 +23,7 @@ from d2sd.runtime.acceptance import Acceptance, RequestAcceptance
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import Block, ModelRunner, Verified
 from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, forecast_tau
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
@@ -396,6 +396,7 @@ class Scripted:
     device: str = "cpu"
     vocab_size: int = 32
     block_size: int = 4
+    blocks: Mapping[DrafterRole, Block] = field(default_factory=lambda: dict.fromkeys(DrafterRole, Block(4, 3)))
     static_shapes: bool = False
     pool_pages: int = 8
     capture: None = None

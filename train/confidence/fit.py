@@ -148,7 +148,7 @@ def fit_calibration(
             roles += [role for role in FACTS[watched].drafters if role not in roles]
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
-    slots = next(iter(bundle.drafters.values())).config.block_size - 1
+    slots = bundle.recipe.tree.block_size - 1
     fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
     report |= _errors(outcomes, fitted, roles)
     file = CalibrationFile(

@@ -47,10 +47,12 @@ def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) ->
     """`from_candidates` in PyTorch: the specification."""
     batch, count, size = candidates.shape
     device = candidates.device
+    proposed = score > float("-inf")
+    candidates = candidates.where(proposed, -1)  # no token: what is not proposed shares no node with what is
     # same[b, c, e, g]: candidates c and e agree on slots 0 .. g. The first such candidate owns the node.
     same = (candidates[:, :, None] == candidates[:, None]).int().cumprod(-1)
     owner = same.argmax(dim=2)  # [B, C, G]: argmax takes the first of equals
-    own = owner == torch.arange(count, device=device)[:, None]
+    own = (owner == torch.arange(count, device=device)[:, None]) & proposed
     index = own.flatten(1).int().cumsum(1).sub(1)  # [B, C·G]: node index, where `own`
     index = index.view(batch, count, size).gather(1, owner)  # node of every slot, shared nodes included
     parent = torch.cat([torch.zeros_like(index[..., :1]), index[..., :-1]], dim=-1)
@@ -73,7 +75,7 @@ def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) ->
         nodes(numbers),
         nodes(score),
         size - 1,
-        merged=count * size - total,
+        merged=proposed.flatten(1).sum(1) - total,
     )
 
 

@@ -169,6 +169,7 @@ def branches_kernel(
             again = tl.where(is_kept, drafted, again + tl.where(slot == length, rejected, 0.0))
         logprob = tl.where(inside, again, logprob)
     path_score = tl.cumsum(logprob.to(tl.float64), axis=1).to(tl.float32)
+    token = tl.where(path_score > float("-inf"), token, -1)
 
     # The first candidate with the same tokens so far owns the node.
     owner = c + tl.zeros([CP, GP], dtype=tl.int32)

@@ -63,12 +63,13 @@ def store_candidates(
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The tree of one request's candidates. token, path_score, owner: [CP, GP]; `owner` is the first candidate with the
-    same tokens so far.
+    same tokens so far, which are -1 where the score is -inf: there is no node.
     """
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)[:, None]
     g = tl.arange(0, GP)[None, :]
-    own = (owner == c) & (c < C) & (g < G)
+    proposed = (path_score > float("-inf")) & (c < C) & (g < G)
+    own = (owner == c) & proposed
     in_row = tl.cumsum(own.to(tl.int32), axis=1)
     of_row = tl.sum(own.to(tl.int32), axis=1)
     index = (tl.cumsum(of_row, axis=0) - of_row)[:, None] + in_row - 1
@@ -95,7 +96,7 @@ def store_candidates(
     tl.store(branch_id + at, n * 0, mask=padding)
     tl.store(score + at, tl.full([NP], float("-inf"), tl.float32), mask=padding)
     tl.store(valid + at, real, mask=n < N)
-    tl.store(num_merged + request, C * G - total)
+    tl.store(num_merged + request, tl.sum(tl.sum(proposed.to(tl.int32), axis=1), axis=0) - total)
 
     tl.debug_barrier()  # what other threads have stored
     up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
@@ -115,16 +116,16 @@ def candidates_kernel(
     g = tl.arange(0, GP)[None, :]
     inside = (c < C) & (g < G)
     source = request * C * G + c * G + g
-    token = tl.load(candidate + source, mask=inside, other=-1)
+    own_score = tl.load(path_score + source, mask=inside, other=float("-inf"))
+    token = tl.load(candidate + source, mask=inside & (own_score > float("-inf")), other=-1)
 
     # The first candidate with the same prefix owns the node.
     owner = c + tl.zeros([CP, GP], dtype=tl.int32)
     for back in range(C):
         e = C - 1 - back
-        other = tl.load(candidate + request * C * G + e * G + g, mask=g < G, other=-1)
+        other = tl.sum(tl.where(c == e, token, 0), axis=0)[None, :]
         same = tl.cumsum((token != other).to(tl.int32), axis=1) == 0
         owner = tl.where(same & (c < C), e, owner)
-    own_score = tl.load(path_score + source, mask=inside, other=0.0)
     store_candidates(
         token, own_score, owner, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
         C, G, CP, GP, N, NP, TILE,

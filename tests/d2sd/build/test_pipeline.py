@@ -93,6 +93,11 @@ def on_both(folder: str, key: str, value: Any) -> Callable[[Path], object]:
     ]
 
 
+def both_of_block(size: int) -> Callable[[Path], object]:
+    """Give both drafters blocks of `size`."""
+    return lambda project: [on_both(folder, "block_size", size)(project) for folder in ("first", "second")]
+
+
 def on_tensors(file: str, **changes: torch.Tensor | None) -> Callable[[Path], object]:
     return lambda project: edit_tensors(project / file, **changes)
 
@@ -141,7 +146,7 @@ BAD = {
     "other rope": Bad(on_json("first/config.json", "rope_theta", 5.0), ("first", "rope_theta", "5.0", "10000.0")),
     "other depth": Bad(on_both("first", "num_target_layers", 4), ("first", "num_target_layers", "4", "3")),
     "layer ids unsorted": Bad(on_dflash("first", "target_layer_ids", [1, 0]), ("ids", "[1, 0]")),
-    "block size": Bad(on_both("second", "block_size", 8), ("second", "block_size", "8", "4", "tree.block_size")),
+    "smaller blocks": Bad(both_of_block(3), ("tree.block_size", "4", "at most 3")),
     "second is a first": Bad(on_dflash("second", "training_mode", "dflash"), ("training_mode",)),
     "first is a second": Bad(on_dflash("first", "training_mode", "vp_drafter"), ("first",)),
 }

@@ -191,7 +191,7 @@ def candidate_sets(draw: st.DrawFn) -> list[list[list[int]]]:
 def scores_for(candidates: list[list[list[int]]]) -> list[list[list[float]]]:
     """Return scores that differ in all paths of candidates, so that a node shows whose it has; the second has none.
 
-    A node without a score is a node all the same: its candidate has put it there.
+    A node without a score is none: no source proposed it.
     """
 
     def score(request: int, candidate: int, slot: int) -> float:

@@ -44,7 +44,7 @@ def static(requests: int = 4) -> DrafterContext:
     config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
     drafter = cast(Drafter, SimpleNamespace(config=config))
     context = DrafterContext({FIRST: drafter}, {FIRST: KVPool(body, 8, 4, torch.float32, "cpu")}, torch.float32)
-    context.reserve(requests, PAGES)
+    context.reserve(requests, PAGES, BLOCK)
     return context
 
 
@@ -213,7 +213,7 @@ def leave(context: DrafterContext, rows: CommittedRows) -> None:
 def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, ...]]) -> None:
     """They are copied: the next step overwrites them."""
     context = runner_with_pages().context
-    context.reserve(1, 4)
+    context.reserve(1, 4, BLOCK)
     leave(context, left([1, 2], 1))
     assert context.pending_rows == {FIRST: 0, SECOND: 0}
     context.add(left([9], 2))
@@ -226,7 +226,7 @@ def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, 
 def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple[int, ...]]) -> None:
     """Rows that were queued before them are injected first; the other drafter has both in its queue."""
     context = runner_with_pages().context
-    context.reserve(1, 4)
+    context.reserve(1, 4, BLOCK)
     context.add(left([1], 1))
     leave(context, left([2, 3], 1))
     with context.replay(1, 2, (FIRST,)):
@@ -237,7 +237,7 @@ def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple
 
 def test_a_graph_over_another_batch_finds_no_rows(injected: list[tuple[int, ...]]) -> None:
     context = runner_with_pages().context
-    context.reserve(2, 4)
+    context.reserve(2, 4, BLOCK)
     leave(context, left([1, 2], 1))
     with context.replay(2, 2, (FIRST, SECOND)):
         assert injected == [(1, 2)] * 2
@@ -246,7 +246,7 @@ def test_a_graph_over_another_batch_finds_no_rows(injected: list[tuple[int, ...]
 
 def test_rows_left_are_dropped_with_their_page(injected: list[tuple[int, ...]]) -> None:
     context = runner_with_pages().context
-    context.reserve(1, 4)
+    context.reserve(1, 4, BLOCK)
     leave(context, left([1, 2], 1))
     context.drop([1])
     context.add(left([3], 1))

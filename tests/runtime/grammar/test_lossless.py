@@ -130,7 +130,7 @@ def test_preempted_answers_stay_in_their_grammar(policy: PolicyName) -> None:
 def test_a_small_tree_is_filled() -> None:
     """No node is left empty while the drafts have another one inside the grammar."""
     kept = tuple(request for request in requests() if request.grammar is not None)
-    engine = engine_for("d2sd", kept, row_budget=9, errors=0.9)
+    engine = engine_for("hybrid", kept, row_budget=9, errors=0.9)
     for request in kept:
         engine.submit(request)
     moved_up = 0
