@@ -20,8 +20,8 @@ SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
 
 
 def test_kernels_compile_within_bounds() -> None:
-    """The smallest tile, in FP8, for Hopper: two conversions, both loops and a partial result."""
-    command = (sys.executable, "-m", "benchmarks.compile_kernels", "--only", "bf16/fp8 D=64 tile=16 split")
+    """The smallest tile, in FP8, for Hopper: two conversions, both loops, a partial result, a window and sinks."""
+    command = (sys.executable, "-m", "benchmarks.compile_kernels", "--only", "bf16/fp8 D=64 tile=16 split window")
     more = ("--capability", "90")
     done = subprocess.run((*command, *more), capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
     assert done.returncode == 0, done.stdout + done.stderr
