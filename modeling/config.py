@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.heads import HeadConfig
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"]
 Role = Literal["first", "variable_prefix"]
 
 
@@ -25,6 +25,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None means 0.1·ln(factor) + 1
+    truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
 
     def __post_init__(self) -> None:
         assert self.kind in ("default", "linear") or self.original_max_positions > 0, "llama3 and yarn need it"
@@ -69,7 +70,7 @@ class BodyConfig:
 
     @property
     def beyond_llama(self) -> tuple[str, ...]:
-        """Names of the parts that Llama's and dense Qwen's layers lack: code that runs only those refuses them by name."""
+        """Parts that Llama's and dense Qwen's layers lack, for code that runs only those to refuse by name."""
         names = {
             "experts": self.experts is not None,
             "sliding windows": any(window is not None for window in self.windows),

@@ -135,9 +135,16 @@ def gated(gate_up: Tensor, config: ExpertsConfig) -> Tensor:
     """[..., 2I], gates before ups -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if config.limit is None:
-        return F.silu(gate) * up
+        return gate * _sigmoid(gate) * up
     gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-    return (up + 1) * (gate * torch.sigmoid(ALPHA * gate))
+    return (up + 1) * (gate * _sigmoid(ALPHA * gate))
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """PyTorch's vectors and what is left of them have different exponentials on a CPU, so that a row's bits would
+    depend on where it stands. In fp64 they differ too, but not after rounding.
+    """
+    return torch.sigmoid(x) if x.is_cuda else torch.sigmoid(x.double()).to(x.dtype)
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:

@@ -47,8 +47,10 @@ def _yarn(rope: RopeConfig, plain: Tensor, head_dim: int) -> tuple[Tensor, float
         period = rope.original_max_positions / (rotations * 2 * math.pi)
         return head_dim * math.log(period) / (2 * math.log(rope.theta))
 
-    low = max(math.floor(dimension(rope.beta_fast)), 0)
-    high = min(math.ceil(dimension(rope.beta_slow)), head_dim - 1)
+    first, last = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    low, high = max(first, 0), min(last, head_dim - 1)
     ramp = ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
     frequencies = plain / rope.factor * ramp + plain * (1 - ramp)
     scale = rope.attention_factor

@@ -35,7 +35,15 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
         "qk_norm": True,
         "experts": ExpertsConfig(count=6, chosen=2, intermediate_size=24, normalized=True, dense_layers=(1,)),
     },
+    "gpt_oss": {
+        "qkv_bias": True,
+        "o_bias": True,
+        "sinks": True,
+        "experts": ExpertsConfig(count=6, chosen=2, intermediate_size=64, normalized=True, bias=True, limit=7.0),
+    },
 }
+#: Windows of its layers in turns.
+FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None)}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
 #: Heads that score a candidate behind its parent.
@@ -80,6 +88,8 @@ def tiny_decoder(
         qkv_bias=attention_bias,
         o_bias=attention_bias,
     )
+    if family in FAMILY_WINDOWS:
+        changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
     decoder = Decoder(DecoderConfig(family, body, vocab, tie))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.

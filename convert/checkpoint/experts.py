@@ -3,6 +3,8 @@
 A row is a function from a layer's `ExpertsConfig` and hidden size to what each stored tensor is a part of. The tensors
 of a checkpoint are checked, read and written under its own names; they are placed when a module is filled.
 
+    stacked         mlp.router.{weight,bias} · mlp.experts.gate_up_proj [X, E, 2I], gates and ups in turns, and its bias
+                    [X, 2I] · mlp.experts.down_proj [X, I, E] and its bias [X, E]
     per expert      mlp.gate.weight [X, E] · mlp.experts.{i}.{gate,up}_proj.weight [I, E] · down_proj.weight [E, I]
 """
 
@@ -45,6 +47,28 @@ def per_expert(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
             parts[f"{name}.{kind}_proj.weight"] = StoredPart("mlp.gate_up", (inner, hidden), partial(_of, i, rows))
         parts[f"{name}.down_proj.weight"] = StoredPart("mlp.down", (hidden, inner), partial(_of, i, slice(None)))
     return parts
+
+
+def stacked(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
+    """gpt-oss's layout."""
+    count, inner = config.count, config.intermediate_size
+    return {
+        "mlp.router.weight": StoredPart("mlp.router.weight", (count, hidden), _all),
+        "mlp.router.bias": StoredPart("mlp.router.bias", (count,), _all),
+        "mlp.experts.gate_up_proj": StoredPart("mlp.gate_up", (count, hidden, 2 * inner), _in_turns),
+        "mlp.experts.gate_up_proj_bias": StoredPart("mlp.gate_up_bias", (count, 2 * inner), _in_turns),
+        "mlp.experts.down_proj": StoredPart("mlp.down", (count, inner, hidden), _transposed),
+        "mlp.experts.down_proj_bias": StoredPart("mlp.down_bias", (count, hidden), _all),
+    }
+
+
+def _in_turns(x: Tensor) -> Tensor:
+    """x [X, 2I, E] or [X, 2I], gates before ups -> [X, E, I, 2] or [X, I, 2]."""
+    return x.view(len(x), 2, -1, *x.shape[2:]).transpose(1, -1)
+
+
+def _transposed(x: Tensor) -> Tensor:
+    return x.mT
 
 
 def _all(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from d2sd.convert.checkpoint.experts import ExpertTensors, per_expert
+from d2sd.convert.checkpoint.experts import ExpertTensors, per_expert, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family
 
@@ -55,6 +55,29 @@ def _qwen3_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
     return replace(_qwen3(config, body), experts=experts if len(dense) < body.num_layers else None)
 
 
+def _gpt_oss(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    config.only("hidden_act", "silu")
+    experts = ExpertsConfig(
+        *_expert_counts(config),
+        intermediate_size=body.intermediate_size,
+        normalized=True,
+        bias=True,
+        limit=config.get("swiglu_limit", float, 7.0),  # transformers' constant
+    )
+    bias = config.get("attention_bias", bool, True)
+    windows = _windows(config, ["sliding_attention", "full_attention"], body.num_layers)
+    return replace(body, qkv_bias=bias, o_bias=bias, sinks=True, windows=windows, experts=experts)
+
+
+def _windows(config: HFConfig, pattern: list[str], num_layers: int) -> tuple[int | None, ...]:
+    """Windows of the layers by `layer_types`, or by `pattern` in turns where that is missing."""
+    types = config.get("layer_types", list, (pattern * num_layers)[:num_layers])
+    if len(types) != num_layers or not all(kind in ("sliding_attention", "full_attention") for kind in types):
+        expected = f"sliding_attention or full_attention of each of {num_layers} layers"
+        raise config.refuse("These layers are not supported.", "layer_types", expected)
+    return tuple(config.size("sliding_window") if kind == "sliding_attention" else None for kind in types)
+
+
 def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
     """Full attention everywhere, in layers that llama has too."""
     config.only("hidden_act", "silu")
@@ -83,6 +106,7 @@ FAMILIES: dict[str, TargetFamily] = {
         TargetFamily("qwen2", "Qwen2ForCausalLM", _qwen2),
         TargetFamily("qwen3", "Qwen3ForCausalLM", _qwen3),
         TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, per_expert),
+        TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, stacked),
     )
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,6 +27,7 @@ _ROPE_NUMBERS = {
     "beta_slow": "beta_slow",
     "attention_factor": "attention_factor",
 }
+_MSCALES = ("mscale", "mscale_all_dim")
 #: Required keys of each kind.
 _ROPE_NEEDS = {
     "default": (),
@@ -126,17 +128,25 @@ class HFConfig:
         if kind not in _ROPE_NEEDS:
             raise part.refuse("This RoPE variant is not supported.", name, ", ".join(_ROPE_NEEDS))
         part.only("partial_rotary_factor", None, 1.0)
-        unknown = part.values.keys() - {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS}
+        yarn = ("truncate", *_MSCALES) if kind == "yarn" else ()
+        known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *_ROPE_NUMBERS, *yarn}
+        unknown = part.values.keys() - known
         if unknown:
-            raise part.refuse("This RoPE setting is not supported.", min(unknown), ", ".join(_ROPE_NUMBERS))
+            raise part.refuse("This RoPE setting is not supported.", min(unknown), ", ".join((*_ROPE_NUMBERS, *yarn)))
         for needed in _ROPE_NEEDS[kind]:
             part.get(needed, float)
         numbers: dict[str, Any] = {
             field: part.get(key, float) for key, field in _ROPE_NUMBERS.items() if part.values.get(key) is not None
         }
         original = int(numbers.pop("original_max_positions", 0))
-        if kind == "yarn" and not original:  # as transformers fills it in
-            original = self.size("max_position_embeddings")
+        if kind == "yarn":
+            if not original:  # as transformers fills it in
+                original = self.size("max_position_embeddings")
+            numbers = {
+                "truncate": part.get("truncate", bool, True),
+                **_attention_factor(part, numbers["factor"]),
+                **numbers,
+            }
         return RopeConfig(theta=theta, kind=kind, original_max_positions=original, **numbers)  # type: ignore[arg-type]
 
     def _check_spellings_agree(self, part: HFConfig) -> None:
@@ -152,6 +162,14 @@ class HFConfig:
                 "rope_scaling",
                 "null, or the scaling of rope_parameters",
             )
+
+
+def _attention_factor(part: HFConfig, factor: float) -> dict[str, float]:
+    """DeepSeek's spelling of YaRN's factor: transformers uses both numbers, and ignores one alone."""
+    if not all(part.values.get(key) for key in _MSCALES):
+        return {}
+    above, below = ((0.1 * part.get(key, float) * math.log(factor) + 1) if factor > 1 else 1.0 for key in _MSCALES)
+    return {"attention_factor": above / below}
 
 
 def _scaling(values: dict[str, Any]) -> dict[str, Any]:
@@ -172,4 +190,6 @@ def rope_fields(rope: RopeConfig) -> dict[str, object]:
         scaling |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow}
         if rope.attention_factor is not None:
             scaling["attention_factor"] = rope.attention_factor
+        if not rope.truncate:
+            scaling["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": scaling}

@@ -20,7 +20,7 @@ from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
-from d2sd.modeling.config import ExpertsConfig
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.policies import DRAFTER_NAMES
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
@@ -30,6 +30,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -54,14 +55,24 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         "hidden_act": "silu",
         "eos_token_id": 2,
         **rope_fields(body.rope),
-        **_expert_fields(body.experts),
+        **_expert_fields(body),
     }
 
 
-def _expert_fields(experts: ExpertsConfig | None) -> dict[str, Any]:
-    """Qwen3-MoE's keys, as on the hub."""
+def _expert_fields(body: BodyConfig) -> dict[str, Any]:
+    """Qwen3-MoE's keys and gpt-oss's, as on the hub."""
+    experts = body.experts
     if experts is None:
         return {}
+    if experts.bias:
+        return {
+            "num_local_experts": experts.count,
+            "num_experts_per_tok": experts.chosen,
+            "intermediate_size": experts.intermediate_size,
+            "swiglu_limit": experts.limit,
+            "sliding_window": next((window for window in body.windows if window), None),
+            "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in body.windows],
+        }
     return {
         "num_experts": experts.count,
         "num_experts_per_tok": experts.chosen,

@@ -50,6 +50,12 @@ from tests.tiny import tiny_decoder
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
             id="Qwen3-8B at 131,072 tokens",
         ),
+        pytest.param(
+            RopeConfig(150000.0, "yarn", 32.0, 4096, truncate=False),
+            64,
+            {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
+            id="gpt-oss",
+        ),
     ],
 )
 def test_frequencies_of_real_checkpoints(rope: RopeConfig, head_dim: int, theirs: dict[str, Any]) -> None:

@@ -26,7 +26,8 @@ from tests.tiny import tiny_decoder, tiny_drafter
 #: Without those whose layers are of the model that all other tests run.
 FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {}),
-    "Qwen3-MoE, odd layers sparse": ("qwen3_moe", {"head_dim": 8}),  # which the compiled kernels do not take
+    "gpt-oss": ("gpt_oss", {}),
+    "gpt-oss, in PyTorch": ("gpt_oss", {"head_dim": 8}),  # which the compiled kernels do not take
 }
 KINDS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9)
 POLICIES = [name for name in NAMES if DrafterRole.FLEX not in FACTS[name].drafters]
