@@ -214,7 +214,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     else:
         config = parse_target_config(HFConfig.read(file))
         quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
-    _refuse(recipe, config, str(file))
+    _refuse(recipe, config.body, f"{config.family} in {file}", target=True)
     fp8 = recipe.fp8 or _NO_FP8
     shapes = target_shapes(config, quantization)
     narrow = {name for name in shapes if fp8.target and name.endswith(_PROJECTIONS)}
@@ -231,19 +231,21 @@ _REFUSED = {
         "engines": "Experts are not exported to TensorRT engines.",
         "fp8.target": "d2sd does not quantize experts to FP8.",
         "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
-    }
+    },
+    "sliding windows": {"engines": "Attention in TensorRT engines has no sliding windows."},
+    "attention sinks": {"engines": "Attention in TensorRT engines has no sinks."},
 }
 
 
-def _refuse(recipe: Recipe, config: DecoderConfig, source: str) -> None:
-    """Raise `RecipeError` for what a target of this kind cannot have."""
+def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> None:
+    """Raise `RecipeError` for what a model of this kind cannot have."""
     fp8 = recipe.fp8 is not None and recipe.fp8.target
-    asked = {"engines": recipe.engines is not None, "fp8.target": fp8, "exact": recipe.exact}
-    for feature in config.body.beyond_llama:
-        for key, reason in _REFUSED.get(feature, {}).items():
+    asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
+    for feature in body.beyond_llama:
+        for key, reason in _REFUSED[feature].items():
             if asked[key]:
                 fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
-                raise RecipeError(reason, where=f"recipe: {key}", found=f"{config.family} in {source}", fix=fix)
+                raise RecipeError(reason, where=f"recipe: {key}", found=found, fix=fix)
 
 
 C = TypeVar("C", DecoderConfig, DraftConfig)
@@ -263,6 +265,7 @@ def _drafter(
 ) -> Part:
     kind, policy = kind_of(role), recipe.tree.policy
     config: DraftConfig = kind.read_config(folder, source.role if isinstance(source, SecondSource) else None)
+    _refuse(recipe, config.body, f"the drafter in {folder}", target=False)
     if target is not None:
         kind.check(config, target, role, recipe.tree.block_size, folder)
     if policy != "auto" and role in FACTS[policy].drafters and (reason := config.refusal(policy)):
