@@ -76,6 +76,10 @@ class BuildError(D2SDError):
     """A build stage cannot finish: download, disk space, a failed check."""
 
 
+class RankLost(D2SDError):
+    """A process of a model that several processes run together has ended, and the model with it."""
+
+
 class RequestError(D2SDError):
     """A generation request asks for something outside the engine's limits."""
 

@@ -13,6 +13,7 @@ from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary
+from d2sd.modeling.tensor_parallel import SharedHead
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
@@ -34,12 +35,21 @@ class TargetModel(nn.Module):
     embed_tokens: nn.Embedding
     lm_head: nn.Linear  # missing where `config.tie_word_embeddings`
     packed_head: Callable[[Tensor], Tensor] | None  # see d2sd.modeling.native
+    shared_head: SharedHead | None = None  # where `head` is a rank's part of it
+    vocab_rows: slice | None = None  # of the head, which a rank has
 
     @property
     def head(self) -> Tensor:
         """[V, E] weight of the language-model head; the embedding itself where they are tied."""
-        weight = self.embed_tokens.weight if self.config.tie_word_embeddings else self.lm_head.weight
-        return weight
+        if not self.config.tie_word_embeddings:
+            return self.lm_head.weight
+        weight = self.embed_tokens.weight
+        return weight if self.vocab_rows is None else weight[self.vocab_rows]
+
+    def head_rows(self, ids: Tensor) -> Tensor:
+        """Rows `ids` of the whole head, in a copy."""
+        weight = self.head.detach()
+        return weight[ids] if self.shared_head is None else self.shared_head.rows(weight, ids)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] in fp32, so that the argmax breaks ties at the same precision everywhere."""
@@ -47,7 +57,8 @@ class TargetModel(nn.Module):
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
         """`logits` in the type of the head, for kernels that convert them in registers."""
-        return F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
+        logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
+        return logits if self.shared_head is None else self.shared_head.logits(logits)
 
     def forward(
         self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()

@@ -112,6 +112,7 @@ class _Layer:
         self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None, *, exact: bool
     ) -> None:
         attention = layer.self_attn
+        self.reduce = layer.reduce
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         projections = attention.q_proj, attention.k_proj, attention.v_proj
@@ -142,7 +143,8 @@ class _Layer:
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
         """The feed-forward network's output [R, E] for x + branch, which `total` receives."""
         normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=self.feed_forward.input_scale)
-        return cast("Tensor", self.feed_forward(normed))
+        out: Tensor = self.feed_forward(normed)
+        return out if self.reduce is None else self.reduce(out)
 
 
 class _Pass:
@@ -343,6 +345,8 @@ class FusedLayers(nn.Module):
             parts = out.heads(index, layer, normed, cos, sin)
             heads = attend(index, *parts, layer.o.input_scale, sinks=layer.sinks)
             branch = layer.o(heads.reshape(len(x), -1))
+            if layer.reduce is not None:
+                branch = layer.reduce(branch)
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         return x, branch
 

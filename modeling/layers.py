@@ -164,6 +164,9 @@ class Attention(nn.Module):
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention that the caller supplies."""
 
+    #: Sums the outputs of both branches over ranks that have parts of the layer (`d2sd.modeling.tensor_parallel`).
+    reduce: Callable[[Tensor], Tensor] | None = None
+
     def __init__(self, config: BodyConfig, index: int = 0) -> None:
         super().__init__()
         self.self_attn = Attention(config)
@@ -177,5 +180,8 @@ class Layer(nn.Module):
         normed = self.input_layernorm(x)
         k, v = attention.keys_values(normed, cos_sin)
         heads = attend(index, attention.queries(normed, cos_sin), k, v, sinks=attention.sinks)
-        x = x + attention.output(heads)
-        return x + self.mlp(self.post_attention_layernorm(x)), k, v
+        x = x + self._whole(attention.output(heads))
+        return x + self._whole(self.mlp(self.post_attention_layernorm(x))), k, v
+
+    def _whole(self, branch: Tensor) -> Tensor:
+        return branch if self.reduce is None else self.reduce(branch)

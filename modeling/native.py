@@ -47,7 +47,8 @@ def _is_plain(layer: nn.Module) -> bool:
     layer = cast("Layer", layer)
     products = [part for group in layer.mlp.products() for part in group]
     parts = *(layer.get_submodule(f"self_attn.{part}_proj") for part in "qkvo"), *products
-    return all(type(part) is nn.Linear for part in parts) and type(layer.self_attn.k_cache) is nn.Identity
+    plain = all(type(part) is nn.Linear for part in parts) and type(layer.self_attn.k_cache) is nn.Identity
+    return plain and layer.reduce is None
 
 
 class NativeLayers(nn.Module):
@@ -318,6 +319,6 @@ def _say_why(reason: str) -> None:
 
 def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
-    weight = target.head.detach()[ids]
+    weight = target.head_rows(ids)
     plain = target.packed_head is None or weight.device.type != "cpu"  # drafts need not be batch-invariant
     return partial(F.linear, weight=weight) if plain else packed_product(weight, None)

@@ -16,7 +16,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
-from d2sd.runtime.memory import free_memory, plan_kv_memory
+from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket
@@ -52,6 +52,7 @@ class Engine:
         limits: Limits,
         decode: Decode | None = None,
         calibration: Calibration | None = None,
+        make_steps: type[DecodeSteps] = DecodeSteps,
     ) -> None:
         """Allocate the runner's K/V pools. Raises RecipeError if they do not fit.
 
@@ -69,11 +70,11 @@ class Engine:
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
         self._prefilled = False  # since the last launch
         self._decode, self._next_id = decode, 0
-        free = free_memory(runner.device) if isinstance(limits.kv_memory, float) else None
+        free = runner.free_memory() if isinstance(limits.kv_memory, float) else None
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
         runner.allocate(self.memory.pool_pages, limits.page_size)
         self.allow([policy])
-        self.steps = DecodeSteps(runner, limits, self.calibration)
+        self.steps = make_steps(runner, limits, self.calibration)
         self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
 
     def enable_auto(
@@ -142,6 +143,10 @@ class Engine:
         if sequence.finish is None:
             sequence.finish, sequence.error = "error" if error else "cancelled", error
             self.scheduler.remove(sequence)
+
+    def close(self) -> None:
+        """End the other processes of the engine, if it has any; it cannot step afterwards."""
+        self.runner.close()
 
     @property
     def in_force(self) -> Policy:
@@ -213,7 +218,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
-            self.runner.context.drop(schedule.discarded)
+            self.runner.drop(schedule.discarded)
             if schedule.prefill:
                 self._prefill(schedule.prefill)
         return schedule.decode
@@ -223,7 +228,7 @@ class Engine:
         of_chunks = torch.split(hidden, [count for _, count in chunks])
         for (sequence, count), rows in zip(chunks, of_chunks, strict=True):
             if sequence.needs_prompt_rows:
-                add_prompt_logprobs(sequence, rows, self.runner.target.logits)
+                add_prompt_logprobs(sequence, rows, self.runner.prompt_logits)
             sequence.cached += count
         self._prefilled = True
 

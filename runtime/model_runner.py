@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.errors import CheckpointError, RecipeError
+from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables, block_rows
 from d2sd.modeling.fp8 import kv_scales
@@ -29,6 +29,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.drafting.window import Window
+from d2sd.runtime.memory import free_memory
 
 # Shape letters: B requests, M pages a request (both buckets), G most tokens of a step, S = G - 1
 # slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -123,6 +124,24 @@ class ModelRunner:
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
         self.context = DrafterContext({role: self.drafters[role] for role in own}, self._own_pools, self._dtype)
+
+    def free_memory(self) -> int:
+        """Bytes that can be allocated where the models are. Raises RecipeError if the system does not report it."""
+        return free_memory(self.device)
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Give up the K/V of these pages; call it before they are written again."""
+        self.context.drop(pages)
+
+    def prompt_logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [R, V] in fp32 behind rows [R, E] of `prefill`."""
+        return self.target.logits(hidden)
+
+    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
+        """Call `tell`, in any thread, when a process ends that the runner needs; it needs none."""
+
+    def close(self) -> None:
+        """Free what other processes have for it."""
 
     @property
     def pool_pages(self) -> int:

@@ -35,6 +35,7 @@ from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import linear_names, make_fp8
+from d2sd.modeling.tensor_parallel import Shard, cut
 from d2sd.progress import Progress, silent
 
 #: Copied next to the weights if present; code, pickles and other files are not copied.
@@ -65,13 +66,14 @@ def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization
     return quantization
 
 
-def load_target(directory: Path, dtype: torch.dtype) -> Decoder:
-    """Read a target onto the CPU in `dtype`, in eval mode and without gradients."""
+def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None) -> Decoder:
+    """Read a target, or a rank's part of it, onto the CPU in `dtype`, in eval mode and without gradients."""
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
     module = _empty(config, read_quantization(directory, raw))
     shapes, experts = expected_shapes(module), _experts(config)
-    read = read_tensors(directory, experts.stored(shapes), dtype, _rename(config))
+    cuts = {} if shard is None else cut(module, shard)
+    read = read_tensors(directory, experts.stored(shapes), dtype, _rename(config), cuts)
     fill(module, experts.placed((tensors for _, tensors in read), shapes))
     return module
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -20,11 +21,14 @@ from torch import Tensor, nn
 
 from d2sd.errors import CheckpointError
 from d2sd.io import open_regular, read_json
+from d2sd.modeling.tensor_parallel import Cut
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
+
+_WHOLE: Mapping[str, Cut] = MappingProxyType({})
 
 Shapes = Mapping[str, tuple[int, ...]]
 #: Name in the file -> name in our module; None for tensors that are not needed.
@@ -186,9 +190,15 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
 
 
 def read_tensors(
-    directory: Path, expected: Shapes, dtype: torch.dtype, rename: Rename = lambda name: name
+    directory: Path,
+    expected: Shapes,
+    dtype: torch.dtype,
+    rename: Rename = lambda name: name,
+    cuts: Mapping[str, Cut] = _WHOLE,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, {our name: tensor in `dtype`}) file by file, so that one shard at a time is in memory.
+
+    Of tensors in `cuts`, by our names, that part alone is read.
 
     FP8 tensors and their scales are not converted. All headers are checked before the first file is read; NaN and
     infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
@@ -200,7 +210,8 @@ def read_tensors(
         with open_tensors(file) as handle:
             for name in sorted(n for n in names if headers[n].file == file):
                 kind = stored_as(names[name], expected)
-                tensor: Tensor = handle.get_tensor(name)
+                part = cuts.get(names[name])
+                tensor: Tensor = handle.get_tensor(name) if part is None else part.read(handle.get_slice(name))
                 tensor = tensor.to(dtype) if kind == "unquantized" else tensor
                 _check_values(tensor, kind, f"{file}: {name}")
                 tensors[names[name]] = tensor

@@ -28,12 +28,25 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
     from d2sd.modeling.prepare import prepare_for_inference
     from d2sd.runtime.model_runner import ModelRunner
 
+    if bundle.target.shared_head is not None and name != "torch":
+        raise BundleError(
+            "Graphs and engines hold a whole target.",
+            where="tensor parallel",
+            found=name,
+            expected="torch",
+            fix="serve it with --executor torch",
+        )
     drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     if name == "torch":
         check_device(device)
         target, drafters = bundle.target.to(device), {role: drafter.to(device) for role, drafter in drafters.items()}
         prepare_for_inference(target, drafters.values(), exact=bundle.recipe.exact)
-        return ModelRunner(target, drafters, block_size=bundle.recipe.tree.block_size)
+        block_size = bundle.recipe.tree.block_size
+        if bundle.ranks is not None:
+            from d2sd.runtime.parallel.leader import LeadingRunner
+
+            return LeadingRunner(target, drafters, block_size, bundle.ranks)
+        return ModelRunner(target, drafters, block_size=block_size)
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from d2sd.bundle.backends import check_device
 from d2sd.bundle.files import verify_files
+from d2sd.bundle.ranks import Ranks, rank_device
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, load_calibration
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import load_tokenizer
-from d2sd.convert.checkpoint.target import load_target, stop_tokens
+from d2sd.convert.checkpoint.target import load_target, parse_target_config, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.kinds import kind_of
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
+from d2sd.modeling.tensor_parallel import Shard, check_divisible, connect
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
@@ -31,9 +35,10 @@ class Bundle:
     manifest: Manifest
     target: Decoder
     drafters: dict[DrafterRole, DraftModel]  # in the order of their roles; attached to the target
-    tokenizer: Any  # a transformers tokenizer with its chat template
+    tokenizer: Any  # a transformers tokenizer with its chat template; None in ranks that see token ids alone
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
+    ranks: Ranks | None = None  # the processes that have the other parts of `target`; None: it is whole
 
     @property
     def recipe(self) -> Recipe:
@@ -45,21 +50,48 @@ class Bundle:
         return {role: drafter.config for role, drafter in self.drafters.items()}
 
 
-def load_bundle(path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
-    """Open the bundle at `path`; raises `BundleError`. `verify=False` skips hashing files that were just verified."""
+def load_bundle(
+    path: Path, *, verify: bool = True, progress: Progress = silent, tensor_parallel: int = 1, device: str = "cpu"
+) -> Bundle:
+    """Open the bundle at `path`; raises `BundleError`. `verify=False` skips hashing files that were just verified.
+
+    With `tensor_parallel`, that many processes share the target; this one, with `device`, is rank 0 and starts the
+    others, on the next GPUs. Raises D2SDError if the target cannot be divided so, `RankLost` if one of them ends.
+    """
     manifest = load_manifest(path)
     if verify:
         verify_files(path, manifest, progress)
-    return assemble(path, manifest)
+    if tensor_parallel == 1:
+        return assemble(path, manifest)
+    return _shared(path, manifest, tensor_parallel, device)
 
 
-def assemble(path: Path, manifest: Manifest) -> Bundle:
-    """Load the models of a folder whose files have been verified."""
+def _shared(path: Path, manifest: Manifest, size: int, device: str) -> Bundle:
+    """Load rank 0's part of a target while other processes load theirs."""
+    check_divisible(parse_target_config(HFConfig.read(path / "target")), size)
+    check_device(rank_device(device, size - 1))
+    ranks = Ranks(path.resolve(), size, device)
+    try:
+        bundle = assemble(path, manifest, Shard(0, size))
+        connect(bundle.target, ranks.join(Shard(0, size)))
+    except BaseException:
+        ranks.close()
+        raise
+    return replace(bundle, ranks=ranks)
+
+
+def assemble(path: Path, manifest: Manifest, shard: Shard | None = None) -> Bundle:
+    """Load the models of a folder whose files have been verified; of the target a rank's part, which is not connected.
+
+    Drafters that are layers of the target are left out where it is not whole.
+    """
     dtype = DTYPES[manifest.recipe.precision]
-    target = load_target(path / "target", dtype)
+    target = load_target(path / "target", dtype, shard)
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
         kind = kind_of(role)
+        if shard is not None and kind.model.borrows_mlps:
+            continue
         drafters[role] = kind.load(path / role.folder, dtype)
         kind.attach(drafters[role], target)
     return Bundle(
@@ -67,7 +99,7 @@ def assemble(path: Path, manifest: Manifest) -> Bundle:
         manifest=manifest,
         target=target,
         drafters=drafters,
-        tokenizer=load_tokenizer(path / "target"),
+        tokenizer=load_tokenizer(path / "target") if shard is None or shard.rank == 0 else None,
         stop_token_ids=stop_tokens(path / "target"),
         calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
     )

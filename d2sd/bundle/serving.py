@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.calibration import CalibrationFile
     from d2sd.modeling.drafters.interface import DraftConfig
+    from d2sd.modeling.tensor_parallel import Group
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.request import Request
@@ -52,11 +53,13 @@ def make_engine(
     times of `auto` are measured once per machine and kept in the user's cache folder.
     """
     from d2sd.bundle.step_times import step_times
+    from d2sd.runtime.cuda_graphs.steps import DecodeSteps
     from d2sd.runtime.drafting.window import Window
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.parallel.leader import LeadingSteps
     from d2sd.runtime.request import Limits, buckets
 
-    recipe, file = bundle.recipe, bundle.calibration
+    recipe, file, ranks = bundle.recipe, bundle.calibration, bundle.ranks
     tree = recipe.tree if lookup is None else recipe.tree.model_copy(update={"lookup": lookup})
     name, rows = policy or tree.policy, row_budget or tree.row_budget
     if name == "auto":
@@ -69,6 +72,10 @@ def make_engine(
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
         limits = replace(limits, prefix_cache=prefix_cache)
+    make_steps: type[DecodeSteps] = DecodeSteps
+    if ranks is not None:
+        device, make_steps = ranks.device, LeadingSteps
+        ranks.begin_engine({"roles": sorted(roles), "max_batch": max_batch, "calibrated": calibrated})
     runner = make_runner(bundle, roles, backend, device)
     if recipe.drafters.window is not None:
         runner.window = Window.of(recipe.drafters.window, limits.page_size)
@@ -78,6 +85,7 @@ def make_engine(
         limits,
         decode=lambda ids: bundle.tokenizer.decode(ids, skip_special_tokens=True),
         calibration=scores_of(file) if file and calibrated else None,
+        make_steps=make_steps,
     )
     if selector is not None:
         engine.allow(candidates)
@@ -87,6 +95,27 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
+
+
+def follow_engine(
+    bundle: Bundle, group: Group, device: str, *, roles: Sequence[int], max_batch: int | None, calibrated: bool
+) -> None:
+    """Run what rank 0 tells, with this rank's part of the target, until its engine ends; arguments are `make_engine`'s.
+
+    Raises PeerLost if another rank is gone.
+    """
+    from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+    from d2sd.runtime.drafting.window import Window
+    from d2sd.runtime.parallel.follower import Follower
+    from d2sd.runtime.request import Limits
+
+    recipe, file = bundle.recipe, bundle.calibration
+    limits = Limits.of(recipe.limits, max_batch)
+    runner = make_runner(bundle, [DrafterRole(role) for role in roles], "torch", device)
+    if recipe.drafters.window is not None:
+        runner.window = Window.of(recipe.drafters.window, limits.page_size)
+    scores = scores_of(file).to(device) if file and calibrated else None
+    Follower(runner, DecodeSteps(runner, limits, scores), group).run()
 
 
 def scores_of(file: CalibrationFile) -> Calibration:

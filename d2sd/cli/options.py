@@ -36,6 +36,13 @@ policy_option = click.option(
 max_batch_option = click.option(
     "--max-batch", type=click.IntRange(1, 4096), help="Requests that decode together.  [default: the bundle's]"
 )
+tensor_parallel_option = click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    help="Processes that share the target, on CUDA a GPU each.",
+)
 max_waiting_option = click.option(
     "--max-waiting", type=click.IntRange(0, 10**6), default=256, show_default=True, help="Requests that may wait."
 )

@@ -37,6 +37,7 @@ from d2sd.recipe import Policy
 @options.prefix_cache_option
 @options.policy_option
 @options.device_option
+@options.tensor_parallel_option
 @options.backend_option
 def serve(
     bundle: Path,
@@ -46,6 +47,7 @@ def serve(
     prefix_cache: bool | None,
     policy: Policy | None,
     device: str,
+    tensor_parallel: int,
     backend: BackendName,
     **settings: Any,
 ) -> None:
@@ -68,6 +70,7 @@ def serve(
         port,
         policy=policy,
         device=device,
+        tensor_parallel=tensor_parallel,
         backend=backend,
         max_batch=max_batch,
         prefix_cache=prefix_cache,

@@ -155,6 +155,7 @@ class AsyncEngine:
         """Start the thread without a warm-up: on a GPU, steps are captured when they first run."""
         self._check_startable()
         self._refusal = None
+        self.engine.runner.on_failure(self._fail)
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()
 
@@ -201,12 +202,20 @@ class AsyncEngine:
                 if self.engine.busy:
                     self._deliver(self.engine.step())
         except BaseException as error:  # reported to every reader and by `health`
-            logger.exception("the engine failed")
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Tell every reader, and `health`, why the engine ended; also from another thread while a step is stuck."""
+        with self._lock:
+            if self._failure is not None:
+                return
             self._failure = f"{type(error).__name__}: {error}"[:500]
-            failed = EngineFailed("The engine failed; the server must be restarted.", found=self._failure)
-            with self._lock:
-                self._refusal = failed
-            self._end_all(failed, release=False)
+            self._refusal = failed = EngineFailed(
+                "The engine failed; the server must be restarted.", found=self._failure
+            )
+        logger.error("the engine failed", exc_info=error)
+        self._end_all(failed, release=False)
+        self._inbox.put(("stop", None))
 
     def _read_inbox(self) -> bool:
         """Process the messages that are there, and wait for one while the engine is idle. False: end the thread."""

@@ -44,8 +44,9 @@ class AsyncLLM:
         backend: BackendName = "torch",
         max_batch: int | None = None,
         verify: bool = True,
+        tensor_parallel: int = 1,
     ) -> None:
-        self._session = Session(Options(model, device, policy, backend, max_batch, verify))
+        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None, *, deadline: float | None = None

@@ -38,6 +38,7 @@ class LLM:
         backend: `torch`, or `onnx` or `tensorrt` where the bundle has graphs or engines.
         max_batch: requests that decode together, others wait; None takes `limits.max_batch` of the recipe.
         verify: check the hash of every file of the bundle first.
+        tensor_parallel: processes that share the target, on `cuda` a GPU each (docs/parallel.md).
 
     Raises `BundleError` if the folder is not an intact bundle or lacks what the policy or the backend needs, and
     `D2SDError` for another argument that is wrong.
@@ -52,8 +53,9 @@ class LLM:
         backend: BackendName = "torch",
         max_batch: int | None = None,
         verify: bool = True,
+        tensor_parallel: int = 1,
     ) -> None:
-        self._session = Session(Options(model, device, policy, backend, max_batch, verify))
+        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None) -> list[Completion]:
         """Continue each prompt, without a chat template; completions come in the order of the prompts.

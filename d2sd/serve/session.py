@@ -46,6 +46,7 @@ class Options:
     backend: BackendName
     max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None
     verify: bool
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
 
     def __post_init__(self) -> None:
         kinds = get_type_hints(Options, include_extras=True)
@@ -62,7 +63,13 @@ class Session:
 
     def __init__(self, options: Options) -> None:
         check_device(options.device)
-        bundle = load_bundle(Path(options.model), verify=options.verify, progress=bar)
+        bundle = load_bundle(
+            Path(options.model),
+            verify=options.verify,
+            progress=bar,
+            tensor_parallel=options.tensor_parallel,
+            device=options.device,
+        )
         self._name = f"{str(options.model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
         engine = make_engine(
@@ -122,10 +129,13 @@ class Session:
     def close(self) -> None:
         """End all requests, and free the models and the K/V pools."""
         with self._lock:
-            service, self._service, self._opened = self._service, None, None
+            service, self._service = self._service, None
+            opened, self._opened = self._opened, None
         if service is not None:
             _, _, stop = service
             stop()
+        if opened is not None:
+            opened[1].close()
 
     def open(self) -> tuple[Bundle, Engine]:
         """The bundle and the engine. Raises `RequestError` after `close`."""

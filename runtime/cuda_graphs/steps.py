@@ -63,14 +63,8 @@ class DecodeSteps:
         size, sampling = len(batch.anchor), batch.sampling
         key = (policy, size, sampling.any_sampled, sampling.any_filter)
         if key not in self._graphs:
-            draft = host_draft or self._no_draft(policy, size)
-            width = 0 if draft is None else draft.tokens.shape[-1]
-            inputs = self._inputs.get((size, width))
-            if inputs is None:
-                inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
-                self._inputs[size, width] = inputs
             try:
-                self._graphs[key] = self._captured(policy, inputs, sampling)
+                self._graphs[key] = self.capture(policy, batch, host_draft)
             except Exception as error:  # of PyTorch, Triton or TensorRT
                 self.refused = True
                 _refuse(error)
@@ -130,6 +124,17 @@ class DecodeSteps:
     def _no_draft(self, policy: Policy, size: int) -> Draft | None:
         """No proposals, for a policy that takes its first draft from the host."""
         return policy.host_draft(self._runner, [], size) if policy.drafts_on_host else None
+
+    def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
+        """Capture a step over inputs like these. Raises what PyTorch, Triton or TensorRT do."""
+        size = len(batch.anchor)
+        draft = host_draft or self._no_draft(policy, size)
+        width = 0 if draft is None else draft.tokens.shape[-1]
+        inputs = self._inputs.get((size, width))
+        if inputs is None:
+            inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
+            self._inputs[size, width] = inputs
+        return self._captured(policy, inputs, batch.sampling)
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None

@@ -129,7 +129,7 @@ def test_preempted_requests_generate_the_same_responses() -> None:
 
 
 def test_a_share_is_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2sd.runtime.engine.free_memory", lambda device: 40 * honest_page_bytes())
+    monkeypatch.setattr("d2sd.runtime.model_runner.free_memory", lambda device: 40 * honest_page_bytes())
     assert all_pages(engine_of(0.5)) == 19
 
 

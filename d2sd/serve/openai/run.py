@@ -53,24 +53,39 @@ class DrainingServer(uvicorn.Server):
         await draining
 
 
-def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, **engine: Any) -> None:
-    """Serve a bundle until a signal; `engine` are options of `make_engine`. An empty model name takes the bundle's.
+def serve_bundle(
+    path: Path, settings: ServerSettings, host: str, port: int, *, tensor_parallel: int = 1, **options: Any
+) -> None:
+    """Serve a bundle until a signal; `options` are those of `make_engine`. An empty model name takes the bundle's.
 
-    After the drain SIGTERM ends the process with exit code 0, Ctrl-C with 130.
+    After the drain SIGTERM ends the process with exit code 0, Ctrl-C with 130. Raises RankLost if one of the processes
+    that share the target has ended; no request is served then.
     """
     _log_to_stderr()
     with listen(host, port) as listener:  # before the bundle is loaded, which takes time
         address = "http://{}:{}".format(*listener.getsockname()[:2])
         logger.info("loading %s; until it is served, clients that connect to %s wait", path, address)
-        bundle = load_bundle(path, progress=bar)
+        device = options.get("device", "cpu")
+        bundle = load_bundle(path, progress=bar, tensor_parallel=tensor_parallel, device=device)
         settings = replace(settings, model=settings.model or bundle.recipe.name)
-        app = create_app(bundle, make_engine(bundle, **engine), settings)
+        engine = make_engine(bundle, **options)
+        app = create_app(bundle, engine, settings)
         logger.info("serving %s at %s", settings.model, address)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has shut down
         server = make_server(app, host, port)
         gc.collect()
         gc.freeze()  # else every collection of old objects looks through the libraries' too, which takes 0.2 s
+        lost: list[D2SDError] = []
+
+        def stop(error: D2SDError) -> None:
+            lost.append(error)
+            server.should_exit = True
+
+        engine.runner.on_failure(stop)
         server.run([listener])
+        engine.close()
+        if lost:
+            raise lost[0]
 
 
 def listen(host: str, port: int) -> socket.socket:

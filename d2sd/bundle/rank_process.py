@@ -1,0 +1,81 @@
+"""The program of ranks 1 and above: loads its part of a bundle's target, then follows rank 0's engines, one by one.
+
+One JSON object a line on stdin: what to load, then the options of each engine. The end of stdin is the end of rank 0.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+from d2sd.bundle.ranks import PEER_LOST
+from d2sd.errors import D2SDError
+
+
+def _read(lines: SimpleQueue[dict[str, Any]]) -> None:
+    """Hand on the lines; end the process when there are no more, whatever it does."""
+    for line in sys.stdin:
+        lines.put(json.loads(line))
+    os._exit(0)
+
+
+def _serve(lines: SimpleQueue[dict[str, Any]]) -> None:
+    settings = lines.get()
+    import torch
+
+    from d2sd.bundle.load import assemble
+    from d2sd.bundle.serving import follow_engine
+    from d2sd.manifest import load_manifest
+    from d2sd.modeling.tensor_parallel import Shard, connect
+    from d2sd.runtime.parallel.join import join
+
+    torch.set_num_threads(settings["threads"])  # of rank 0: products of drafters have the same bits on every rank
+    shard = Shard(settings["rank"], settings["size"])
+    path = Path(settings["bundle"])
+    bundle = assemble(path, load_manifest(path), shard)
+    group = join(shard, Path(settings["folder"]), settings["device"])
+    connect(bundle.target, group)
+    while True:
+        follow_engine(bundle, group, settings["device"], **lines.get())
+
+
+def main() -> None:
+    """Run until stdin ends. Exits with `PEER_LOST` if another rank ends first."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when the others end
+        signal.signal(number, signal.SIG_IGN)
+    lines: SimpleQueue[dict[str, Any]] = SimpleQueue()
+    Thread(target=_read, args=(lines,), daemon=True).start()
+    code = 1
+    try:
+        _serve(lines)
+    except Exception as error:
+        code = _report(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)  # threads of gloo or NCCL may wait for ranks that are gone
+
+
+def _report(error: Exception) -> int:
+    """Say why this rank ends; returns the exit code."""
+    from d2sd.modeling.tensor_parallel import PeerLost
+
+    if isinstance(error, PeerLost):
+        return PEER_LOST
+    if isinstance(error, D2SDError):
+        print(f"d2sd: {error}", file=sys.stderr)
+        return 2
+    import traceback
+
+    traceback.print_exception(error)
+    return 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""The processes of a tensor-parallel target: rank 0 starts the others, watches them, and ends them with itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING, Any
+
+from d2sd.errors import D2SDError, RankLost
+
+if TYPE_CHECKING:
+    from d2sd.modeling.tensor_parallel import Group, Shard
+
+#: Exit code of a rank that has lost another one.
+PEER_LOST = 74
+#: Seconds in which the rank that ended first is found among those that lost it.
+_BLAME = 2.0
+#: Seconds for the others to end by themselves.
+_PATIENCE = 5.0
+
+
+class Ranks:
+    """Ranks 1 .. `size` - 1 of the target of a bundle; this process is rank 0."""
+
+    def __init__(self, bundle: Path, size: int, device: str) -> None:
+        """Start the processes, which begin to load their parts of the target."""
+        import torch
+
+        self.size, self.device = size, device
+        self._folder = tempfile.TemporaryDirectory(prefix="d2sd-ranks-")  # of mode 0700
+        self._lost: RankLost | None = None
+        self._gone = Event()  # set with `_lost`
+        self._listeners: list[Callable[[D2SDError], None]] = []
+        self._lock, self._following = Lock(), False
+        self._closed = Event()
+        self.group: Group  # since `join`
+        common = {"bundle": str(bundle), "size": size, "folder": self._folder.name, "threads": torch.get_num_threads()}
+        self._processes = {
+            rank: _start(common | {"rank": rank, "device": rank_device(device, rank)}) for rank in range(1, size)
+        }
+        for rank, process in self._processes.items():
+            Thread(
+                target=_watch, args=(weakref.ref(self), rank, process), name=f"d2sd-rank-{rank}", daemon=True
+            ).start()
+        self._end = weakref.finalize(self, _end, self._processes, self._closed, self._folder)
+
+    def join(self, shard: Shard) -> Group:
+        """Wait for the others, and connect to them. Raises RankLost if one of them ends."""
+        from d2sd.runtime.parallel.join import join
+
+        def wait(are_there: Callable[[], bool]) -> None:
+            while not are_there():
+                if self._gone.wait(0.05):
+                    raise self.lost()
+
+        self.group = join(shard, Path(self._folder.name), self.device, wait)
+        self.group.blame = self.lost
+        return self.group
+
+    def begin_engine(self, options: Mapping[str, Any]) -> None:
+        """Let the others follow a new engine, which they make with these options of `make_engine`."""
+        self.end_engine()
+        line = json.dumps(dict(options)).encode() + b"\n"
+        with self._lock:
+            for process in self._processes.values():
+                assert process.stdin is not None
+                try:
+                    process.stdin.write(line)
+                    process.stdin.flush()
+                except (OSError, ValueError):  # it has ended, and its input may be closed
+                    raise self.lost() from None
+            self._following = True
+
+    def end_engine(self) -> None:
+        """Let the others leave the engine that they follow; they keep their parts of the target."""
+        from d2sd.runtime.parallel.follower import END
+        from d2sd.runtime.parallel.messages import tell
+
+        with self._lock:
+            following, self._following = self._following, False
+        if following and self._lost is None:
+            try:
+                tell(self.group, END)
+            except RankLost:
+                return
+
+    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
+        """Call `tell` in another thread when a rank ends before `close`."""
+        with self._lock:
+            self._listeners.append(tell)
+        if self._lost is not None:
+            tell(self._lost)
+
+    def lost(self) -> RankLost:
+        """The rank that ended, known by now or within moments."""
+        self._gone.wait(_BLAME + 1)
+        return self._lost or RankLost("The connection between the ranks is lost.", where=f"{self.size} ranks")
+
+    def close(self) -> None:
+        """End the other processes; returns when they have ended."""
+        self.end_engine()
+        self._end()
+
+    def _ended(self, rank: int, process: subprocess.Popen[bytes]) -> None:
+        """Called in the thread that waits for `process`, which has ended."""
+        if self._closed.is_set():
+            return
+        end = time.monotonic() + _BLAME
+        while process.returncode == PEER_LOST and not self._gone.is_set() and time.monotonic() < end:
+            self._gone.wait(0.05)  # another rank ended first
+        with self._lock:
+            if self._lost is not None or self._closed.is_set():
+                return
+            self._lost = RankLost(
+                f"Rank {rank} of {self.size} has ended, and the engine with it.",
+                where=f"process {process.pid}",
+                found=_how(process.returncode),
+                fix="its messages are on stderr; start again",
+            )
+            listeners = list(self._listeners)
+            self._gone.set()
+        for tell in listeners:
+            tell(self._lost)
+        if self.device != "cpu":
+            self.group.abort()  # a sum on a GPU would wait for ever
+        self._end()
+
+
+def rank_device(device: str, rank: int) -> str:
+    """The device of a rank, if rank 0 has `device`."""
+    if device == "cpu":
+        return device
+    first = int(device.partition(":")[2] or 0)
+    return f"cuda:{first + rank}"
+
+
+def _start(settings: Mapping[str, Any]) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "d2sd.bundle.rank_process"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
+    assert process.stdin is not None
+    process.stdin.write(json.dumps(dict(settings)).encode() + b"\n")
+    process.stdin.flush()
+    return process
+
+
+def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    if (alive := ranks()) is not None:
+        alive._ended(rank, process)
+
+
+def _how(code: int) -> str:
+    """How a process ended."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
+
+
+def _end(
+    processes: Mapping[int, subprocess.Popen[bytes]], closed: Event, folder: tempfile.TemporaryDirectory[str]
+) -> None:
+    """Close the input of the others, upon which they end; kill those that do not."""
+    closed.set()
+    for process in processes.values():
+        assert process.stdin is not None
+        with suppress(OSError):  # it is gone, with what was not read
+            process.stdin.close()
+    end = time.monotonic() + _PATIENCE
+    for process in processes.values():
+        try:
+            process.wait(max(end - time.monotonic(), 0))
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+    folder.cleanup()

@@ -1,0 +1,262 @@
+"""Tensor parallelism: the target cut into parts, one a rank, and what the ranks exchange. Drafters stay whole.
+
+    q, k, v, gate, up      rows of the weight, which are outputs     nothing
+    attention              the rank's heads over its own K/V pages   nothing
+    o, down                columns of the weight, which are inputs   an all-reduce each
+    head                   rows of the weight, which are tokens      logits, gathered by every rank
+    embedding, norms       whole on every rank                       nothing
+
+The cut is Megatron-LM's (arXiv 1909.08053). A table lookup in parts would need an all-reduce for every pass, the
+drafters' too; a tied head is the rank's rows of the whole table. Sums and logits have the same bits on every rank
+afterwards, so all ranks draft, build and accept the same trees, and none of that is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NoReturn, cast
+
+import torch
+from torch import Tensor, nn
+
+from d2sd.errors import D2SDError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from d2sd.modeling.config import BodyConfig, DecoderConfig
+    from d2sd.modeling.decoder import Decoder
+    from d2sd.modeling.layers import Layer
+
+# Shape letters: R rows, E hidden, V vocabulary, W rows of the head of one rank.
+
+_WHERE = "tensor parallel"
+
+
+class PeerLost(Exception):
+    """A collective failed: another rank has ended, or the connection to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One of `size` equal parts of a target."""
+
+    rank: int
+    size: int
+
+    def part(self, units: int) -> tuple[int, int]:
+        """First and last unit, exclusive. Of fewer units than ranks each belongs to several ranks in a row."""
+        if units % self.size == 0:
+            share = units // self.size
+            return self.rank * share, (self.rank + 1) * share
+        first = self.rank * units // self.size
+        return first, first + 1
+
+    def rows_of_head(self, vocab_size: int) -> tuple[int, int]:
+        """First and last row of the head, exclusive; the last ranks may have fewer rows, or none."""
+        share = -(-vocab_size // self.size)
+        return min(self.rank * share, vocab_size), min((self.rank + 1) * share, vocab_size)
+
+    def body(self, body: BodyConfig) -> BodyConfig:
+        """The geometry of this part of the layers."""
+        first, last = self.part(body.num_kv_heads)
+        return replace(
+            body,
+            num_heads=body.num_heads // self.size,
+            num_kv_heads=last - first,
+            intermediate_size=body.intermediate_size // self.size,
+        )
+
+
+def check_divisible(config: DecoderConfig, size: int) -> None:
+    """Raise D2SDError unless `size` ranks can share a target of this geometry."""
+    body = config.body
+    for name, units in (("query heads", body.num_heads), ("columns of the MLP", body.intermediate_size)):
+        if units % size:
+            _refuse(f"The target's {units} {name} cannot be divided among the ranks.", size, f"a divisor of {units}")
+    if body.num_kv_heads % size and size % body.num_kv_heads:
+        _refuse(
+            f"The target's {body.num_kv_heads} K/V heads can be neither divided among the ranks nor shared evenly.",
+            size,
+            f"a divisor or a multiple of {body.num_kv_heads}",
+        )
+    if getattr(body, "experts", None) is not None:
+        _refuse("Experts cannot be divided among the ranks yet.", size, "1, for a mixture of experts")
+
+
+def _refuse(what: str, size: int, expected: str) -> NoReturn:
+    raise D2SDError(what, where=_WHERE, found=f"{size} ranks", expected=expected)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """The part of a tensor that a rank has."""
+
+    axis: int
+    start: int
+    stop: int
+
+    def read(self, stored: Any) -> Tensor:
+        """Take the part of a tensor, or of a slice of a safetensors file, which reads no more than it."""
+        index = (slice(None),) * self.axis + (slice(self.start, self.stop),)
+        part: Tensor = stored[index]
+        return part
+
+
+def cut(model: Decoder, shard: Shard) -> dict[str, Cut]:
+    """Make a target, on the meta device or loaded, this part of itself; returns the parts by the names of tensors.
+
+    Raises D2SDError for a tensor that cannot be divided, such as a quantized one whose blocks reach over the border.
+    """
+    check_divisible(model.config, shard.size)
+    config, body, cuts = model.config, model.config.body, dict[str, Cut]()
+    heads, kv_heads, columns = body.num_heads, body.num_kv_heads, body.intermediate_size
+    axes = {  # module of a layer: axis of its tensors, and units along it
+        "self_attn.q_proj": (0, heads),
+        "self_attn.k_proj": (0, kv_heads),
+        "self_attn.v_proj": (0, kv_heads),
+        "self_attn.o_proj": (1, heads),
+        "mlp.gate_proj": (0, columns),
+        "mlp.up_proj": (0, columns),
+        "mlp.down_proj": (1, columns),
+    }
+    for index, layer in enumerate(model.layers):
+        for name, (axis, units) in axes.items():
+            module = layer.get_submodule(name)
+            cuts |= _cut_module(module, f"layers.{index}.{name}", axis, units, shard)
+        sinks = layer.get_submodule("self_attn")
+        if getattr(sinks, "sinks", None) is not None:
+            cuts |= _cut_tensor(sinks, f"layers.{index}.self_attn", "sinks", Cut(0, *shard.part(heads)))
+    model.vocab_rows = slice(*shard.rows_of_head(config.vocab_size))
+    if not config.tie_word_embeddings:
+        cuts |= _cut_tensor(model.lm_head, "lm_head", "weight", Cut(0, model.vocab_rows.start, model.vocab_rows.stop))
+    model.config = replace(config, body=shard.body(body))
+    return cuts
+
+
+def _cut_module(module: nn.Module, path: str, axis: int, units: int, shard: Shard) -> dict[str, Cut]:
+    """Cut the tensors of a linear layer: what it has for each output or input, and not what holds for all of them."""
+    cuts: dict[str, Cut] = {}
+    first, last = shard.part(units)
+    for name, tensor in module.state_dict().items():
+        if tensor.dim() <= axis or tensor.shape[axis] == 1:  # one scale for all, or a bias of whole sums
+            continue
+        size = tensor.shape[axis]
+        start, stop = size * first // units, size * last // units
+        if size * first % units or size * last % units:
+            raise D2SDError(
+                "A tensor cannot be divided among the ranks.",
+                where=f"{path}.{name}",
+                found=f"{list(tensor.shape)} for {shard.size} ranks",
+                expected=f"axis {axis} divides at {first} of {units}",
+            )
+        cuts |= _cut_tensor(module, path, name, Cut(axis, start, stop))
+    weight = module.get_parameter("weight") if hasattr(module, "weight") else None
+    if isinstance(module, nn.Linear) and weight is not None:
+        module.out_features, module.in_features = weight.shape
+    return cuts
+
+
+def _cut_tensor(module: nn.Module, path: str, name: str, part: Cut) -> dict[str, Cut]:
+    tensor = part.read(cast("Tensor", getattr(module, name))).detach().clone()
+    is_parameter = name in dict(module.named_parameters(recurse=False))
+    setattr(module, name, nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor)
+    return {f"{path}.{name}": part}
+
+
+class Group:
+    """The ranks that share a target, of which this process is one. Counts the bytes of what they exchange."""
+
+    def __init__(self, shard: Shard, data: ProcessGroup, control: ProcessGroup | None = None) -> None:
+        """`data` exchanges what the models compute; `control`, on the host, what rank 0 tells the others."""
+        self.shard, self.data, self.control = shard, data, control or data
+        #: Bytes of results, by collective: `all_reduce`, `gather` and `broadcast`.
+        self.bytes: Counter[str] = Counter()
+        #: Finds the error to raise when a collective fails; None: `PeerLost`.
+        self.blame: Callable[[], Exception] | None = None
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of all ranks' x, in place; every rank has the same bits."""
+        x = x.contiguous()
+        self.bytes["all_reduce"] += x.nbytes
+        self._wait(lambda: self.data.allreduce([x]))
+        return x
+
+    def gather(self, part: Tensor) -> Tensor:
+        """Parts [..., W] of all ranks -> [..., size·W], in the order of the ranks."""
+        rows = part.reshape(-1, part.shape[-1]).contiguous()  # [R, W]
+        size = self.shard.size
+        every = rows.new_empty(size * len(rows), rows.shape[1])
+        self.bytes["gather"] += every.nbytes
+        self._wait(lambda: self.data._allgather_base(every, rows))
+        whole = every.view(size, *rows.shape).transpose(0, 1)
+        return whole.reshape(*part.shape[:-1], -1)
+
+    def broadcast(self, message: Tensor) -> Tensor:
+        """Send a tensor on the host from rank 0 to the others, which receive it in theirs."""
+        self.bytes["broadcast"] += message.nbytes
+        self._wait(lambda: self.control.broadcast(message, 0))
+        return message
+
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers."""
+        own = torch.tensor([number])
+        every = own.new_empty(self.shard.size)
+        self._wait(lambda: self.control._allgather_base(every, own))
+        return int(every.min())
+
+    def abort(self) -> None:
+        """End the collectives that a GPU still runs, with an error; from any thread."""
+        self.data.abort()
+
+    def _wait(self, begin: Callable[[], Any]) -> None:
+        try:
+            begin().wait()
+        except RuntimeError as error:  # of gloo and NCCL
+            lost = PeerLost(str(error).splitlines()[0]) if self.blame is None else self.blame()
+            raise lost from error
+
+
+class SharedHead:
+    """The exchange behind a vocabulary-parallel head."""
+
+    def __init__(self, group: Group, vocab_size: int) -> None:
+        self._group, self._vocab_size = group, vocab_size
+        self._width = -(-vocab_size // group.shard.size)
+
+    def logits(self, part: Tensor) -> Tensor:
+        """The logits of the rank's rows of the head -> [..., V], the same on every rank."""
+        if part.shape[-1] < self._width:
+            part = nn.functional.pad(part, (0, self._width - part.shape[-1]))
+        whole = self._group.gather(part)
+        return whole if whole.shape[-1] == self._vocab_size else whole[..., : self._vocab_size].contiguous()
+
+    def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
+        """Rows `ids` of the whole head [Vd, E]; `weight [W, E]` are the rank's. For a copy, when a model is loaded."""
+        first, last = self._group.shard.rows_of_head(self._vocab_size)
+        own = (ids >= first) & (ids < last)
+        found = weight.new_zeros(len(ids), weight.shape[1])
+        found[own] = weight[ids[own] - first]
+        return self._group.all_reduce(found)
+
+
+def connect(model: Decoder, group: Group) -> None:
+    """Let a target that was `cut`, and loaded, exchange what its layers and its head compute."""
+    for layer in cast("Iterable[Layer]", model.layers):
+        layer.reduce = group.all_reduce
+        for linear in (layer.self_attn.o_proj, layer.mlp.get_submodule("down_proj")):
+            bias = getattr(linear, "bias", None)
+            if bias is not None and group.shard.rank > 0:  # added once
+                bias.data = torch.zeros_like(bias)
+    model.shared_head = SharedHead(group, model.config.vocab_size)
+
+
+def step_bytes(
+    config: DecoderConfig, size: int, rows: int, logits: int, itemsize: int, head_itemsize: int
+) -> Mapping[str, int]:
+    """Bytes that a step exchanges: `rows` of the target's pass, `logits` rows of the target's and the drafters'."""
+    layers, hidden = config.body.num_layers, config.body.hidden_size
+    width = -(-config.vocab_size // size) * size
+    return {"all_reduce": 2 * layers * rows * hidden * itemsize, "gather": logits * width * head_itemsize}

@@ -1,0 +1,70 @@
+"""The other ranks' side: they run what rank 0 tells, in its order, with the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from d2sd.modeling.tensor_parallel import Group
+from d2sd.plugins.trees import Draft
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.parallel.grammars import HearingGrammar
+from d2sd.runtime.parallel.messages import hear
+from d2sd.runtime.speculation.calibration import default_scores
+from d2sd.runtime.speculation.policy import Policy
+
+#: The message that ends an engine.
+END = "end"
+
+
+class Follower:
+    """A rank behind rank 0: its methods have the names of messages."""
+
+    def __init__(self, runner: ModelRunner, steps: DecodeSteps, group: Group) -> None:
+        self._runner, self._steps, self._group = runner, steps, group
+
+    def run(self) -> None:
+        """Follow until rank 0 ends its engine. Raises PeerLost if it is gone."""
+        while True:
+            kind, values = hear(self._group)
+            if kind == END:
+                return
+            action: Callable[..., Any] = getattr(self, f"on_{kind}")
+            action(*values)
+
+    def on_free_memory(self) -> None:
+        self._group.least(self._runner.free_memory())
+
+    def on_allocate(self, pages: int, page_size: int) -> None:
+        self._runner.allocate(pages, page_size)
+
+    def on_keep_text(self) -> None:
+        self._runner.keep_text()
+        default_scores(self._runner.block_size - 1, self._runner.device)  # made now, not inside a captured step
+
+    def on_drop(self, pages: tuple[int, ...]) -> None:
+        self._runner.drop(pages)
+
+    def on_prefill(self, tokens: Tensor, lengths: tuple[int, ...], page_table: Tensor, context_len: Tensor) -> None:
+        device = self._runner.device
+        self._runner.prefill(tokens.to(device), lengths, page_table.to(device), context_len.to(device))
+
+    def on_prompt_logits(self, hidden: Tensor) -> None:
+        self._runner.prompt_logits(hidden.to(self._runner.device))
+
+    def on_capture(self, policy: Policy, batch: Batch, draft: Draft | None) -> None:
+        self._steps.graph_for(policy, batch, draft)
+
+    def on_step(
+        self, policy: Policy, batch: Batch, draft: Draft | None, link: Link | None, captured: bool, guided: bool
+    ) -> None:
+        graph = self._steps.graph_for(policy, batch, draft) if captured else None
+        if guided:
+            batch = replace(batch, grammar=HearingGrammar(self._group))
+        self._steps.run(policy, batch, draft, link=link, graph=graph)

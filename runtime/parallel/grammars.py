@@ -1,0 +1,67 @@
+"""Grammars of a step of several ranks: rank 0 has the matchers, and tells the others what they make of a step."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.tensor_parallel import Group
+from d2sd.plugins.trees import Branches, Draft, Tree
+from d2sd.runtime.grammar.step import StepGrammar, TreePaths
+from d2sd.runtime.parallel.messages import hear, tell
+
+T = TypeVar("T", Draft, Tree)
+U = TypeVar("U")
+
+
+class TellingGrammar(StepGrammar):
+    """The matchers of rank 0."""
+
+    def __init__(self, matchers: StepGrammar, group: Group) -> None:
+        self._matchers, self._group = matchers, group
+
+    def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
+        guided = self._matchers.guide(draft, width, branches)
+        tell(self._group, "guided", guided)
+        return guided
+
+    def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
+        inside, paths = self._matchers.prune(tree, larger)
+        tell(self._group, "pruned", inside)
+        return inside, paths
+
+    def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
+        mask = self._matchers.mask(paths, batch, nodes, vocab_size)
+        tell(self._group, "mask", mask)
+        return mask
+
+
+class HearingGrammar(StepGrammar):
+    """What the other ranks have instead."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
+        return _moved(self._next("guided", Draft), draft.tokens.device)
+
+    def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
+        return _moved(self._next("pruned", Tree), tree.tokens.device), TreePaths()
+
+    def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
+        return self._next("mask", Tensor)
+
+    def _next(self, expected: str, of: type[U]) -> U:
+        kind, (value,) = hear(self._group)
+        assert kind == expected, kind
+        assert isinstance(value, of)
+        return value
+
+
+def _moved(value: T, device: torch.device) -> T:
+    """The value with all its tensors on a device."""
+    parts: dict[str, Any] = {field.name: getattr(value, field.name) for field in fields(value)}
+    return replace(value, **{name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)})

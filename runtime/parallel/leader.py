@@ -1,0 +1,133 @@
+"""Rank 0's side: a model runner and decode steps that tell the other ranks what they are about to run."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Protocol
+
+from torch import Tensor
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.tensor_parallel import Group
+from d2sd.plugins.trees import Draft, Tree
+from d2sd.policies import DrafterRole
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
+from d2sd.runtime.decode import StepResult, Timer
+from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.parallel.grammars import TellingGrammar
+from d2sd.runtime.parallel.messages import tell
+from d2sd.runtime.request import Limits
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import Policy
+
+
+class Others(Protocol):
+    """The processes of the other ranks."""
+
+    group: Group
+
+    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
+        """Call `tell`, in another thread, when one of them ends before it should."""
+
+    def close(self) -> None:
+        """End them."""
+
+
+class LeadingRunner(ModelRunner):
+    """A runner whose passes all ranks run, in its order."""
+
+    def __init__(
+        self, target: TargetModel, drafters: Mapping[DrafterRole, DraftModel], block_size: int, others: Others
+    ) -> None:
+        super().__init__(target, drafters, block_size=block_size)
+        self.others, self.group = others, others.group
+        self.passes = 0  # calls of `verify`
+
+    def tell(self, kind: str, *values: object) -> None:
+        """Let the other ranks run what this one is about to run."""
+        tell(self.group, kind, *values)
+
+    def allocate(self, pages: int, page_size: int) -> None:
+        self.tell("allocate", pages, page_size)
+        super().allocate(pages, page_size)
+
+    def free_memory(self) -> int:
+        """The least of all ranks'."""
+        self.tell("free_memory")
+        return self.group.least(super().free_memory())
+
+    def keep_text(self) -> None:
+        self.tell("keep_text")
+        super().keep_text()
+
+    def drop(self, pages: Sequence[int]) -> None:
+        if pages and not self.static_shapes:  # else it does nothing
+            self.tell("drop", tuple(pages))
+        super().drop(pages)
+
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+        self.tell("prefill", tokens, tuple(lengths), page_table, context_len)
+        return super().prefill(tokens, lengths, page_table, context_len)
+
+    def prompt_logits(self, hidden: Tensor) -> Tensor:
+        self.tell("prompt_logits", hidden)
+        return super().prompt_logits(hidden)
+
+    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+        self.passes += 1
+        return super().verify(batch, tree, ahead)
+
+    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
+        self.others.on_failure(tell)
+
+    def close(self) -> None:
+        self.others.close()
+
+
+class LeadingSteps(DecodeSteps):
+    """Decode steps that all ranks run; the inputs of each are one message."""
+
+    _runner: LeadingRunner
+
+    def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
+        assert isinstance(runner, LeadingRunner)
+        super().__init__(runner, limits, calibration)
+        self._graph_bytes: dict[int, Counter[str]] = {}  # of a replay, by the identity of its graph
+
+    def run(
+        self,
+        policy: Policy,
+        batch: Batch,
+        host_draft: Draft | None = None,
+        timer: Timer = nullcontext,
+        link: Link | None = None,
+        *,
+        graph: Graph | None,
+    ) -> StepResult:
+        runner = self._runner
+        runner.tell(
+            "step", policy, replace(batch, grammar=None), host_draft, link, graph is not None, bool(batch.grammar)
+        )
+        if batch.grammar is not None:
+            batch = replace(batch, grammar=TellingGrammar(batch.grammar, runner.group))
+        if graph is not None:
+            runner.group.bytes.update(self._graph_bytes[id(graph)])
+        return super().run(policy, batch, host_draft, timer, link, graph=graph)
+
+    def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
+        """See `DecodeSteps.capture`; what the step exchanges is counted at each replay, not here."""
+        runner = self._runner
+        runner.tell("capture", policy, batch, host_draft)
+        before, passes = runner.group.bytes.copy(), runner.passes
+        graph = super().capture(policy, batch, host_draft)
+        added, runs = runner.group.bytes - before, runner.passes - passes
+        self._graph_bytes[id(graph)] = Counter({name: total // runs for name, total in added.items()})
+        runner.group.bytes = before
+        return graph

@@ -1,0 +1,198 @@
+"""Several processes share a target: the same tokens as one process, counted bytes, and an end that names its cause.
+
+Ranks start once a test, which takes seconds; so a test asks many things of them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from d2sd import LLM, SamplingParams
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.bundle.ranks import Ranks
+from d2sd.bundle.serving import make_engine
+from d2sd.errors import D2SDError, RankLost
+from d2sd.policies import PolicyName
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.runtime.parallel.leader import LeadingRunner
+from d2sd.runtime.request import Request
+from d2sd.serve.errors import EngineFailed
+from tests.d2sd.serve.conftest import build_tiny
+from tests.runtime.grammar.tokens import tokenizer, vocab_size
+from tests.runtime.helpers import run_staggered, some_requests
+from tests.tiny import tiny_decoder
+
+#: One of each way to sample, with prompts of 1 to 17 tokens.
+REQUESTS = some_requests()[:5]
+#: Pages of the pools where requests have to be preempted; `max_batch` requests need more.
+FEW_PAGES = 6
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Biases behind sums, a head of its own whose rows cannot be divided evenly, and two K/V heads."""
+    decoder = tiny_decoder("qwen3", attention_bias=True, tie=False, vocab=vocab_size())
+    return build_tiny(tmp_path_factory.mktemp("ranks"), decoder=decoder, words=tokenizer())
+
+
+@contextmanager
+def shared(path: Path, size: int) -> Iterator[Bundle]:
+    bundle = load_bundle(path, tensor_parallel=size)
+    assert bundle.ranks is not None
+    try:
+        yield bundle
+    finally:
+        bundle.ranks.close()
+        assert all(process.returncode is not None for process in bundle.ranks._processes.values())
+
+
+def with_pages(bundle: Bundle, pages: int) -> Bundle:
+    """The bundle with K/V memory for so many pages."""
+    runner = make_engine(bundle, policy="d2sd").runner
+    memory = (1 + pages) * runner.page_bytes(bundle.recipe.limits.page_size)
+    limits = bundle.recipe.limits.model_copy(update={"kv_memory": memory})
+    recipe = bundle.recipe.model_copy(update={"limits": limits})
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
+
+
+def answers(bundle: Bundle, policy: PolicyName) -> list[list[int]]:
+    """Greedy and sampled requests, joining one by one; then again, with prefixes in the cache."""
+    engine = make_engine(bundle, policy=policy, max_batch=4)
+    found = [s.answer for s in run_staggered(engine, REQUESTS, gap=2)]
+    assert [s.answer for s in run_staggered(engine, REQUESTS, gap=1)] == found
+    assert engine.stats.prefix_hit_tokens > 0
+    return found
+
+
+def preempted_answers(bundle: Bundle) -> list[list[int]]:
+    engine = make_engine(with_pages(bundle, FEW_PAGES), policy="d2sd", max_batch=4)
+    sequences = engine.generate(REQUESTS)
+    assert sum(s.stats.preemptions for s in sequences) > 0
+    return [s.answer for s in sequences]
+
+
+def check_bytes(bundle: Bundle) -> None:
+    """What each decode step exchanges, by the formula of docs/parallel.md."""
+    engine = make_engine(bundle, policy="hybrid", max_batch=4)
+    engine.record_trace = True
+    runner = engine.runner
+    assert isinstance(runner, LeadingRunner)
+    counts, body, size = runner.group.bytes, bundle.target.config.body, runner.group.shard.size
+    width = -(-bundle.target.config.vocab_size // size) * size
+    pending = [engine.submit(request) for request in REQUESTS[:3]]
+    while not all(s.cached >= len(s.request.prompt) - 1 for s in pending):
+        engine.step()
+    for _ in range(3):
+        before = counts.copy()
+        engine.step()
+        assert engine.trace is not None
+        tree, first, branches = engine.trace.tree, engine.trace.first, engine.trace.branches
+        assert first is not None
+        assert branches is not None
+        requests, nodes = tree.tokens.shape
+        drafts = first.tokens.shape[1] * (1 + branches.tokens.shape[1])  # slots of a first and a second draft
+        added = counts - before
+        assert added["all_reduce"] == 2 * body.num_layers * requests * nodes * body.hidden_size * 4
+        assert added["gather"] == (int(tree.valid.sum()) + requests * drafts) * width * 4
+        pages = max(len(s.pages) for s in pending)
+        sizes = [8, 8 * pages, 8, 1, 4, 4, 8, 4, 8]
+        assert added["broadcast"] == 4096 + sum(-(-requests * one // 8) * 8 for one in sizes)
+
+
+def other_ways(bundle: Bundle) -> list[object]:
+    """Grammars, penalties, biases and log-probabilities, which the host has a part in."""
+    engine = make_engine(bundle, policy="hybrid", max_batch=4)
+    params = [
+        SamplingParams(temperature=0.8, seed=1, repetition_penalty=1.3, presence_penalty=0.5),
+        SamplingParams(seed=2, logit_bias={5: 3.0, 9: -4.0}, logprobs=2),
+        SamplingParams(temperature=1.0, seed=3, prompt_logprobs=1, bad_words_token_ids=((4,), (7, 8))),
+    ]
+    sequences = engine.generate(Request((3, 1, 4, 1, 5, 9, 2), 14, one) for one in params)
+    logprobs = [[round(entry.logprob, 3) for entry in s.logprobs or ()] for s in sequences]
+    prompt = [[round(entry.logprob, 3) for entry in s.prompt_logprobs or ()] for s in sequences]
+    assert any(logprobs)
+    assert any(prompt)
+    return [[s.answer for s in sequences], logprobs, prompt]
+
+
+def kill(ranks: Ranks, rank: int) -> None:
+    os.kill(ranks._processes[rank].pid, signal.SIGKILL)
+
+
+def test_two_ranks(path: Path) -> None:
+    whole = load_bundle(path)
+    with shared(path, 2) as bundle:
+        body = bundle.target.config.body
+        assert (body.num_heads, body.num_kv_heads, body.intermediate_size) == (2, 1, 32)
+        assert answers(bundle, "hybrid") == answers(whole, "off")
+        assert preempted_answers(bundle) == preempted_answers(whole)
+        check_bytes(bundle)
+        ranks = bundle.ranks
+        assert ranks is not None
+        kill(ranks, 1)
+        began = time.monotonic()
+        with pytest.raises(RankLost, match="Rank 1 of 2"):
+            make_engine(bundle, policy="off")
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.slow
+def test_four_ranks(path: Path) -> None:
+    """Two ranks have the same K/V head."""
+    whole = load_bundle(path)
+    plain = answers(whole, "off")
+    with shared(path, 4) as bundle:
+        assert bundle.target.config.body.num_kv_heads == 1
+        assert answers(bundle, "d2sd") == plain
+        assert preempted_answers(bundle) == preempted_answers(whole)
+        check_bytes(bundle)
+        assert other_ways(bundle) == other_ways(whole)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_ends_all(path: Path) -> None:
+    """While requests run and while none does; clients get an error that names it."""
+    with LLM(path, policy="hybrid", tensor_parallel=3 - 1) as llm:
+        form = StructuredOutputsParams(regex="[0-9]{2}-[a-f]{1,3}")
+        params = SamplingParams(temperature=1.0, seed=5, structured_outputs=form, max_tokens=30)
+        with LLM(path, policy="hybrid") as alone:
+            assert llm.generate("1 a", params)[0].text == alone.generate("1 a", params)[0].text
+        ranks = llm._session.open()[0].ranks
+        assert ranks is not None
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                while True:
+                    llm.generate(["1 a"] * 8, SamplingParams(max_tokens=40, ignore_eos=True))
+            except EngineFailed as error:
+                errors.append(error)
+
+        client = Thread(target=run)
+        client.start()
+        time.sleep(0.5)
+        began = time.monotonic()
+        kill(ranks, 1)
+        client.join(10)
+        assert not client.is_alive()
+        assert time.monotonic() - began < 10
+        assert "Rank 1 of 2 has ended" in str(errors[0])
+        assert "signal 9" in str(errors[0])
+        with pytest.raises(EngineFailed):
+            llm.generate("1 a")
+
+
+def test_what_cannot_be_shared(path: Path, tmp_path: Path) -> None:
+    with pytest.raises(D2SDError, match="4 query heads"):
+        load_bundle(path, tensor_parallel=3)
+    with pytest.raises(D2SDError, match="No such device"):
+        load_bundle(path, tensor_parallel=2, device="cuda")
