@@ -170,7 +170,7 @@ class Group:
     """The ranks that share a target, of which this process is one. Counts the bytes of what they exchange."""
 
     def __init__(self, shard: Shard, data: ProcessGroup, control: ProcessGroup | None = None) -> None:
-        """`data` exchanges what the models compute; `control`, on the host, what rank 0 tells the others."""
+        """`data` exchanges what the models compute; `control`, on the host, carries rank 0's messages."""
         self.shard, self.data, self.control = shard, data, control or data
         #: Bytes of results, by collective: `all_reduce`, `gather` and `broadcast`.
         self.bytes: Counter[str] = Counter()

@@ -137,8 +137,8 @@ class ModelRunner:
         """The target's logits [R, V] in fp32 behind rows [R, E] of `prefill`."""
         return self.target.logits(hidden)
 
-    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
-        """Call `tell`, in any thread, when a process ends that the runner needs; it needs none."""
+    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
+        """Call `report`, in any thread, when a process ends that the runner needs; it needs none."""
 
     def close(self) -> None:
         """Free what other processes have for it."""

@@ -83,22 +83,22 @@ class Ranks:
     def end_engine(self) -> None:
         """Let the others leave the engine that they follow; they keep their parts of the target."""
         from d2sd.runtime.parallel.follower import END
-        from d2sd.runtime.parallel.messages import tell
+        from d2sd.runtime.parallel.messages import send
 
         with self._lock:
             following, self._following = self._following, False
         if following and self._lost is None:
             try:
-                tell(self.group, END)
+                send(self.group, END)
             except RankLost:
                 return
 
-    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
-        """Call `tell` in another thread when a rank ends before `close`."""
+    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
+        """Call `report` in another thread when a rank ends before `close`."""
         with self._lock:
-            self._listeners.append(tell)
+            self._listeners.append(report)
         if self._lost is not None:
-            tell(self._lost)
+            report(self._lost)
 
     def lost(self) -> RankLost:
         """The rank that ended, known by now or within moments."""
@@ -128,8 +128,8 @@ class Ranks:
             )
             listeners = list(self._listeners)
             self._gone.set()
-        for tell in listeners:
-            tell(self._lost)
+        for report in listeners:
+            report(self._lost)
         if self.device != "cpu":
             self.group.abort()  # a sum on a GPU would wait for ever
         self._end()

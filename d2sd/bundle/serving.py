@@ -100,7 +100,7 @@ def make_engine(
 def follow_engine(
     bundle: Bundle, group: Group, device: str, *, roles: Sequence[int], max_batch: int | None, calibrated: bool
 ) -> None:
-    """Run what rank 0 tells, with this rank's part of the target, until its engine ends; arguments are `make_engine`'s.
+    """Run what rank 0 sends, with this rank's part of the target, until its engine ends; arguments are `make_engine`'s.
 
     Raises PeerLost if another rank is gone.
     """

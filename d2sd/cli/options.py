@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, get_args
 
 import click
 
@@ -52,6 +54,29 @@ drain_option = click.option(
 prefix_cache_option = click.option(
     "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
 )
+
+
+def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The options of a server's engine, whose values the command gets as `engine`."""
+    options = {
+        "max_batch": max_batch_option,
+        "prefix_cache": prefix_cache_option,
+        "policy": policy_option,
+        "device": device_option,
+        "tensor_parallel": tensor_parallel_option,
+        "backend": backend_option,
+    }
+
+    @wraps(command)
+    def with_engine(**values: Any) -> Any:
+        engine = {name: values.pop(name) for name in options}
+        return command(engine=engine, **values)
+
+    for option in reversed(options.values()):
+        with_engine = option(with_engine)
+    return with_engine
+
+
 held_out_option = click.option(
     "--prompts",
     type=FilePath,

@@ -7,12 +7,10 @@ from typing import Any
 
 import click
 
-from d2sd.bundle.backends import BackendName
 from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.extras import require
 from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_empty
-from d2sd.recipe import Policy
 
 
 @click.command(cls=Reporting)
@@ -23,7 +21,6 @@ from d2sd.recipe import Policy
     "--api-key", "api_keys", type=Key, multiple=True, envvar="D2SD_API_KEY", callback=not_empty, help=KEY_HELP
 )
 @click.option("--model", type=Name, default="", help="Name in /v1/models.  [default: the bundle's]")
-@options.max_batch_option
 @options.max_waiting_option
 @click.option(
     "--max-body", type=click.IntRange(1, 1 << 30), default=4 << 20, show_default=True, help="Bytes of a body."
@@ -34,23 +31,8 @@ from d2sd.recipe import Policy
 @click.option(
     "--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` before others."
 )
-@options.prefix_cache_option
-@options.policy_option
-@options.device_option
-@options.tensor_parallel_option
-@options.backend_option
-def serve(
-    bundle: Path,
-    host: str,
-    port: int,
-    max_batch: int | None,
-    prefix_cache: bool | None,
-    policy: Policy | None,
-    device: str,
-    tensor_parallel: int,
-    backend: BackendName,
-    **settings: Any,
-) -> None:
+@options.engine_options
+def serve(bundle: Path, host: str, port: int, engine: dict[str, Any], **settings: Any) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 
     A page at / shows speculation at work. SIGTERM and Ctrl-C finish running requests first.
@@ -63,15 +45,4 @@ def serve(
     from d2sd.serve.openai.run import serve_bundle
     from d2sd.serve.openai.settings import ServerSettings
 
-    serve_bundle(
-        bundle,
-        ServerSettings(**settings),
-        host,
-        port,
-        policy=policy,
-        device=device,
-        tensor_parallel=tensor_parallel,
-        backend=backend,
-        max_batch=max_batch,
-        prefix_cache=prefix_cache,
-    )
+    serve_bundle(bundle, ServerSettings(**settings), host, port, **engine)

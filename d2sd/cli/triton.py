@@ -22,7 +22,7 @@ from d2sd.serve.triton.repository import write_repository
     "values",
     multiple=True,
     metavar="A=B",
-    help="policy, backend, max_batch, max_waiting, drain_timeout, prefix_cache or stream_interval.",
+    help="policy, backend, max_batch, max_waiting, drain_timeout, prefix_cache, tensor_parallel or stream_interval.",
 )
 def triton(bundle: Path, out: Path, name: str | None, gpus: list[int], batched: bool, values: tuple[str, ...]) -> None:
     """Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.

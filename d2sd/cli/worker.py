@@ -7,13 +7,11 @@ from typing import Any
 
 import click
 
-from d2sd.bundle.backends import BackendName
 from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.extras import require
 from d2sd.option_types import Name
-from d2sd.recipe import Policy
 
 
 @click.command(cls=Reporting)
@@ -31,26 +29,12 @@ from d2sd.recipe import Policy
     show_default=True,
     help="Where workers register.",
 )
-@options.max_batch_option
 @options.max_waiting_option
 @options.drain_option
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
-@options.prefix_cache_option
-@options.policy_option
-@options.device_option
-@options.backend_option
-def worker(
-    bundle: Path,
-    dynamo: bool,
-    max_batch: int | None,
-    disaggregation_mode: str,
-    prefix_cache: bool | None,
-    policy: Policy | None,
-    device: str,
-    backend: BackendName,
-    **settings: Any,
-) -> None:
+@options.engine_options
+def worker(bundle: Path, dynamo: bool, disaggregation_mode: str, engine: dict[str, Any], **settings: Any) -> None:
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 
     SIGTERM finishes running requests within the drain timeout; the rest move to other workers.
@@ -70,12 +54,4 @@ def worker(
     from d2sd.serve.dynamo.engine import WorkerSettings
     from d2sd.serve.dynamo.run import run_worker
 
-    run_worker(
-        bundle,
-        WorkerSettings(**settings),
-        policy=policy,
-        device=device,
-        backend=backend,
-        max_batch=max_batch,
-        prefix_cache=prefix_cache,
-    )
+    run_worker(bundle, WorkerSettings(**settings), **engine)

@@ -1,1 +1,1 @@
-"""Several processes, ranks, run one model: rank 0 has the engine and tells the others the inputs of its passes."""
+"""Several processes, ranks, run one model: rank 0 has the engine and sends the inputs of its passes to the others."""

@@ -1,4 +1,4 @@
-"""The other ranks' side: they run what rank 0 tells, in its order, with the same numbers."""
+"""The other ranks' side: they run the passes that rank 0 sends, in its order, with the same numbers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.parallel.grammars import HearingGrammar
-from d2sd.runtime.parallel.messages import hear
+from d2sd.runtime.parallel.grammars import ReceivingGrammar
+from d2sd.runtime.parallel.messages import receive
 from d2sd.runtime.speculation.calibration import default_scores
 from d2sd.runtime.speculation.policy import Policy
 
@@ -32,7 +32,7 @@ class Follower:
     def run(self) -> None:
         """Follow until rank 0 ends its engine. Raises PeerLost if it is gone."""
         while True:
-            kind, values = hear(self._group)
+            kind, values = receive(self._group)
             if kind == END:
                 return
             action: Callable[..., Any] = getattr(self, f"on_{kind}")
@@ -66,5 +66,5 @@ class Follower:
     ) -> None:
         graph = self._steps.graph_for(policy, batch, draft) if captured else None
         if guided:
-            batch = replace(batch, grammar=HearingGrammar(self._group))
+            batch = replace(batch, grammar=ReceivingGrammar(self._group))
         self._steps.run(policy, batch, draft, link=link, graph=graph)

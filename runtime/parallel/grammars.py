@@ -1,4 +1,4 @@
-"""Grammars of a step of several ranks: rank 0 has the matchers, and tells the others what they make of a step."""
+"""Grammars of a step of several ranks: rank 0 has the matchers, and sends their results to the others."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.runtime.grammar.step import StepGrammar, TreePaths
-from d2sd.runtime.parallel.messages import hear, tell
+from d2sd.runtime.parallel.messages import receive, send
 
 T = TypeVar("T", Draft, Tree)
 U = TypeVar("U")
 
 
-class TellingGrammar(StepGrammar):
+class SendingGrammar(StepGrammar):
     """The matchers of rank 0."""
 
     def __init__(self, matchers: StepGrammar, group: Group) -> None:
@@ -25,22 +25,22 @@ class TellingGrammar(StepGrammar):
 
     def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
         guided = self._matchers.guide(draft, width, branches)
-        tell(self._group, "guided", guided)
+        send(self._group, "guided", guided)
         return guided
 
     def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
         inside, paths = self._matchers.prune(tree, larger)
-        tell(self._group, "pruned", inside)
+        send(self._group, "pruned", inside)
         return inside, paths
 
     def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
         mask = self._matchers.mask(paths, batch, nodes, vocab_size)
-        tell(self._group, "mask", mask)
+        send(self._group, "mask", mask)
         return mask
 
 
-class HearingGrammar(StepGrammar):
-    """What the other ranks have instead."""
+class ReceivingGrammar(StepGrammar):
+    """In the other ranks, the results of those matchers."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
@@ -55,7 +55,7 @@ class HearingGrammar(StepGrammar):
         return self._next("mask", Tensor)
 
     def _next(self, expected: str, of: type[U]) -> U:
-        kind, (value,) = hear(self._group)
+        kind, (value,) = receive(self._group)
         assert kind == expected, kind
         assert isinstance(value, of)
         return value

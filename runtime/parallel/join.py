@@ -1,4 +1,4 @@
-"""Joins the processes of one machine to a group: gloo on CPUs, NCCL between GPUs with gloo for what rank 0 tells."""
+"""Joins the processes of one machine to a group: gloo on CPUs, NCCL between GPUs with gloo for messages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from d2sd.modeling.tensor_parallel import Group, Shard
 
 #: Longest wait for other ranks inside a pass: they may compile kernels meanwhile.
 _PASS = timedelta(minutes=10)
-#: Longest wait for the next message: an idle engine tells nothing.
+#: Longest wait for the next message: an idle engine sends none.
 _IDLE = timedelta(days=20)
 _READY = "ready"
 
@@ -24,7 +24,7 @@ _READY = "ready"
 def join(shard: Shard, folder: Path, device: str, wait: Callable[[Callable[[], bool]], None] | None = None) -> Group:
     """Meet the other ranks in `folder`, which no one else can write. Every rank calls it once.
 
-    `wait` is called with a function that tells whether all are there; it returns when they are, or raises.
+    `wait` is called with a function that is true once all are there; it returns then, or raises.
     Processes are connected over the loopback interface: nothing else reaches them.
     """
     distributed: Any = import_module("torch.distributed")  # its stubs lack much of what is used

@@ -1,4 +1,4 @@
-"""Rank 0's side: a model runner and decode steps that tell the other ranks what they are about to run."""
+"""Rank 0's side: a model runner and decode steps that send their inputs to the other ranks first."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import StepResult, Timer
 from d2sd.runtime.model_runner import ModelRunner, Verified
-from d2sd.runtime.parallel.grammars import TellingGrammar
-from d2sd.runtime.parallel.messages import tell
+from d2sd.runtime.parallel.grammars import SendingGrammar
+from d2sd.runtime.parallel.messages import send
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
@@ -33,8 +33,8 @@ class Others(Protocol):
 
     group: Group
 
-    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
-        """Call `tell`, in another thread, when one of them ends before it should."""
+    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
+        """Call `report`, in another thread, when one of them ends before it should."""
 
     def close(self) -> None:
         """End them."""
@@ -50,42 +50,42 @@ class LeadingRunner(ModelRunner):
         self.others, self.group = others, others.group
         self.passes = 0  # calls of `verify`
 
-    def tell(self, kind: str, *values: object) -> None:
+    def send(self, kind: str, *values: object) -> None:
         """Let the other ranks run what this one is about to run."""
-        tell(self.group, kind, *values)
+        send(self.group, kind, *values)
 
     def allocate(self, pages: int, page_size: int) -> None:
-        self.tell("allocate", pages, page_size)
+        self.send("allocate", pages, page_size)
         super().allocate(pages, page_size)
 
     def free_memory(self) -> int:
         """The least of all ranks'."""
-        self.tell("free_memory")
+        self.send("free_memory")
         return self.group.least(super().free_memory())
 
     def keep_text(self) -> None:
-        self.tell("keep_text")
+        self.send("keep_text")
         super().keep_text()
 
     def drop(self, pages: Sequence[int]) -> None:
         if pages and not self.static_shapes:  # else it does nothing
-            self.tell("drop", tuple(pages))
+            self.send("drop", tuple(pages))
         super().drop(pages)
 
     def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
-        self.tell("prefill", tokens, tuple(lengths), page_table, context_len)
+        self.send("prefill", tokens, tuple(lengths), page_table, context_len)
         return super().prefill(tokens, lengths, page_table, context_len)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
-        self.tell("prompt_logits", hidden)
+        self.send("prompt_logits", hidden)
         return super().prompt_logits(hidden)
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         self.passes += 1
         return super().verify(batch, tree, ahead)
 
-    def on_failure(self, tell: Callable[[D2SDError], None]) -> None:
-        self.others.on_failure(tell)
+    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
+        self.others.on_failure(report)
 
     def close(self) -> None:
         self.others.close()
@@ -112,11 +112,11 @@ class LeadingSteps(DecodeSteps):
         graph: Graph | None,
     ) -> StepResult:
         runner = self._runner
-        runner.tell(
+        runner.send(
             "step", policy, replace(batch, grammar=None), host_draft, link, graph is not None, bool(batch.grammar)
         )
         if batch.grammar is not None:
-            batch = replace(batch, grammar=TellingGrammar(batch.grammar, runner.group))
+            batch = replace(batch, grammar=SendingGrammar(batch.grammar, runner.group))
         if graph is not None:
             runner.group.bytes.update(self._graph_bytes[id(graph)])
         return super().run(policy, batch, host_draft, timer, link, graph=graph)
@@ -124,7 +124,7 @@ class LeadingSteps(DecodeSteps):
     def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
         """See `DecodeSteps.capture`; what the step exchanges is counted at each replay, not here."""
         runner = self._runner
-        runner.tell("capture", policy, batch, host_draft)
+        runner.send("capture", policy, batch, host_draft)
         before, passes = runner.group.bytes.copy(), runner.passes
         graph = super().capture(policy, batch, host_draft)
         added, runs = runner.group.bytes - before, runner.passes - passes

@@ -1,4 +1,4 @@
-"""What rank 0 tells the other ranks: the inputs of a pass, as a frame of JSON and the bytes of its tensors.
+"""Messages from rank 0 to the other ranks: the inputs of a pass, as a frame of JSON and the bytes of its tensors.
 
     frame    FRAME bytes: {"kind", "values", "tensors": [[type, shape], ...]} and spaces
     tensors  one behind the other, each from a multiple of 8 bytes; this broadcast is left out where there are none
@@ -38,7 +38,7 @@ _TYPES = {
 }
 
 
-def tell(group: Group, kind: str, *values: object) -> None:
+def send(group: Group, kind: str, *values: object) -> None:
     """Send a message to all other ranks: tensors, dataclasses of them, policies, numbers, None, tuples of these."""
     tensors: list[Tensor] = []
     described = [_described(value, tensors) for value in values]
@@ -53,7 +53,7 @@ def tell(group: Group, kind: str, *values: object) -> None:
         group.broadcast(payload)
 
 
-def hear(group: Group) -> tuple[str, list[Any]]:
+def receive(group: Group) -> tuple[str, list[Any]]:
     """Wait for the next message; its tensors are on the host."""
     frame = group.broadcast(torch.empty(FRAME, dtype=torch.uint8))
     message = json.loads(frame.numpy().tobytes())

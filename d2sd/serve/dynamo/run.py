@@ -42,13 +42,14 @@ def load_sdk() -> Any:
     )
 
 
-def run_worker(path: Path, settings: WorkerSettings, **options: Any) -> None:
+def run_worker(path: Path, settings: WorkerSettings, *, tensor_parallel: int = 1, **options: Any) -> None:
     """Serve a bundle until SIGTERM; `options` are those of `make_engine`. An empty model name takes the bundle's."""
     sdk = load_sdk()
     from dynamo.common.backend.run import run
     from dynamo.common.utils.namespace import get_worker_namespace
 
-    bundle = load_bundle(path, progress=bar)
+    device = options.get("device", "cpu")
+    bundle = load_bundle(path, progress=bar, tensor_parallel=tensor_parallel, device=device)
     settings = replace(settings, model=settings.model or bundle.recipe.name)
     # More requests than this get 529 from the frontend, unless another worker has room.
     os.environ.setdefault("DYN_ENGINE_REQUEST_LIMIT", str(options.get("max_batch") or bundle.recipe.limits.max_batch))

@@ -53,11 +53,14 @@ class TritonPythonModel:
         gpu = args["model_instance_kind"] == "GPU"
         try:
             parameters = Parameters.of(config["parameters"])
-            self._bundle = bundle = load_bundle(Path(parameters.bundle))
+            device = f"cuda:{args['model_instance_device_id']}" if gpu else "cpu"
+            self._bundle = bundle = load_bundle(
+                Path(parameters.bundle), tensor_parallel=parameters.tensor_parallel, device=device
+            )
             engine = make_engine(
                 bundle,
                 policy=parameters.policy,
-                device=f"cuda:{args['model_instance_device_id']}" if gpu else "cpu",
+                device=device,
                 backend=parameters.backend,
                 max_batch=parameters.max_batch,
                 prefix_cache=parameters.prefix_cache,
@@ -102,6 +105,7 @@ class TritonPythonModel:
             time.sleep(0.01)
         self._publisher.cancel()
         self._wait(self._engine.stop())
+        self._engine.engine.close()
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:

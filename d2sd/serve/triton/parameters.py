@@ -25,6 +25,7 @@ class Parameters(BaseModel):
     backend: BackendName = "torch"
     max_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     prefix_cache: bool | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # GPUs from that of the instance on
     max_waiting: Annotated[int, Field(ge=0, le=10**6)] = 256  # in addition to max_batch; more get UNAVAILABLE
     stream_interval: Annotated[int, Field(ge=1, le=2**20)] = 4  # least tokens of a stream's responses after its first
     drain_timeout: Annotated[float, Field(ge=0, le=366 * 86400)] = 30  # seconds

@@ -48,6 +48,7 @@ FLAGS = {
             "--allow-priority",
             "--policy",
             "--device",
+            "--tensor-parallel",
             "--executor",
         ),
     },
@@ -58,7 +59,7 @@ FLAGS = {
         *("bundle", "--dynamo", "--model", "--namespace", "--discovery", "--max-batch", "--max-waiting"),
         *("--drain-timeout", "--kv-events", "--no-kv-events", "--disaggregation-mode"),
         *("--prefix-cache", "--no-prefix-cache"),
-        *("--policy", "--device", "--executor"),
+        *("--policy", "--device", "--tensor-parallel", "--executor"),
     },
 }
 
