@@ -11,9 +11,10 @@ from d2sd.bundle.files import verify_files
 from d2sd.bundle.ranks import Ranks, rank_device
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, load_calibration
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import load_tokenizer
-from d2sd.convert.checkpoint.target import load_target, parse_target_config, stop_tokens
+from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.kinds import kind_of
 from d2sd.manifest import Manifest, load_manifest
