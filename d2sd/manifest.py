@@ -44,6 +44,8 @@ class TargetGeometry(_Part):
     head_dim: int
     vocab_size: int
     parameters: int
+    #: How the checkpoint was quantized that the target was built from; None where it was not.
+    quantization: str | None = None
 
 
 class DrafterGeometry(BaseModel):

@@ -152,6 +152,14 @@ class Target(Source):
 
     #: Arguments of the chat template, such as enable_thinking: false; others keep the template's defaults.
     template: dict[str, bool | int | str] = {}
+    #: Read a quantized checkpoint in `precision`: what d2sd or a GPU has no product for is refused otherwise.
+    dequantize: bool = False
+
+    @model_validator(mode="after")
+    def _dequantizes_a_checkpoint(self) -> Target:
+        if self.dequantize and self.pypi is not None:
+            raise ValueError("a GGUF is always read in precision; remove dequantize")
+        return self
 
     @model_validator(mode="after")
     def _template_is_free(self) -> Target:

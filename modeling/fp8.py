@@ -16,16 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from d2sd.modeling.quantized import QuantizedLinear, Scheme, carrier, make_quantized
 from d2sd.plugins.dispatch import use_fp8_gemm
 from d2sd.plugins.shared.fp8 import LARGEST, from_pages, to_pages
 
 #: Ends of the names of layers that are computed as one product, and so have one scale of weights each.
 _JOINED = re.compile(r"\.([qkv]|gate|up)_proj$")
-
-
-def carrier(dtype: torch.dtype) -> torch.dtype:
-    """The type that a model of `dtype` multiplies FP8 values in, without FP8 GEMMs. Unscaled sums overflow FP16."""
-    return torch.float32 if dtype == torch.float16 else dtype
 
 
 def carried_product(
@@ -38,19 +34,18 @@ def carried_product(
     return out if bias is None else out + bias
 
 
-class Fp8Linear(nn.Module):
+class Fp8Linear(QuantizedLinear):
     """W [out, in] in FP8; x [..., in] and y [..., out] in the model's type. Inference only: no gradient."""
 
     weight_scale: Tensor  # 0-dim fp32
     input_scale: Tensor  # 0-dim fp32
 
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
-        super().__init__()
+        super().__init__(in_features, out_features, bias)
         empty = torch.empty(out_features, in_features, dtype=torch.float8_e4m3fn)
         self.weight = nn.Parameter(empty, requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
-        self.register_buffer("weight_scale", torch.empty((), dtype=torch.float32))
-        self.register_buffer("input_scale", torch.empty((), dtype=torch.float32))
+        self.store("weight_scale", (), torch.float32)
+        self.store("input_scale", (), torch.float32)
 
     @classmethod
     def of(cls, layer: nn.Linear, input_scale: float, weight_scale: Tensor) -> Fp8Linear:
@@ -62,6 +57,9 @@ class Fp8Linear(nn.Module):
         fp8_layer.weight = nn.Parameter(to_pages(weight, fp8_layer.weight_scale), requires_grad=False)
         fp8_layer.bias = layer.bias
         return fp8_layer
+
+    def dequantized(self) -> Tensor:
+        return from_pages(self.weight, self.weight_scale, torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
         if not use_fp8_gemm(x):
@@ -92,19 +90,21 @@ class Fp8Cache(nn.Module):
 
 
 def linear_names(model: nn.Module) -> list[str]:
-    """Names of the layers that can be FP8: all linear layers except the language-model head."""
-    kinds = (nn.Linear, Fp8Linear)
+    """Names of the layers that can be quantized: all linear layers except the language-model head."""
+    kinds = (nn.Linear, QuantizedLinear)
     return [name for name, layer in model.named_modules() if isinstance(layer, kinds) and name != "lm_head"]
 
 
 def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False) -> None:
     """Replace `linears` of a model on the meta device by empty FP8 layers; with `cache`, make its K/V FP8 too."""
-    for name in linears:
-        parent, _, last = name.rpartition(".")
-        old = model.get_submodule(name)
-        assert isinstance(old, nn.Linear)
-        setattr(model.get_submodule(parent), last, Fp8Linear(old.in_features, old.out_features, old.bias is not None))
-    for layer in model.get_submodule("layers").children() if cache else ():
+    make_quantized(model, dict.fromkeys(linears, Scheme("FP8", Fp8Linear)))
+    if cache:
+        make_fp8_cache(model)
+
+
+def make_fp8_cache(model: nn.Module) -> None:
+    """Make the K/V of a model on the meta device FP8."""
+    for layer in model.get_submodule("layers").children():
         attention = layer.get_submodule("self_attn")
         attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
 

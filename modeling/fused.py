@@ -45,6 +45,7 @@ from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
+from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import Heads, add_rms_norm, linear, qk_norm_rope, silu_mul
 
@@ -69,11 +70,13 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     shared = compiled if isinstance(compiled, FusedLayers) else None
     if target is not None and shared is None:
         return
-    fp8 = any(isinstance(module, Fp8Linear | Fp8Cache) for module in model.modules())
-    weight = eager.norm.weight
-    if not dispatch.use_fused_layers(
-        weight, eager.config.body.head_dim, fp8=fp8, unlike=_unlike(eager.layers, exact=exact)
-    ):
+    quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear | Fp8Cache)]
+    weight, context = eager.norm.weight, isinstance(model, Drafter)
+    for module in quantized:
+        if isinstance(module, ComputedLinear):
+            module.require(weight.device)
+    unlike = _unlike(eager.layers, context=context, exact=exact)
+    if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=bool(quantized), unlike=unlike):
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.",
@@ -81,7 +84,6 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
                 fix="a line on stderr says what is missing; serve it on a CPU, or build it without `exact`",
             )
         return
-    context = isinstance(model, Drafter)
     layers = FusedLayers(eager.config.body, eager.layers, eager.norm, context=context, target=shared, exact=exact)
     replace_layers(eager, layers)
     if isinstance(model, Drafter):
@@ -91,18 +93,31 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(layers: nn.ModuleList, *, exact: bool) -> str | None:
-    """Reason the projections cannot be fused: foreign modules, mixed linear types, or experts that have to be exact."""
+def _unlike(layers: nn.ModuleList, *, context: bool, exact: bool) -> str | None:
+    """Reason the projections cannot be fused: foreign modules, mixed linear types, scales that do not allow it, or
+    experts that have to be exact.
+    """
     for layer in cast("Sequence[Layer]", layers):
         attention = layer.self_attn
         if exact and not layer.mlp.products():
             return "products of experts are not batch-invariant"
         projections = (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,)
         for group in (*projections, *layer.mlp.products()):
-            kinds = {type(part) for part in group}
-            if not kinds <= {nn.Linear, Fp8Linear} or len(kinds) > 1:
-                return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
+            if reason := _unjoinable(group, context=context, exact=exact):
+                return reason
     return None
+
+
+def _unjoinable(group: Sequence[nn.Module], *, context: bool, exact: bool) -> str | None:
+    """Reason that layers of one input are not one product. `context`: it is to make that of a drafter's context too."""
+    kinds = {type(part) for part in group}
+    (kind,) = kinds if len(kinds) == 1 else (None,)
+    if kind in (nn.Linear, Fp8Linear):
+        return None
+    if kind is None or not issubclass(kind, ComputedLinear):
+        return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
+    reason = kind.unjoinable(group, exact=exact)
+    return reason or (f"{kind.__name__} has no product for a drafter's context" if context else None)
 
 
 class _Layer:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.product import Product, joined, sums
+from d2sd.modeling.product import Product, sums
+from d2sd.modeling.quantized import joined
 from d2sd.plugins.layer_ops import Heads, qk_norm_rope
 
 # Shape letters: R rows, E hidden, L layers, Hkv K/V heads, D head size.

@@ -23,10 +23,11 @@ from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.feed_forward import FeedForward
-from d2sd.modeling.fp8 import Fp8Linear, carried_product, carrier
+from d2sd.modeling.fp8 import Fp8Linear, carried_product
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
+from d2sd.modeling.quantized import ComputedLinear, carrier
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, address
@@ -282,6 +283,17 @@ class PackedFp8Linear(nn.Module):
         return carried_product(x, self._weight, *self._scales, self._bias)
 
 
+class PackedQuantizedLinear(nn.Module):
+    """A layer of another scheme whose values are converted once, for a model of `dtype`."""
+
+    def __init__(self, layer: ComputedLinear, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._product = layer.carried(dtype, partial(packed_product, bias=None))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._product(x)
+
+
 def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> None:
     """Replace the layers of a CPU model in place, and give a target's head a packed copy.
 
@@ -304,6 +316,8 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
         for name, child in list(parent.named_children()):
             if isinstance(child, Fp8Linear):
                 setattr(parent, name, PackedFp8Linear(child, weight.dtype))
+            elif isinstance(child, ComputedLinear):
+                setattr(parent, name, PackedQuantizedLinear(child, weight.dtype))
             elif type(child) is nn.Linear and name != "lm_head":
                 setattr(parent, name, PackedLinear(child.weight, child.bias))
             elif isinstance(child, FeedForward):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.fp8 import Fp8Linear
+from d2sd.modeling.quantized import ComputedLinear, joined
 from d2sd.plugins.layer_ops import linear, quantize
 
-Linear = nn.Linear | Fp8Linear
+Linear = nn.Linear | Fp8Linear | ComputedLinear
 
 
 class Product(nn.Module):
@@ -22,9 +23,15 @@ class Product(nn.Module):
     is the bare sums in fp32, and that op applies `scales` too.
     """
 
+    _whole: Callable[[Tensor], Tensor] | None  # a product that quantizes its input itself
+
     def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:
         super().__init__()
         self._dtype, self._exact = dtype, exact
+        self._whole = None
+        if isinstance(parts[0], ComputedLinear):
+            whole = type(parts[0]).joined(parts)
+            parts, self._whole = [whole], whole.exact if exact else whole.forward
         self.weight = joined([part.weight.detach() for part in parts])
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         self.bias = self._added = torch.cat(biases) if biases else None
@@ -44,6 +51,9 @@ class Product(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
+        if self._whole is not None:
+            out: Tensor = self._whole(x)
+            return out
         if self.input_scale is None:
             product = linear if self._exact else F.linear
             return product(x, self.weight, self.bias)
@@ -58,7 +68,7 @@ class Product(nn.Module):
             return output.view(*x.shape[:-1], -1)
         if self.scales is not None:
             return sums(rows, self.weight, self._one)
-        out: Tensor = torch._scaled_mm(
+        out = torch._scaled_mm(
             rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
         )
         out = out.view(*x.shape[:-1], -1)
@@ -68,14 +78,6 @@ class Product(nn.Module):
 def _equal(scales: Tensor) -> bool:
     """Whether all numbers are the same; read once, when a model is loaded."""
     return bool((scales == scales[0]).all())
-
-
-def joined(weights: Sequence[Tensor]) -> Tensor:
-    """[out, in] each, one below the other."""
-    if len(weights) == 1:
-        return weights[0]
-    stored = [weight.view(torch.uint8) if weight.dtype == torch.float8_e4m3fn else weight for weight in weights]
-    return torch.cat(stored).view(weights[0].dtype)  # PyTorch does not join FP8 tensors on every device
 
 
 def sums(x: Tensor, weight: Tensor, one: Tensor, out: Tensor | None = None) -> Tensor:

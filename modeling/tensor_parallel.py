@@ -16,12 +16,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from d2sd.errors import D2SDError
+from d2sd.modeling.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,6 +142,8 @@ def _cut_module(module: nn.Module, path: str, axis: int, units: int, shard: Shar
     """Cut the tensors of a linear layer: what it has for each output or input, and not what holds for all of them."""
     cuts: dict[str, Cut] = {}
     first, last = shard.part(units)
+    if isinstance(module, nn.Linear | QuantizedLinear):
+        _narrow(module, path, axis, Fraction(first, units), Fraction(last, units))
     for name, tensor in module.state_dict().items():
         if tensor.dim() <= axis or tensor.shape[axis] == 1:  # one scale for all, or a bias of whole sums
             continue
@@ -153,10 +157,23 @@ def _cut_module(module: nn.Module, path: str, axis: int, units: int, shard: Shar
                 expected=f"axis {axis} divides at {first} of {units}",
             )
         cuts |= _cut_tensor(module, path, name, Cut(axis, start, stop))
-    weight = module.get_parameter("weight") if hasattr(module, "weight") else None
-    if isinstance(module, nn.Linear) and weight is not None:
-        module.out_features, module.in_features = weight.shape
     return cuts
+
+
+def _narrow(module: nn.Linear | QuantizedLinear, path: str, axis: int, start: Fraction, stop: Fraction) -> None:
+    """Set the sizes of a layer that is cut; a block or a group of a quantized one has to be whole."""
+    name = ("out_features", "in_features")[axis]
+    whole: int = getattr(module, name)
+    step = module.steps[axis] if isinstance(module, QuantizedLinear) else 1
+    if whole * start % step or (stop < 1 and whole * stop % step):
+        raise D2SDError(
+            "A quantized layer cannot be divided among the ranks.",
+            where=path,
+            found=f"{whole} {('outputs', 'inputs')[axis]}",
+            expected=f"a part of {step}, or a multiple",
+            fix="choose fewer ranks, or build with target.dequantize",
+        )
+    setattr(module, name, int(whole * stop) - int(whole * start))
 
 
 def _cut_tensor(module: nn.Module, path: str, name: str, part: Cut) -> dict[str, Cut]:

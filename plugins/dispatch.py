@@ -34,6 +34,10 @@ FP8_CAPABILITY = (8, 9)
 #: Major compute capabilities with grouped products in CUTLASS (`aten/src/ATen/native/cuda/GroupedBlas.cpp`), which
 #: align rows to 16 bytes.
 GROUPED_CAPABILITIES, GROUPED_STEP = (9, 10), 8
+#: The one generation whose products of FP8 with fp32 scales of blocks PyTorch calls, and the block.
+BLOCK_GEMM_CAPABILITY, _BLOCK = (9, 0), 128
+#: The first with FP4 tensor cores.
+FP4_CAPABILITY = (10, 0)
 #: Triton before this leaves out a fence between cp.async and wgmma (its pull request 9610): the attention kernel reads
 #: keys and values that may not have arrived. tests/ptx shows it. Devices before Hopper have no such instructions.
 FENCED_TRITON = Version("3.7.1")
@@ -119,6 +123,35 @@ def use_grouped_products(x: torch.Tensor, *shapes: torch.Size) -> bool:
     elif any(size % GROUPED_STEP for shape in shapes for size in shape[1:]):
         reason = f"it needs sizes that are multiples of {GROUPED_STEP}"
     return reason is None or _fall_back("grouped products of experts", reason)
+
+
+def use_block_gemm(x: torch.Tensor, inputs: int, outputs: int) -> bool:
+    """Whether FP8 linear layers with scales of 128 × 128 blocks multiply FP8 by FP8 for this input, as `use_fp8_gemm`.
+
+    Raises `D2SDError` for a CUDA device or a layer for which PyTorch has no such product, under `D2SD_NO_FALLBACK=1`.
+    """
+    if x.device.type != "cuda":
+        return False
+    capability = torch.cuda.get_device_capability(x.device)
+    what, reason = "FP8 matrix multiplication with scales of blocks", None
+    if capability != BLOCK_GEMM_CAPABILITY:
+        reason = f"PyTorch has it for compute capability 9.0 alone, this is {capability}"
+    elif inputs % _BLOCK or outputs % _BLOCK:
+        reason = f"a layer [{outputs}, {inputs}] is not of whole blocks of {_BLOCK}"
+    return reason is None or _fall_back(what, reason)
+
+
+def require_fp4_gemm(device: torch.device) -> None:
+    """Raise `D2SDError` for a CUDA device without FP4 tensor cores: carrying FP4 there would be slower than 16 bits."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= FP4_CAPABILITY:
+        return
+    raise D2SDError(
+        "This GPU has no product for NVFP4.",
+        where=str(device),
+        found=f"compute capability {capability}",
+        expected=f"{FP4_CAPABILITY} or higher",
+        fix="build with `target.dequantize: true`, or from an FP8 checkpoint of this model",
+    )
 
 
 def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str | None) -> bool:

@@ -1,50 +1,47 @@
-"""The description of FP8 in a checkpoint: ModelOpt's unified layout, read strictly and written in full.
+"""The description of a quantized checkpoint: ModelOpt's unified layout is read and written here, others are read.
 
 `hf_quant_config.json` and `quantization_config` in config.json contain the same description, because readers differ in
-which of the two they read. Weights are E4M3 with a `weight_scale` and an `input_scale` next to each; K/V have `k_scale`
-and `v_scale` at their projections.
+which of the two they read. Other tools write `quantization_config` alone (`dialects.py`); a copy keeps it as it is.
+ModelOpt has FP8 and NVFP4 (`schemes.py`); K/V have `k_scale` and `v_scale` at their projections.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from d2sd.convert.checkpoint import schemes
+from d2sd.convert.checkpoint.dialects import read_dialect
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.schemes import EVERY, Quantization
 from d2sd.errors import CheckpointError
+from d2sd.modeling.quantized import Scheme
+
+__all__ = ["FILE", "KEY", "Quantization", "described", "read_quantization", "refuse_unserved"]
 
 FILE, KEY = "hf_quant_config.json", "quantization_config"
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
-
-
-@dataclass(frozen=True, slots=True)
-class Quantization:
-    """FP8 of every linear layer that no pattern of `exclude` matches (`*` is any text), and of K/V where `kv`."""
-
-    exclude: tuple[str, ...]
-    kv: bool
-    producer: tuple[str, str]  # name and version
-
-    def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Return those of the linear layers `names` that are FP8; patterns match `prefix` + name."""
-        return [name for name in names if not any(fnmatchcase(prefix + name, pattern) for pattern in self.exclude)]
+_FLOAT4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+#: ModelOpt: `quant_algo` -> the scheme, the size of its groups, and a group of layers in config.json.
+_ALGORITHMS: dict[str, tuple[Scheme, int | None, dict[str, Any]]] = {
+    "FP8": (schemes.FP8, None, {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": [EVERY]}),
+    "NVFP4": (schemes.NVFP4, 16, {"input_activations": _FLOAT4, "weights": _FLOAT4, "targets": [EVERY]}),
+    "W4A16_NVFP4": (schemes.NVFP4_WEIGHTS, 16, {"weights": _FLOAT4, "targets": [EVERY]}),
+}
 
 
 def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
-    """Read the description of FP8 in `directory` and its config.json; None if there is none.
+    """Read how the checkpoint in `directory` is quantized; None if it is not.
 
-    Raises `CheckpointError` for any other quantization, and if the two disagree.
+    Raises `CheckpointError` for what d2sd does not read, and if two descriptions disagree.
     """
     inline = _read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
     path = directory / FILE
     if not path.is_file():
         return inline
     separate = _read_file(HFConfig.of_file(path))
-    if inline is not None and (set(inline.exclude), inline.kv) != (set(separate.exclude), separate.kv):
+    if inline is not None and _facts(inline) != _facts(separate):
         raise CheckpointError(
             "Two files describe the quantization differently.",
             where=f"{path} and {config.where}: {KEY}",
@@ -54,22 +51,41 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     return separate
 
 
-def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the contents of `hf_quant_config.json`, and of `quantization_config` in config.json."""
+def refuse_unserved(quantization: Quantization | None, where: Path, precision: str, size: str | None = None) -> None:
+    """Raise `CheckpointError` for a scheme without a product; `precision` and `size` describe both ways to hold it."""
+    if quantization is not None and quantization.unserved is not None:
+        raise CheckpointError(
+            "d2sd has no product for this quantization.",
+            where=f"{where}: {KEY}",
+            found=quantization.unserved + (f", {size} as stored" if size else ""),
+            expected="FP8 or NVFP4, of weights and inputs",
+            fix=f"set target.dequantize to true, to read its weights in {precision}; or name an FP8 checkpoint of this "
+            "model",
+        )
+
+
+def described(quantization: Quantization) -> tuple[dict[str, Any] | None, dict[str, Any]]:
+    """Return the contents of `hf_quant_config.json`, if the checkpoint has one, and of `quantization_config`."""
+    if quantization.source is not None:
+        return None, dict(quantization.source)
+    ((scheme, _),) = quantization.groups
+    algorithm = next(name for name, (row, _, _) in _ALGORITHMS.items() if row == scheme)
+    group_size, group = _ALGORITHMS[algorithm][1:]
     producer = dict(zip(("name", "version"), quantization.producer, strict=True))
     exclude = list(quantization.exclude)
     separate = {
         "producer": producer,
         "quantization": {
-            "quant_algo": "FP8",
+            "quant_algo": algorithm,
             "kv_cache_quant_algo": "FP8" if quantization.kv else None,
+            **({} if group_size is None else {"group_size": group_size}),
             "exclude_modules": exclude,
         },
     }
     inline: dict[str, Any] = {
-        "config_groups": {"group_0": {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": ["Linear"]}},
+        "config_groups": {"group_0": group},
         "ignore": exclude,
-        "quant_algo": "FP8",
+        "quant_algo": algorithm,
         "producer": producer,
         "quant_method": "modelopt",
     }
@@ -78,35 +94,34 @@ def described(quantization: Quantization) -> tuple[dict[str, Any], dict[str, Any
 
 def _read_file(file: HFConfig) -> Quantization:
     part = file.part("quantization")
-    _only_fp8(part)
+    scheme, group_size, _ = _algorithm(part)
     if part.values.get("kv_cache_quant_algo") not in (None, "FP8"):
         raise part.refuse("This K/V quantization is not supported.", "kv_cache_quant_algo", "FP8 or null")
-    part.only("group_size", None)
+    part.only("group_size", group_size, None)
     part.only("has_zero_point", False, None)
     part.only("pre_quant_scale", False, None)
     kv = part.values.get("kv_cache_quant_algo") == "FP8"
-    return Quantization(_names(part, "exclude_modules"), kv, _producer(file))
+    return Quantization(_names(part, "exclude_modules"), kv, _producer(file), ((scheme, (EVERY,)),))
 
 
 def _read_inline(part: HFConfig) -> Quantization:
     if part.values.get("quant_method") != "modelopt":
-        raise _refused(part, "quant_method", "modelopt")
-    _only_fp8(part)
+        return read_dialect(part)
+    scheme, _, expected = _algorithm(part)
     part.only("kv_cache_scheme", None, _FLOAT8)
     for group in part.get("config_groups", dict, {}).values():
-        if group != {"input_activations": _FLOAT8, "weights": _FLOAT8, "targets": ["Linear"]}:
-            raise part.refuse("This quantization is not supported.", "config_groups", json.dumps(_FLOAT8))
-    return Quantization(_names(part, "ignore"), part.values.get("kv_cache_scheme") is not None, _producer(part))
+        if group != expected:
+            raise part.refuse("This quantization is not supported.", "config_groups", json.dumps(expected))
+    kv = part.values.get("kv_cache_scheme") is not None
+    return Quantization(_names(part, "ignore"), kv, _producer(part), ((scheme, (EVERY,)),))
 
 
-def _only_fp8(part: HFConfig) -> None:
-    if part.values.get("quant_algo") != "FP8":
-        raise _refused(part, "quant_algo", "FP8")
-
-
-def _refused(part: HFConfig, key: str, expected: str) -> CheckpointError:
-    fix = "start from the checkpoint from before it was quantized"
-    return part.refuse("This quantization is not supported.", key, expected, fix)
+def _algorithm(part: HFConfig) -> tuple[Scheme, int | None, dict[str, Any]]:
+    name = part.values.get("quant_algo")
+    if not isinstance(name, str) or name not in _ALGORITHMS:
+        fix = "start from the checkpoint from before it was quantized"
+        raise part.refuse("This quantization is not supported.", "quant_algo", ", ".join(_ALGORITHMS), fix)
+    return _ALGORITHMS[name]
 
 
 def _names(part: HFConfig, key: str) -> tuple[str, ...]:
@@ -121,5 +136,9 @@ def _producer(config: HFConfig) -> tuple[str, str]:
     return part.get("name", str, "unknown"), part.get("version", str, "unknown")
 
 
+def _facts(quantization: Quantization) -> tuple[object, ...]:
+    return set(quantization.exclude), quantization.kv, quantization.groups
+
+
 def _summary(quantization: Quantization) -> str:
-    return f"all but {', '.join(quantization.exclude)}{' and K/V' if quantization.kv else ''}"
+    return f"{quantization.text}, all but {', '.join(quantization.exclude)}{' and K/V' if quantization.kv else ''}"

@@ -1,8 +1,8 @@
 """The target's checkpoint: a Hugging Face folder of one of `families.py`, read strictly and written in one precision.
 
-Features that change the forward pass and are not modelled (quantized weights other than FP8, partial rotary, other
-activations) are refused by key. Tensors have Hugging Face's names; the module's names are the same without the leading
-`model.`, except the K/V scales and experts, which are stacked (`experts.py`).
+Features that change the forward pass and are not modelled (partial rotary, other activations) are refused by key.
+Tensors have Hugging Face's names; the module's names are the same without the leading `model.`, except the K/V scales
+and experts, which are stacked (`experts.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from pathlib import Path
 
 import torch
 
+from d2sd.convert.checkpoint.dequantize import dequantized
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
-from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
 from d2sd.convert.checkpoint.weights import (
     DTYPES,
     INDEX,
@@ -34,7 +35,8 @@ from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import linear_names, make_fp8
+from d2sd.modeling.fp8 import linear_names, make_fp8_cache
+from d2sd.modeling.quantized import make_quantized
 from d2sd.modeling.tensor_parallel import Shard, cut
 from d2sd.progress import Progress, silent
 
@@ -49,7 +51,9 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-_KV_SCALE, _KV_CACHE = re.compile(r"\b([kv])_proj\.\1_scale$"), re.compile(r"\b([kv])_cache\.scale$")
+#: Scales of K and V: ModelOpt's, compressed-tensors' own and those of its first versions.
+_KV_SCALE = re.compile(r"\b(?:([kv])_proj\.(?:\1_scale|output_scale)|(?<=self_attn\.)([kv])_scale)$")
+_KV_CACHE = re.compile(r"\b([kv])_cache\.scale$")
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
 
@@ -70,7 +74,9 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
     """Read a target, or a rank's part of it, onto the CPU in `dtype`, in eval mode and without gradients."""
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
-    module = _empty(config, read_quantization(directory, raw))
+    quantization = read_quantization(directory, raw)
+    refuse_unserved(quantization, directory / "config.json", str(dtype).removeprefix("torch."))
+    module = _empty(config, quantization)
     shapes, experts = expected_shapes(module), _experts(config)
     cuts = {} if shard is None else cut(module, shard)
     read = read_tensors(directory, experts.stored(shapes), dtype, _rename(config), cuts)
@@ -79,21 +85,34 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
 
 
 def write_target(
-    source: Path, directory: Path, precision: str, progress: Progress = silent, *, text_side: Path | None = None
+    source: Path,
+    directory: Path,
+    precision: str,
+    progress: Progress = silent,
+    *,
+    text_side: Path | None = None,
+    dequantize: bool = False,
 ) -> None:
     """Copy a checkpoint in `precision`, shard by shard under its own file names, with tokenizer and stop tokens.
 
-    FP8 tensors stay FP8. Tokenizer and stop tokens are copied from the folder `text_side` if given.
+    Quantized tensors stay as they are, or are read in `precision` where `dequantize`. Tokenizer and stop tokens are
+    copied from the folder `text_side` if given.
     """
     raw = HFConfig.read(source)
     config, quantization = parse_target_config(raw), read_quantization(source, raw)
     _check_tied_head(source, config)
-    shapes = target_shapes(config, quantization)
+    shapes, rename = target_shapes(config, quantization), _rename(config)
+    files = read_tensors(source, shapes, DTYPES[precision], rename)
+    if not dequantize:
+        refuse_unserved(quantization, source / "config.json", precision)
+    elif quantization is not None:
+        files, quantization = dequantized(files, _empty(config, quantization), DTYPES[precision], source), None
+    own_names = {rename(name): name for name in read_headers(source)}
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     with progress("writing the target", len(shapes)) as advance:
-        for file, tensors in read_tensors(source, shapes, DTYPES[precision], _rename(config)):
-            named = {_hf_name(name): tensor for name, tensor in tensors.items()}
+        for file, tensors in files:
+            named = {own_names.get(name, _hf_name(name)): tensor for name, tensor in tensors.items()}
             if named:  # a shard may contain only a tied head
                 write_tensors(directory / file, named)
             weight_map |= dict.fromkeys(named, file)
@@ -101,11 +120,12 @@ def write_target(
     if "model.safetensors" not in weight_map.values():
         write_json(directory / INDEX, {"metadata": {}, "weight_map": weight_map})
     dtype = str(DTYPES[precision]).removeprefix("torch.")
-    fields = {key: value for key, value in raw.values.items() if key not in _PROVENANCE}
+    fields = {key: value for key, value in raw.values.items() if key not in (*_PROVENANCE, KEY)}
     fields |= {"architectures": [FAMILIES[config.family].architecture], "dtype": dtype}
     if quantization is not None:
         separate, fields[KEY] = described(quantization)
-        write_json(directory / FILE, separate)
+        if separate is not None:
+            write_json(directory / FILE, separate)
     write_json(directory / "config.json", fields)
     _copy_text_side(text_side or source, directory)
 
@@ -152,7 +172,9 @@ def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
     with torch.device("meta"):
         module = Decoder(config)
         if quantization is not None:
-            make_fp8(module, quantization.of(linear_names(module), "model."), cache=quantization.kv)
+            make_quantized(module, quantization.schemes(linear_names(module), "model."))
+            if quantization.kv:
+                make_fp8_cache(module)
     return module
 
 
@@ -163,7 +185,7 @@ def _rename(config: DecoderConfig) -> Rename:
         if name == "lm_head.weight":
             return None if config.tie_word_embeddings else name  # see _check_tied_head
         ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"
-        return _KV_SCALE.sub(r"\1_cache.scale", ours)
+        return _KV_SCALE.sub(lambda found: f"{found[1] or found[2]}_cache.scale", ours)
 
     return rename
 

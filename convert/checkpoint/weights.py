@@ -5,6 +5,7 @@ Pickles are never opened. Names, types and shapes come from headers, so `--plan`
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -26,7 +27,35 @@ from d2sd.modeling.tensor_parallel import Cut
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_STORED = {"unquantized": ("F32", "BF16", "F16"), "FP8": ("F8_E4M3",), "scale": ("F32",)}
+#: How a tensor is stored -> its types in files, and bytes of a number in memory; None: of the model's type.
+_STORED: dict[str, tuple[tuple[str, ...], int | None]] = {
+    "unquantized": (("F32", "BF16", "F16"), None),
+    "FP8": (("F8_E4M3",), 1),
+    "FP4": (("U8",), 1),  # two numbers a byte
+    "integers": (("I32",), 4),
+    "shape": (("I64",), 8),
+    "scale": (("F32", "BF16", "F16"), 4),
+    "FP8 scale": (("F8_E4M3",), 1),
+    "group scale": (("F32", "BF16", "F16"), 4),
+}
+#: Last part of a tensor's name, another tensor of its layer where that decides, and how it is stored; the first row
+#: that holds.
+_KINDS: tuple[tuple[str, str | None, str], ...] = (
+    ("weight", "weight_scale_2", "FP4"),
+    ("weight", "weight_scale", "FP8"),
+    ("weight", "weight_scale_inv", "FP8"),
+    ("weight_packed", "weight_global_scale", "FP4"),
+    ("weight_packed", None, "integers"),
+    ("weight_scale", "weight_scale_2", "FP8 scale"),
+    ("weight_scale", "weight_global_scale", "FP8 scale"),
+    ("weight_scale", "weight_packed", "group scale"),
+    ("weight_shape", None, "shape"),
+    ("scales", "qweight", "group scale"),
+    *((name, None, "integers") for name in ("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "g_idx")),
+    *((name, None, "scale") for name in ("weight_scale_inv", "weight_scale_2")),
+)
+#: Scales that may be zero: of a group of zeros.
+_MAY_BE_ZERO = ("FP8 scale", "group scale")
 
 _WHOLE: Mapping[str, Cut] = MappingProxyType({})
 
@@ -50,10 +79,18 @@ def expected_shapes(module: nn.Module) -> dict[str, tuple[int, ...]]:
 
 
 def stored_as(name: str, expected: Shapes) -> str:
-    """How a tensor of a module with names `expected` is stored: "scale", "FP8" (it has a scale) or "unquantized"."""
-    if name.endswith(("_scale", "_cache.scale")):
-        return "scale"
-    return "FP8" if f"{name}_scale" in expected else "unquantized"
+    """How a tensor of a module with names `expected` is stored: a key of the table above."""
+    stem, _, last = name.rpartition(".")
+    for kind, other, stored in _KINDS:
+        if last == kind and (other is None or f"{stem}.{other}" in expected):
+            return stored
+    return "scale" if name.endswith(("_scale", "_cache.scale")) else "unquantized"
+
+
+def stored_bytes(name: str, expected: Shapes, dtype: torch.dtype) -> int:
+    """Bytes in memory of a tensor of a module in `dtype` with names `expected`."""
+    size = _STORED[stored_as(name, expected)][1]
+    return math.prod(expected[name]) * (dtype.itemsize if size is None else size)
 
 
 def has_weights(directory: Path) -> bool:
@@ -162,20 +199,23 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
             "The tensors are not those of the configuration.",
             where=directory,
             found="; ".join(p for p in parts if p),
-            fix="scales belong to FP8, which quantization_config or hf_quant_config.json must describe"
-            if any(name.endswith("_scale") for name in unknown)
+            fix="scales belong to FP8 and the like, which quantization_config or hf_quant_config.json must describe"
+            if any("scale" in name for name in unknown)
             else None,
         )
+    if len(set(names.values())) < len(names):
+        twice = sorted(name for name, ours in names.items() if list(names.values()).count(ours) > 1)
+        raise CheckpointError("A tensor is stored twice, under two names.", where=directory, found=_some(twice))
     for name, ours in names.items():
         info = found[name]
-        if info.shape != expected[ours]:
+        if info.shape != expected[ours] and not _same_scales(info.shape, ours, expected):
             raise CheckpointError(
                 "A tensor has the wrong shape.",
                 where=f"{info.file}: {name}",
                 found=list(info.shape),
                 expected=list(expected[ours]),
             )
-        allowed = _STORED[stored_as(ours, expected)]
+        allowed = _STORED[stored_as(ours, expected)][0]
         if info.dtype not in allowed:
             raise CheckpointError(
                 "A tensor's type is not supported.",
@@ -189,6 +229,12 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
     return names
 
 
+def _same_scales(found: tuple[int, ...], name: str, expected: Shapes) -> bool:
+    """Whether scales differ in axes of size 1 alone: compressed-tensors stores one scale as [1]."""
+    plain = [[size for size in shape if size != 1] for shape in (found, expected[name])]
+    return stored_as(name, expected) == "scale" and plain[0] == plain[1]
+
+
 def read_tensors(
     directory: Path,
     expected: Shapes,
@@ -200,8 +246,8 @@ def read_tensors(
 
     Of tensors in `cuts`, by our names, that part alone is read.
 
-    FP8 tensors and their scales are not converted. All headers are checked before the first file is read; NaN and
-    infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
+    Quantized tensors are not converted; scales are in fp32. All headers are checked before the first file is read; NaN
+    and infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
     """
     headers = read_headers(directory)
     names = check_headers(directory, headers, expected, rename)
@@ -210,21 +256,29 @@ def read_tensors(
         with open_tensors(file) as handle:
             for name in sorted(n for n in names if headers[n].file == file):
                 kind = stored_as(names[name], expected)
-                part = cuts.get(names[name])
+                part, shape = cuts.get(names[name]), expected[names[name]]
                 tensor: Tensor = handle.get_tensor(name) if part is None else part.read(handle.get_slice(name))
-                tensor = tensor.to(dtype) if kind == "unquantized" else tensor
-                _check_values(tensor, kind, f"{file}: {name}")
-                tensors[names[name]] = tensor
+                if kind in ("unquantized", "scale", "group scale"):
+                    tensor = tensor.to(dtype if kind == "unquantized" else torch.float32)
+                check_values(tensor, kind, f"{file}: {name}")
+                # The number of a scale may be stored with fewer or more axes of size 1.
+                whole = shape if part is None else (*tensor.shape, *(1,) * (len(shape) - tensor.dim()))
+                tensors[names[name]] = tensor.reshape(whole)
         yield file.name, tensors
 
 
-def _check_values(tensor: Tensor, kind: str, where: str) -> None:
+def check_values(tensor: Tensor, kind: str, where: str) -> None:
+    """Refuse NaN, infinities, and scales that are not positive, by name."""
+    if not tensor.is_floating_point():
+        return
     # min and max propagate NaN: one pass, and a copy for FP8 only, which lacks aminmax
-    low, high = (tensor.float() if kind == "FP8" else tensor).aminmax()
+    low, high = (tensor.float() if tensor.dtype == torch.float8_e4m3fn else tensor).aminmax()
     if not (low.isfinite() and high.isfinite()):
         raise CheckpointError("A tensor holds NaN or infinity.", where=where, expected=f"finite in {tensor.dtype}")
     if kind == "scale" and low <= 0:
         raise CheckpointError("A scale is not positive.", where=where, found=low.item())
+    if kind in _MAY_BE_ZERO and low < 0:
+        raise CheckpointError("A scale is negative.", where=where, found=low.item())
 
 
 def read_tensor(file: Path, name: str) -> Tensor:

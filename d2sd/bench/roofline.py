@@ -118,7 +118,7 @@ class Roofline:
         peaks, body, size = PEAKS[self.gpu], part.body, self._size
         half = peaks.fp32 if size == 4 else peaks.half
         stored, weights = part.weight_bytes, part.parameters
-        narrow = (weights * size - stored) / (size - 1) if size > 1 else 0  # weights in FP8
+        narrow = min((weights * size - stored) / (size - 1), weights) if size > 1 else 0  # weights in FP8, or narrower
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
             tables = part.config.vocab_size * body.hidden_size * (1 if part.config.tie_word_embeddings else 2)
             stored, weights = stored - tables * size, weights - tables

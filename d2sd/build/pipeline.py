@@ -139,7 +139,7 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
     common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
     source, need, write = _target(plan, plan.target, work)
     folder, common = plan.target_file, common | {"source": source}
-    if recipe.target.pypi:
+    if recipe.target.pypi or recipe.target.dequantize:
         work.stage("plain_target", common, need, write, internal=True)
         folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
@@ -157,11 +157,13 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
 def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of the target's stage."""
     file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
+    dequantize = plan.recipe.target.dequantize
     assert file is not None
     need = part.weight_bytes + _SMALL_FILES
     if not pypi:
         hashes = hash_files(file, source_files(file), work.progress)
-        return hashes, need, lambda folder: write_target(file, folder, precision, work.progress)
+        inputs = {"files": hashes, "dequantize": True} if dequantize else hashes
+        return inputs, need, lambda folder: write_target(file, folder, precision, work.progress, dequantize=dequantize)
 
     def write(folder: Path) -> None:
         with work.scratch() as converted:
@@ -227,6 +229,7 @@ def _target_geometry(part: Part) -> TargetGeometry:
         head_dim=body.head_dim,
         vocab_size=part.config.vocab_size,
         parameters=part.parameters,
+        quantization=None if part.choice is None else part.choice.text,
     )
 
 

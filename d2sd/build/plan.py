@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
 from d2sd.build.sources import check_downloaded, located, sources_of
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
@@ -15,7 +16,7 @@ from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target import check_target_tensors, target_shapes
-from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights, stored_as
+from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights
 from d2sd.convert.kinds import DrafterKind, kind_of
 from d2sd.errors import RecipeError
 from d2sd.extras import require
@@ -31,9 +32,9 @@ from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
-#: Tensors of the target that FP8 holds in one byte per weight: every linear layer except its head.
-_PROJECTIONS = "_proj.weight"
 _NO_FP8 = FP8(target=False, drafters=False)
+#: Bytes of the scales of an FP8 layer, of its weights and of its inputs.
+_SCALES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +45,11 @@ class Part:
     source: str
     config: DecoderConfig | DraftConfig
     parameters: int
-    weight_bytes: int  # in memory: FP8 layers one byte a weight, without their scales, two numbers a layer
+    weight_bytes: int  # in memory
     kv_token_bytes: int  # K and V of one token, all layers; 0 for a drafter without pages of its own
     has_weights: bool  # else the sizes are those of its config alone
     role: DrafterRole | None = None  # None: the target
+    choice: Choice | None = None  # of a target whose checkpoint is quantized
 
     @property
     def body(self) -> BodyConfig:
@@ -215,14 +217,18 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
         config = parse_target_config(HFConfig.read(file))
         quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
     _refuse(recipe, config.body, f"{config.family} in {file}", target=True)
-    fp8 = recipe.fp8 or _NO_FP8
-    shapes = target_shapes(config, quantization)
-    narrow = {name for name in shapes if fp8.target and name.endswith(_PROJECTIONS)}
-    if narrow:
+    fp8, plain = recipe.fp8 or _NO_FP8, target_shapes(config)
+    choice = choose(recipe, quantization, target_shapes(config, quantization), plain, file / "config.json")
+    quantization = None if choice is None or choice.dequantize else choice.quantization
+    if fp8.target:
         _refuse_fp8_twice(quantization, str(file), "target")
-    kv = fp8.kv or (quantization is not None and quantization.kv)
+    if quantization is None:  # what the build makes of it
+        quantization = Quantization(("lm_head",) if fp8.target else ("*",), fp8.kv, ("", ""))
+    kv = fp8.kv or quantization.kv
     token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
-    return Part("target", str(file), config, *_sizes(recipe, shapes, narrow), token, weights_present), config
+    size = bytes_of(target_shapes(config, quantization), DTYPES[recipe.precision])
+    part = Part("target", str(file), config, numbers_of(plain), size, token, weights_present, choice=choice)
+    return part, config
 
 
 #: What is done without for a target with these, and why.
@@ -275,29 +281,26 @@ def _drafter(
     if recipe.fp8 is not None and recipe.fp8.drafters:
         _refuse_fp8_twice(quantization, str(folder), "drafters")
         rounded = kind.fp8_layers(kind.empty(config))
-    sizes = _sizes(recipe, shapes, {f"{layer}.weight" for layer in rounded})
+    sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
     token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
     return Part(role.folder, str(folder), config, *sizes, token, weights_present, role)
 
 
 def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:
-    """Raise `RecipeError` for a checkpoint in FP8 that the recipe wants in FP8."""
+    """Raise `RecipeError` for a quantized checkpoint that the recipe wants in FP8."""
     if quantization is not None:
         raise RecipeError(
-            "This checkpoint is FP8 already.", where=source, fix=f"set fp8.{key} to false: it is kept as it is"
+            f"This checkpoint is {quantization.text} already.",
+            where=source,
+            fix=f"set fp8.{key} to false: it is kept as it is",
         )
 
 
-def _sizes(recipe: Recipe, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
-    """Parameters, and bytes of weights in memory; `rounded` tensors are FP8 there, not in the source checkpoint."""
-    parameters = weights = 0
-    for tensor, shape in shapes.items():
-        stored = stored_as(tensor, shapes)
-        if stored != "scale":
-            parameters += math.prod(shape)
-            is_fp8 = stored == "FP8" or tensor in rounded
-            weights += math.prod(shape) * (1 if is_fp8 else DTYPES[recipe.precision].itemsize)
-    return parameters, weights
+def _sizes(recipe: Recipe, plain: Shapes, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
+    """Parameters, and bytes in memory of a drafter of tensors `shapes`; `rounded` layers are FP8 there alone."""
+    dtype = DTYPES[recipe.precision]
+    saved = sum(math.prod(plain[f"{layer}.weight"]) * (dtype.itemsize - 1) - _SCALES for layer in rounded)
+    return numbers_of(plain), bytes_of(shapes, dtype) - saved
 
 
 def _kv_bytes(body: BodyConfig, size: int) -> int:

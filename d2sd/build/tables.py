@@ -42,6 +42,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", str(part.config))
+        if part.choice is not None:
+            _lines(part.choice.lines())
         if not part.has_weights:
             _line("", "its weights are not on this machine: sizes are those of config.json")
     if plan.parts:
@@ -64,7 +66,8 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     table = Table("model", "parameters", "on disk")
     models = {"target": manifest.target} | {f"drafter_{name}": model for name, model in manifest.drafters.items()}
     for name, model in models.items():
-        _line(name, ", ".join(f"{k} {v}" for k, v in model.model_dump(exclude={"parameters"}).items()))
+        fields = model.model_dump(exclude={"parameters"}, exclude_none=True)
+        _line(name, ", ".join(f"{key} {value}" for key, value in fields.items()))
         size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
         table.add_row(name, f"{model.parameters:,}", size_text(size))
     show_table(table)

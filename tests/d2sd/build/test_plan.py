@@ -109,14 +109,15 @@ def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path
     (tmp_path / "second" / FP8_INPUTS).unlink()
     stored = make_plan(load_recipe(recipe)).parts
     # fc (64 x 32) and 2 layers of q (32 x 32), k and v (32 x 16)
-    assert stored[2].weight_bytes == found.parts[2].weight_bytes + 64 * 32 + 2 * (32 * 32 + 2 * 32 * 16)
+    assert stored[2].weight_bytes == found.parts[2].weight_bytes + 64 * 32 - 8 + 2 * (32 * 32 + 2 * 32 * 16 - 3 * 8)
     assert stored[:2] == found.parts[:2]
     assert [part.parameters for part in found.parts] == [part.parameters for part in before.parts]
-    # 3 layers of q and o (32 x 32), k and v (32 x 16) and three of the MLP (32 x 64) are a byte less each
-    assert found.parts[0].weight_bytes == before.parts[0].weight_bytes - 3 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
+    # 3 layers of q and o (32 x 32), k and v (32 x 16) and three of the MLP (32 x 64) are a byte less each; these seven
+    # have two scales of four bytes, K and V one each
+    saved = 2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 - 7 * 8
+    assert found.parts[0].weight_bytes == before.parts[0].weight_bytes - 3 * (saved - 8)
     # fc (64 x 32), and 2 layers of the same
-    layers = 64 * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64)
-    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - layers
+    assert found.parts[1].weight_bytes == before.parts[1].weight_bytes - (64 * 32 - 8) - 2 * saved
     assert [part.kv_token_bytes for part in before.parts] == [2 * 3 * 16 * 2, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
     assert [part.kv_token_bytes for part in found.parts] == [2 * 3 * 16, 2 * 2 * 16 * 2, 2 * 2 * 16 * 2]
 

@@ -1,0 +1,182 @@
+"""Readers of `quantization_config` by its `quant_method`: compressed-tensors, fp8 (DeepSeek, Qwen), awq, gptq.
+
+Every key that changes numbers is checked. Others, which say how the checkpoint was made, are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from d2sd.convert.checkpoint import schemes
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.schemes import EVERY, Quantization
+from d2sd.errors import CheckpointError
+from d2sd.modeling.quantized import Scheme
+from d2sd.modeling.scaled_fp8 import BLOCK
+
+_FIX = "start from the checkpoint before it was quantized, or from an FP8 one of this model"
+_FLOAT8 = {"num_bits": 8, "type": "float"}
+_FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
+_TOKEN = _FLOAT8 | {"strategy": "token", "dynamic": True}
+_CALIBRATED = _FLOAT8 | {"strategy": "tensor", "dynamic": False}
+#: compressed-tensors: what `weights` and `input_activations` of a group say -> the scheme.
+_GROUPS: tuple[tuple[Mapping[str, Any], Mapping[str, Any] | None, Scheme], ...] = (
+    (_FLOAT8 | {"strategy": "tensor"}, _CALIBRATED, schemes.FP8),
+    (_FLOAT8 | {"strategy": "channel"}, _CALIBRATED, schemes.FP8_CHANNELS),
+    (_FLOAT8 | {"strategy": "tensor"}, _TOKEN, schemes.FP8_TENSOR_DYNAMIC),
+    (_FLOAT8 | {"strategy": "channel"}, _TOKEN, schemes.FP8_DYNAMIC),
+    (
+        _FLOAT8 | {"strategy": "block", "block_structure": [BLOCK, BLOCK]},
+        _FLOAT8 | {"strategy": "group", "group_size": BLOCK, "dynamic": True},
+        schemes.FP8_BLOCKS_COMPRESSED,
+    ),
+    (_FLOAT8 | {"strategy": "tensor"}, None, schemes.FP8_TENSOR_WEIGHTS),
+    (_FLOAT8 | {"strategy": "channel"}, None, schemes.FP8_WEIGHTS),
+    (_FLOAT4, _FLOAT4 | {"dynamic": "local"}, schemes.NVFP4_COMPRESSED),
+    (_FLOAT4, None, schemes.NVFP4_WEIGHTS_COMPRESSED),
+)
+_NEUTRAL: tuple[object, ...] = ({}, None)
+
+
+def read_dialect(part: HFConfig) -> Quantization:
+    """Read a `quantization_config` of another tool than ModelOpt; raises `CheckpointError` naming the key."""
+    method = part.values.get("quant_method")
+    reader = _READERS.get(method) if isinstance(method, str) else None
+    if reader is None:
+        raise part.refuse(
+            "This quantization is not supported.", "quant_method", ", ".join(["modelopt", *_READERS]), _FIX
+        )
+    return reader(part)
+
+
+def _compressed(part: HFConfig) -> Quantization:
+    part.only("quantization_status", "compressed", "frozen", None)
+    part.only("transform_config", *_NEUTRAL)  # rotations of weights and inputs
+    if part.get("sparsity_config", dict, {}).get("format", "dense") != "dense":
+        raise part.refuse("Sparse weights are not supported.", "sparsity_config", "format dense", _FIX)
+    kv = part.values.get("kv_cache_scheme")
+    if kv is not None and not (isinstance(kv, dict) and _says(kv, _CALIBRATED) and kv.get("symmetric", True) is True):
+        raise part.refuse(
+            "This K/V quantization is not supported.", "kv_cache_scheme", "FP8 with a scale a tensor, or null"
+        )
+    groups = []
+    for name, values in part.get("config_groups", dict).items():
+        where = f"{part.where}: config_groups.{name}"
+        if not isinstance(values, dict):
+            raise CheckpointError("A group is not a dictionary.", where=where, found=type(values).__name__)
+        group = HFConfig(values, where)
+        groups.append((_compressed_scheme(group), _patterns(group, "targets")))
+    if not groups:
+        raise part.refuse("No group of layers is described.", "config_groups", "one group or more")
+    ignored = _patterns(part, "ignore")
+    version = part.get("version", str, "unknown")
+    return Quantization(ignored, kv is not None, ("compressed-tensors", version), tuple(groups), "regex", part.values)
+
+
+def _compressed_scheme(group: HFConfig) -> Scheme:
+    group.only("output_activations", None)
+    weights, inputs = group.get("weights", dict), group.get("input_activations", dict, {}) or None
+    plain = HFConfig(weights, f"{group.where}.weights")
+    plain.only("dynamic", False, None)
+    for expected, of_inputs, scheme in _GROUPS:
+        if _says(weights, expected) and _inputs_say(inputs, of_inputs):
+            plain.only("symmetric", True, None)
+            return scheme
+    if weights.get("type") == "int" and weights.get("num_bits") in (4, 8) and inputs is None:
+        return _integers(plain)
+    raise group.refuse(
+        "This quantization is not supported.",
+        "input_activations" if any(_says(weights, expected) for expected, _, _ in _GROUPS) else "weights",
+        "FP8 by tensor, channel or blocks, NVFP4, or packed integers of 4 or 8 bits, of weights alone",
+        _FIX,
+    )
+
+
+def _integers(weights: HFConfig) -> Scheme:
+    weights.only("strategy", "group", "channel")
+    weights.only("actorder", None, False, "weight", "static", "group", "dynamic")
+    group = weights.size("group_size") if weights.values["strategy"] == "group" else None
+    return schemes.packed_integers(
+        weights.values["num_bits"],
+        group,
+        zero_points=not weights.get("symmetric", bool, True),
+        ordered=weights.values.get("actorder") in ("group", "dynamic"),
+    )
+
+
+def _fp8(part: HFConfig) -> Quantization:
+    part.only("fmt", "e4m3", "float8_e4m3fn", None)
+    part.only("scale_fmt", None, "float")  # ue8m0 rounds the scales of inputs to powers of two
+    part.only("activation_scheme", "dynamic", "static")
+    part.only("dequantize", False, None)
+    ignored = (*_patterns(part, "modules_to_not_convert"), *_patterns(part, "ignored_layers"))
+    dynamic = part.values["activation_scheme"] == "dynamic"
+    if part.values.get("weight_block_size") is None:
+        scheme = schemes.FP8_TENSOR_DYNAMIC if dynamic else schemes.FP8
+    else:
+        part.only("weight_block_size", [BLOCK, BLOCK])
+        part.only("activation_scheme", "dynamic")
+        scheme = schemes.FP8_BLOCKS
+    return Quantization(ignored, False, ("fp8", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
+
+
+def _awq(part: HFConfig) -> Quantization:
+    part.only("bits", 4)
+    part.only("version", "gemm", "GEMM", None)
+    part.only("zero_point", True)
+    ignored = _patterns(part, "modules_to_not_convert")
+    groups = ((schemes.awq(_group_size(part)), (EVERY,)),)
+    return Quantization(ignored, False, ("awq", "unknown"), groups, "part", part.values)
+
+
+def _gptq(part: HFConfig) -> Quantization:
+    part.only("bits", 4, 8)
+    part.only("checkpoint_format", "gptq", "gptq_v2", None)
+    part.only("lm_head", False, None)
+    part.only("dynamic", *_NEUTRAL)  # other settings for some layers
+    less_one = part.values.get("checkpoint_format") != "gptq_v2"
+    scheme = schemes.gptq(part.values["bits"], _group_size(part), less_one=less_one)
+    return Quantization((), False, ("gptq", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
+
+
+def _group_size(part: HFConfig) -> int | None:
+    """-1 is all inputs."""
+    return None if part.values.get("group_size") == -1 else part.size("group_size")
+
+
+_READERS: Mapping[str, Callable[[HFConfig], Quantization]] = {
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+    "awq": _awq,
+    "gptq": _gptq,
+}
+
+
+def _says(found: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    """Whether all of `expected` is found; types too, because True is 1."""
+    return all(
+        key in found and found[key] == value and type(found[key]) is type(value) for key, value in expected.items()
+    )
+
+
+def _inputs_say(found: Mapping[str, Any] | None, expected: Mapping[str, Any] | None) -> bool:
+    if found is None or expected is None:
+        return found is expected
+    return _says(found, expected) and found.get("symmetric", True) is True
+
+
+def _patterns(part: HFConfig, key: str) -> tuple[str, ...]:
+    """Names of modules; behind `re:` a regular expression."""
+    names = part.get(key, list, [])
+    for name in names:
+        if not isinstance(name, str):
+            raise part.refuse("This list may hold only names.", key, "names of modules")
+        try:
+            re.compile(name[3:] if name.startswith("re:") else "")
+        except re.error as error:
+            raise part.refuse(
+                f"This is not a regular expression ({error}).", key, "patterns that Python reads"
+            ) from None
+    return tuple(names)

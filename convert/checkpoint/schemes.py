@@ -1,0 +1,132 @@
+"""The table of quantization schemes: how a checkpoint's linear layers are stored, and what computes them.
+
+A row is a scheme: the module whose tensors are the checkpoint's, by name and shape, which says what they dequantize to;
+and the product that serves it. A scheme without one is dequantized on request, or refused. Readers of the descriptions
+in config.json (`dialects.py`, `quantization.py`) choose rows; nothing else knows schemes apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from d2sd.modeling.fp8 import Fp8Linear
+from d2sd.modeling.nvfp4 import Nvfp4Linear, Nvfp4Weights
+from d2sd.modeling.packed_int import AwqLinear, GptqLinear, PackedIntLinear
+from d2sd.modeling.quantized import Scheme
+from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
+
+_TENSOR_WISE = "torch._scaled_mm with a scale a tensor (compute capability 8.9); elsewhere carried in a wider type"
+_ROW_WISE = "torch._scaled_mm with a scale a row (compute capability 8.9); elsewhere carried in a wider type"
+_BLOCK_WISE = (
+    "torch's scaled_mm with 1 × 128 and 128 × 128 scales (compute capability 9.0); elsewhere carried in a wider type"
+)
+_FP4 = "torch's scaled_mm of NVFP4 (compute capability 10.0); carried in a wider type on CPUs; other GPUs refuse it"
+
+
+def _row(name: str, layer: Callable[..., Any], product: str | None, **options: Any) -> Scheme:
+    return Scheme(name, layer, tuple(sorted(options.items())), product)
+
+
+#: One calibrated scale for the weights of a layer, and one for its inputs: ModelOpt's FP8, and what d2sd builds.
+FP8 = _row("FP8", Fp8Linear, _TENSOR_WISE)
+FP8_CHANNELS = _row("FP8, a scale a channel", ScaledFp8Linear, _ROW_WISE, channels=True, calibrated=True)
+FP8_DYNAMIC = _row("FP8, a scale a channel and a token", ScaledFp8Linear, _ROW_WISE, channels=True, calibrated=False)
+FP8_TENSOR_DYNAMIC = _row("FP8, a scale a token", ScaledFp8Linear, _ROW_WISE, channels=False, calibrated=False)
+FP8_BLOCKS = _row("FP8 in blocks of 128 × 128", BlockFp8Linear, _BLOCK_WISE, scale_name="weight_scale_inv")
+FP8_BLOCKS_COMPRESSED = _row("FP8 in blocks of 128 × 128", BlockFp8Linear, _BLOCK_WISE, scale_name="weight_scale")
+FP8_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=True, calibrated=False)
+FP8_TENSOR_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=False, calibrated=False)
+NVFP4 = _row("NVFP4", Nvfp4Linear, _FP4, divisors=False)
+NVFP4_COMPRESSED = _row("NVFP4", Nvfp4Linear, _FP4, divisors=True)
+NVFP4_WEIGHTS = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=False)
+NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=True)
+
+
+def packed_integers(bits: int, group: int | None, *, zero_points: bool, ordered: bool) -> Scheme:
+    """compressed-tensors' W4A16 and W8A16; a group of None is a scale a channel."""
+    options = {"bits": bits, "group": group, "zero_points": zero_points, "ordered": ordered}
+    return _row(f"W{bits}A16", PackedIntLinear, None, **options)
+
+
+def awq(group: int | None) -> Scheme:
+    """AWQ of four bits."""
+    return _row("AWQ", AwqLinear, None, group=group)
+
+
+def gptq(bits: int, group: int | None, *, less_one: bool) -> Scheme:
+    """GPTQ; `less_one`: zero points are stored less one."""
+    return _row("GPTQ", GptqLinear, None, bits=bits, group=group, less_one=less_one)
+
+
+#: Whether a pattern of a dialect names a module.
+Matches = Callable[[str, str], bool]
+
+
+def by_wildcard(pattern: str, name: str) -> bool:
+    """ModelOpt: `*` is any text."""
+    return fnmatchcase(name, pattern)
+
+
+def by_regex(pattern: str, name: str) -> bool:
+    """compressed-tensors: a name, or behind `re:` a regular expression for its beginning."""
+    return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+
+
+def by_part(pattern: str, name: str) -> bool:
+    """transformers' `modules_to_not_convert`: a name, a module that contains it, or the last part of it."""
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+
+
+_MATCHES: Mapping[str, Matches] = {"wildcard": by_wildcard, "regex": by_regex, "part": by_part}
+#: The target of a group that takes every linear layer.
+EVERY = "Linear"
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """How linear layers are stored: those of a group by its scheme, but for what a pattern of `exclude` matches."""
+
+    exclude: tuple[str, ...]
+    kv: bool  # K and V are FP8
+    producer: tuple[str, str]  # name and version
+    #: Schemes, and patterns of the layers that they are of.
+    groups: tuple[tuple[Scheme, tuple[str, ...]], ...] = ((FP8, (EVERY,)),)
+    patterns: str = "wildcard"
+    #: `quantization_config`, which a copy of the checkpoint keeps; None: written as ModelOpt does.
+    source: Mapping[str, Any] | None = field(default=None, compare=False)
+
+    def schemes(self, names: Iterable[str], prefix: str = "") -> dict[str, Scheme]:
+        """The schemes of those of the linear layers `names` that are quantized; patterns match `prefix` + name."""
+        found = {name: self._scheme(prefix + name) for name in names}
+        return {name: scheme for name, scheme in found.items() if scheme is not None}
+
+    def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
+        """Those of the linear layers `names` that are quantized."""
+        return list(self.schemes(names, prefix))
+
+    def _scheme(self, name: str) -> Scheme | None:
+        matches = _MATCHES[self.patterns]
+        if any(matches(pattern, name) for pattern in self.exclude):
+            return None
+        named = (scheme for scheme, targets in self.groups if any(matches(target, name) for target in targets))
+        every = (scheme for scheme, targets in self.groups if EVERY in targets)
+        return next(named, next(every, None))
+
+    @property
+    def text(self) -> str:
+        """The schemes in words."""
+        return " and ".join(dict.fromkeys(scheme.name for scheme, _ in self.groups))
+
+    @property
+    def products(self) -> list[str]:
+        """The products of all schemes in words."""
+        return list(dict.fromkeys(scheme.product for scheme, _ in self.groups if scheme.product is not None))
+
+    @property
+    def unserved(self) -> str | None:
+        """The first scheme that has no product."""
+        return next((scheme.name for scheme, _ in self.groups if scheme.product is None), None)

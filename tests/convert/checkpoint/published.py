@@ -1,0 +1,500 @@
+"""Checkpoints with the names, shapes and descriptions of published ones, of tiny models; and what their numbers mean.
+
+Everything is written from the formats' definitions, number by number: nothing here calls what it is to check.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from d2sd.modeling.decoder import Decoder
+from tests.convert.helpers import hf_fields, hf_tensors, write_target_dir
+from tests.tiny import tiny_decoder
+
+#: E2M1 by its code: sign, two bits of exponent with bias 1, one bit of fraction; no exponent, no leading one.
+E2M1 = [
+    (-1) ** sign * (fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1))
+    for sign, exponent, fraction in product((0, 1), range(4), (0, 1))
+]
+#: Outputs in the order of the bits of an int32 of AutoAWQ, lowest first.
+AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
+BLOCK, GROUP, LAYERS = 128, 16, 1
+Tensors = dict[str, Tensor]
+#: A layer's tensors as lists, a row and a column of its weight -> the number there.
+Number = Callable[[dict[str, Any], int, int], float]
+
+
+@dataclass(frozen=True, eq=False)
+class Published:
+    """A layout: what config.json says, how a layer [out, in] is stored, and the number at a place of it."""
+
+    name: str
+    config: dict[str, Any]
+    store: Callable[[Tensor], Tensors]
+    number: Number
+    #: Inputs [R, in] in fp64 -> as they are multiplied; None: the layout has no product in d2sd.
+    rounded: Callable[[Tensors, Tensor], Tensor] | None
+    hidden: int = 32
+    #: Scales of K and V of a layer, by name behind `self_attn.`
+    kv: dict[str, Tensor] | None = None
+
+    def decoder(self) -> Decoder:
+        """What is stored, before it was quantized; blocks and groups do not divide all sizes."""
+        return tiny_decoder("qwen3", layers=LAYERS, hidden=self.hidden, tie=False)
+
+    def write(self, folder: Path) -> Path:
+        decoder = self.decoder()
+        write_target_dir(folder, decoder)
+        tensors: Tensors = {}
+        for name, tensor in hf_tensors(decoder).items():
+            if not name.endswith("_proj.weight"):
+                tensors[name] = tensor.to(torch.bfloat16)
+                continue
+            layer = name.removesuffix("weight")
+            tensors |= {layer + part: value for part, value in self.store(tensor).items()}
+        for index, (name, scale) in product(range(LAYERS), (self.kv or {}).items()):
+            tensors[f"model.layers.{index}.self_attn.{name}"] = scale
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(hf_fields(decoder) | {"quantization_config": self.config}))
+        return folder
+
+    def plain(self, stored: Tensors, out: int, inputs: int) -> Tensor:
+        """[out, in] in fp64, number by number."""
+        lists = {
+            name: (tensor.float() if tensor.is_floating_point() else tensor).tolist() for name, tensor in stored.items()
+        }
+        rows = [[self.number(lists, row, column) for column in range(inputs)] for row in range(out)]
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+def e4m3(x: Tensor) -> Tensor:
+    return x.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def of_token(x: Tensor) -> Tensor:
+    scale = x.abs().amax(-1, keepdim=True).float() / 448
+    return e4m3(x.float() / scale).double() * scale.double()
+
+
+def of_token_and_group(x: Tensor) -> Tensor:
+    return torch.cat([of_token(part) for part in torch.split(x, BLOCK, -1)], -1)
+
+
+def nearest_e2m1(x: float) -> float:
+    """Of two, the one whose fraction bit is 0."""
+    return math.copysign(min(range(8), key=lambda code: (abs(E2M1[code] - abs(x)), code % 2)), x) if x else 0.0
+
+
+def of_nvfp4(x: Tensor, scale: float) -> Tensor:
+    out = torch.empty_like(x)
+    for row, start in product(range(len(x)), range(0, x.shape[1], GROUP)):
+        part = x[row, start : start + GROUP]
+        group = e4m3(part.abs().max() / 6 / scale).double().item() * scale
+        for at, value in enumerate(part.tolist(), start):
+            code = nearest_e2m1(value / group) if group else 0.0
+            out[row, at] = math.copysign(E2M1[int(abs(code))], code) * group
+    return out
+
+
+def _fp8(weight: Tensor, scale: Tensor) -> Tensor:
+    return e4m3(weight / scale)
+
+
+def _channels(weight: Tensor) -> Tensors:
+    scale = (weight.abs().amax(1, keepdim=True) / 448).to(torch.bfloat16)
+    return {"weight": _fp8(weight, scale.float()), "weight_scale": scale}
+
+
+def _tensor(weight: Tensor) -> Tensors:
+    scale = (weight.abs().max() / 448).view(1)
+    return {"weight": _fp8(weight, scale), "weight_scale": scale}
+
+
+def _calibrated(weight: Tensor) -> Tensors:
+    return _tensor(weight) | {"input_scale": torch.tensor([8 / 448])}
+
+
+def _blocks(name: str) -> Callable[[Tensor], Tensors]:
+    def store(weight: Tensor) -> Tensors:
+        out, inputs = weight.shape
+        scale, fp8 = torch.empty(-(-out // BLOCK), -(-inputs // BLOCK)), torch.empty_like(weight)
+        for i, j in product(range(scale.shape[0]), range(scale.shape[1])):
+            at = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scale[i, j] = (weight[at].abs().max() / 448).to(torch.bfloat16)
+            fp8[at] = _fp8(weight[at], scale[i, j]).float()
+        return {"weight": e4m3(fp8), name: scale.to(torch.bfloat16)}
+
+    return store
+
+
+def _nvfp4(*, compressed: bool, inputs: bool) -> Callable[[Tensor], Tensors]:
+    def store(weight: Tensor) -> Tensors:
+        out, width = weight.shape
+        scale = (weight.abs().max() / (6 * 448)).item()
+        groups = torch.empty(out, width // GROUP)
+        packed = torch.zeros(out, width // 2, dtype=torch.uint8)
+        for row, column in product(range(out), range(width)):
+            if column % GROUP == 0:
+                largest = weight[row, column : column + GROUP].abs().max() / 6 / scale
+                groups[row, column // GROUP] = e4m3(largest).float()
+            group = groups[row, column // GROUP].item() * scale
+            code = nearest_e2m1(weight[row, column].item() / group)
+            bits = int(abs(code)) + 8 * (math.copysign(1, code) < 0)
+            packed[row, column // 2] += bits << 4 * (column % 2)
+        if compressed:
+            found = {
+                "weight_packed": packed,
+                "weight_scale": e4m3(groups),
+                "weight_global_scale": torch.tensor([1 / scale]),
+            }
+            return found | ({"input_global_scale": torch.tensor([6 * 448 / 8.0])} if inputs else {})
+        found = {"weight": packed, "weight_scale": e4m3(groups), "weight_scale_2": torch.tensor(scale)}
+        return found | ({"input_scale": torch.tensor(8.0 / (6 * 448))} if inputs else {})
+
+    return store
+
+
+def _nvfp4_number(stored: dict[str, Any], row: int, column: int) -> float:
+    byte: int = stored["weight_packed" if "weight_packed" in stored else "weight"][row][column // 2]
+    number: float = E2M1[byte >> 4 if column % 2 else byte & 15] * float(stored["weight_scale"][row][column // GROUP])
+    if "weight_global_scale" in stored:
+        return number / float(stored["weight_global_scale"][0])
+    return number * float(stored["weight_scale_2"])
+
+
+def _nvfp4_inputs(stored: Tensors, x: Tensor) -> Tensor:
+    if "input_global_scale" in stored:
+        return of_nvfp4(x, 1 / stored["input_global_scale"].item())
+    return of_nvfp4(x, stored["input_scale"].item())
+
+
+def _scaled_number(stored: dict[str, Any], row: int, column: int) -> float:
+    scale = stored["weight_scale"]
+    return float(stored["weight"][row][column] * (scale[0] if len(scale) == 1 else scale[row][0]))
+
+
+def _block_number(name: str) -> Number:
+    def number(stored: dict[str, Any], row: int, column: int) -> float:
+        return float(stored["weight"][row][column] * stored[name][row // BLOCK][column // BLOCK])
+
+    return number
+
+
+def as_int32(word: int) -> int:
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def pack(integers: Tensor, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
+    """Integers without sign [n, m] -> int32 along an axis; `order`: which of the integers has the lowest bits first."""
+    lines = (integers.t() if axis == 0 else integers).tolist()
+    each = 32 // bits
+    order = order or list(range(each))
+    packed = []
+    for line in lines:
+        line = line + [0] * (-len(line) % each)
+        words = [line[start : start + each] for start in range(0, len(line), each)]
+        packed.append([as_int32(sum(word[place] << bits * at for at, place in enumerate(order))) for word in words])
+    out = torch.tensor(packed, dtype=torch.int32)
+    return out.t().contiguous() if axis == 0 else out
+
+
+def bits_of(word: int, bits: int, at: int) -> int:
+    return (word & 0xFFFFFFFF) >> bits * at & (1 << bits) - 1
+
+
+@dataclass(frozen=True)
+class Integers:
+    """Integers without sign, zero points and scales of a weight; column `c` is of group `group[c]`."""
+
+    q: Tensor  # [out, in]
+    zero: Tensor  # [out, G]
+    scale: Tensor  # [out, G]
+    group: list[int]
+
+
+def integers(weight: Tensor, bits: int, group_size: int, *, symmetric: bool, shuffled: bool = False) -> Integers:
+    out, width = weight.shape
+    order = torch.randperm(width, generator=torch.Generator().manual_seed(5)).tolist() if shuffled else range(width)
+    group = [0] * width
+    for place, column in enumerate(order):
+        group[column] = place // group_size
+    groups, top = -(-width // group_size), (1 << bits) - 1
+    q, zero, scale = torch.zeros(out, width, dtype=torch.int64), torch.zeros(out, groups), torch.zeros(out, groups)
+    for row, g in product(range(out), range(groups)):
+        columns = [column for column in range(width) if group[column] == g]
+        part = weight[row, columns]
+        low, high = part.min().item(), part.max().item()
+        step = max(abs(low), abs(high)) * 2 / top if symmetric else (high - low) / top
+        step = torch.tensor(step).half().item()
+        point = (top + 1) // 2 if symmetric else min(max(round(-low / step), 1), top)
+        scale[row, g], zero[row, g] = step, point
+        for column, value in zip(columns, part.tolist(), strict=True):
+            q[row, column] = min(max(round(value / step) + point, 0), top)
+    return Integers(q, zero.long(), scale, group)
+
+
+def _w4a16(bits: int, *, symmetric: bool, shuffled: bool = False, group_size: int = 16) -> Callable[[Tensor], Tensors]:
+    def store(weight: Tensor) -> Tensors:
+        found = integers(weight, bits, group_size, symmetric=symmetric, shuffled=shuffled)
+        tensors = {
+            "weight_packed": pack(found.q, bits, 1),
+            "weight_scale": found.scale.to(torch.bfloat16),
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        tensors |= {} if symmetric else {"weight_zero_point": pack(found.zero, bits, 0)}
+        return tensors | ({"weight_g_idx": torch.tensor(found.group, dtype=torch.int32)} if shuffled else {})
+
+    return store
+
+
+def _w4a16_number(bits: int, group_size: int) -> Number:
+    each = 32 // bits
+
+    def number(stored: dict[str, Any], row: int, column: int) -> float:
+        q = bits_of(stored["weight_packed"][row][column // each], bits, column % each)
+        group = stored["weight_g_idx"][column] if "weight_g_idx" in stored else column // group_size
+        zero = 1 << bits - 1
+        if "weight_zero_point" in stored:
+            zero = bits_of(stored["weight_zero_point"][row // each][group], bits, row % each)
+        return (q - zero) * float(stored["weight_scale"][row][group])
+
+    return number
+
+
+def _awq(weight: Tensor) -> Tensors:
+    found = integers(weight, 4, 16, symmetric=False)
+    return {
+        "qweight": pack(found.q.t(), 4, 1, AWQ_ORDER),
+        "qzeros": pack(found.zero.t(), 4, 1, AWQ_ORDER),
+        "scales": found.scale.t().half().contiguous(),
+    }
+
+
+def _awq_number(stored: dict[str, Any], row: int, column: int) -> float:
+    at, group = AWQ_ORDER.index(row % 8), column // 16
+    q = bits_of(stored["qweight"][column][row // 8], 4, at)
+    zero = bits_of(stored["qzeros"][group][row // 8], 4, at)
+    return (q - zero) * float(stored["scales"][group][row])
+
+
+def _gptq(bits: int, less: int, *, shuffled: bool) -> Callable[[Tensor], Tensors]:
+    def store(weight: Tensor) -> Tensors:
+        found = integers(weight, bits, 16, symmetric=not shuffled, shuffled=shuffled)
+        return {
+            "qweight": pack(found.q.t(), bits, 0),
+            "qzeros": pack(found.zero.t() - less, bits, 1),
+            "scales": found.scale.t().half().contiguous(),
+            "g_idx": torch.tensor(found.group, dtype=torch.int32),
+        }
+
+    return store
+
+
+def _gptq_number(bits: int, less: int) -> Number:
+    each = 32 // bits
+
+    def number(stored: dict[str, Any], row: int, column: int) -> float:
+        q = bits_of(stored["qweight"][column // each][row], bits, column % each)
+        group = stored["g_idx"][column]
+        zero = bits_of(stored["qzeros"][group][row // each], bits, row % each) + less
+        return (q - zero) * float(stored["scales"][group][row])
+
+    return number
+
+
+def _quantized(**changes: Any) -> dict[str, Any]:
+    """`weights` or `input_activations` as llm-compressor writes them."""
+    empty = dict.fromkeys(("actorder", "block_structure", "group_size", "observer", "observer_kwargs"))
+    return empty | {"dynamic": False, "num_bits": 8, "symmetric": True, "type": "float"} | changes
+
+
+def compressed(
+    form: str, weights: dict[str, Any], inputs: dict[str, Any] | None, kv: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """`quantization_config` as llm-compressor writes it."""
+    group = {"weights": weights, "input_activations": inputs, "output_activations": None, "targets": ["Linear"]}
+    return {
+        "config_groups": {"group_0": group},
+        "format": form,
+        "global_compression_ratio": None,
+        "ignore": ["lm_head", "re:.*nothing$"],
+        "kv_cache_scheme": kv,
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": "0.11.0",
+    }
+
+
+_FLOAT4 = {"num_bits": 4, "strategy": "tensor_group", "group_size": 16}
+_TOKEN = _quantized(strategy="token", dynamic=True)
+_STATIC = _quantized(strategy="tensor")
+_MODELOPT4 = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": 16}
+
+
+def _modelopt(**more: Any) -> dict[str, Any]:
+    group = {"input_activations": _MODELOPT4, "weights": _MODELOPT4, "targets": ["Linear"]}
+    producer = {"name": "modelopt", "version": "0.47.0"}
+    return {
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+        "quant_algo": "NVFP4",
+        "producer": producer,
+        "quant_method": "modelopt",
+        **more,
+    }
+
+
+def _by(rounding: Callable[[Tensor], Tensor]) -> Callable[[Tensors, Tensor], Tensor]:
+    return lambda _, x: rounding(x)
+
+
+def _by_scale(stored: Tensors, x: Tensor) -> Tensor:
+    scale = stored["input_scale"].item()
+    return e4m3(x / scale).double() * scale
+
+
+LAYOUTS = (
+    Published(
+        "fp8-dynamic",
+        compressed("float-quantized", _quantized(strategy="channel"), _TOKEN),
+        _channels,
+        _scaled_number,
+        _by(of_token),
+    ),
+    Published(
+        "fp8-tensor-dynamic",
+        compressed("float-quantized", _quantized(strategy="tensor"), _TOKEN),
+        _tensor,
+        _scaled_number,
+        _by(of_token),
+    ),
+    Published(
+        "fp8-static-kv",
+        compressed("float-quantized", _quantized(strategy="tensor"), _STATIC, _STATIC),
+        _calibrated,
+        _scaled_number,
+        _by_scale,
+        kv={"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.03])},
+    ),
+    Published(
+        "fp8-channels-static",
+        compressed("float-quantized", _quantized(strategy="channel"), _STATIC),
+        lambda weight: _channels(weight) | {"input_scale": torch.tensor([8 / 448])},
+        _scaled_number,
+        _by_scale,
+    ),
+    Published(
+        "fp8-blocks",
+        {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+            "quant_method": "fp8",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+        _blocks("weight_scale_inv"),
+        _block_number("weight_scale_inv"),
+        _by(of_token_and_group),
+        hidden=144,
+    ),
+    Published(
+        "fp8-blocks-compressed",
+        compressed(
+            "float-quantized",
+            _quantized(strategy="block", block_structure=[BLOCK, BLOCK]),
+            _quantized(strategy="group", group_size=BLOCK, dynamic=True),
+        ),
+        _blocks("weight_scale"),
+        _block_number("weight_scale"),
+        _by(of_token_and_group),
+        hidden=144,
+    ),
+    Published("nvfp4-modelopt", _modelopt(), _nvfp4(compressed=False, inputs=True), _nvfp4_number, _nvfp4_inputs),
+    Published(
+        "nvfp4-compressed",
+        compressed("nvfp4-pack-quantized", _quantized(**_FLOAT4), _quantized(**_FLOAT4 | {"dynamic": "local"})),
+        _nvfp4(compressed=True, inputs=True),
+        _nvfp4_number,
+        _nvfp4_inputs,
+    ),
+    Published(
+        "nvfp4-weights",
+        compressed("nvfp4-pack-quantized", _quantized(**_FLOAT4), None),
+        _nvfp4(compressed=True, inputs=False),
+        _nvfp4_number,
+        None,
+    ),
+    Published(
+        "fp8-weights",
+        compressed("naive-quantized", _quantized(strategy="channel"), None),
+        _channels,
+        _scaled_number,
+        None,
+    ),
+    Published(
+        "w4a16",
+        compressed("pack-quantized", _quantized(num_bits=4, type="int", strategy="group", group_size=16), None),
+        _w4a16(4, symmetric=True),
+        _w4a16_number(4, 16),
+        None,
+    ),
+    Published(
+        "w4a16-zero-points",
+        compressed(
+            "pack-quantized",
+            _quantized(num_bits=4, type="int", strategy="group", group_size=16, symmetric=False, actorder="group"),
+            None,
+        ),
+        _w4a16(4, symmetric=False, shuffled=True),
+        _w4a16_number(4, 16),
+        None,
+    ),
+    Published(
+        "w8a16",
+        compressed("pack-quantized", _quantized(type="int", strategy="channel"), None),
+        _w4a16(8, symmetric=True, group_size=10**6),
+        _w4a16_number(8, 10**6),
+        None,
+    ),
+    Published(
+        "awq",
+        {
+            "bits": 4,
+            "group_size": 16,
+            "modules_to_not_convert": None,
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
+        },
+        _awq,
+        _awq_number,
+        None,
+    ),
+    Published(
+        "gptq",
+        {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_method": "gptq", "damp_percent": 0.01},
+        _gptq(4, 1, shuffled=False),
+        _gptq_number(4, 1),
+        None,
+    ),
+    Published(
+        "gptq-v2-order",
+        {"bits": 8, "group_size": 16, "desc_act": True, "quant_method": "gptq", "checkpoint_format": "gptq_v2"},
+        _gptq(8, 0, shuffled=True),
+        _gptq_number(8, 0),
+        None,
+    ),
+)
+SERVED = tuple(layout for layout in LAYOUTS if layout.rounded is not None)
