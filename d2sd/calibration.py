@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -11,7 +12,7 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole
+from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName, parse_method
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
@@ -71,7 +72,7 @@ class CalibrationFile(BaseModel):
             raise ValueError("drafters is empty: nothing is calibrated")
         if "second" in self.drafters and "first" not in self.drafters:
             raise ValueError("drafters.second is a second drafter without a first one")
-        runs = {policy: {role.key for role in facts.drafters} for policy, facts in FACTS.items() if facts.forecast_by}
+        runs = {policy: self._run_by(policy) for policy, facts in FACTS.items() if facts.forecast_by}
         told = {policy: names for policy, names in runs.items() if policy in self.tau["0"]}
         recorded = set[str]().union(*told.values())
         for policy, names in runs.items():
@@ -81,8 +82,7 @@ class CalibrationFile(BaseModel):
                 raise ValueError(f"drafters.{named}, fingerprints, and tau of {policy} belong together: all, or none")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
-        roles = [role for role in DrafterRole if role.key in self.drafters]
-        shape = [2, 1 + max(roles[-1], DrafterRole.SECOND), self.block_size - 1, 2]
+        shape = [2, 1 + max(self.roles[-1], DrafterRole.SECOND), self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
@@ -91,6 +91,40 @@ class CalibrationFile(BaseModel):
         if self.copies is not None and [len(odds.slot) for odds in self.copies.values()] != [shape[2]] * 2:
             raise ValueError(f"copies must have {shape[2]} slots at the temperatures 0 and 1")
         return self
+
+    @property
+    def roles(self) -> list[DrafterRole]:
+        """The drafters that it was fitted to."""
+        return [role for role in DrafterRole if role.key in self.drafters]
+
+    def among(self, roles: Collection[DrafterRole]) -> CalibrationFile:
+        """The part about a bundle with these drafters alone: where the first drafter makes the second pass too, the
+        second's scores and forecasts do not apply.
+        """
+        kept = [role for role in self.roles if role in roles]
+        if not kept or kept == self.roles:
+            return self
+        names, size = {role.key for role in kept}, 1 + max(kept[-1], DrafterRole.SECOND)
+        runs: dict[str, set[DrafterName]] = {policy: self._run_by(policy) for policy in FACTS}
+        tau = {
+            key: {name: curve for name, curve in curves.items() if runs.get(parse_method(name)[0], set()) <= names}
+            for key, curves in self.tau.items()
+        }
+        drafters = {name: mark for name, mark in self.drafters.items() if name in names}
+        slope, offset = (_rows_of(table, kept, size, value) for table, value in ((self.slope, 1.0), (self.offset, 0.0)))
+        return self.model_copy(update={"drafters": drafters, "tau": tau, "slope": slope, "offset": offset})
+
+    def _run_by(self, policy: PolicyName) -> set[DrafterName]:
+        """The drafters that the policy ran when it was fitted."""
+        return {role.key for role in FACTS[policy].among(self.roles).drafters}
+
+
+def _rows_of(table: Table, roles: Collection[int], size: int, value: float) -> Table:
+    """A table of `size` drafters, in which all but these have one value."""
+    return [
+        [rows if role in roles else [[value] * 2 for _ in rows] for role, rows in enumerate(warm[:size])]
+        for warm in table
+    ]
 
 
 def load_calibration(path: Path) -> CalibrationFile:

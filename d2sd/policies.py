@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Literal, get_args
@@ -61,15 +61,23 @@ class PolicyFacts:
     first_pass: FirstPass = FirstPass.DRAFTER
     first_drafter: DrafterRole = DrafterRole.FIRST  # of the first draft, if a drafter makes it
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
+    #: Drafts the branches in a bundle without the drafter of `second_pass`; None: the policy needs that drafter.
+    fallback: DrafterRole | None = None
     grows: bool = False  # its tree can use more nodes than one block
     copies: bool = False  # copies of earlier text may compete with its drafts (`tree.lookup`)
     proven: bool = False  # a build compares its answers with plain decoding's
     #: The policy whose recorded trees forecast its tokens a step; None: `auto` never chooses it.
     forecast_by: PolicyName | None = None
 
+    def among(self, roles: Collection[DrafterRole]) -> PolicyFacts:
+        """The facts in a bundle with these drafters: where it lacks that of the second pass, `fallback` makes it."""
+        if self.second_pass is None or self.fallback is None or self.second_pass in roles or self.fallback not in roles:
+            return self
+        return replace(self, second_pass=self.fallback)
+
     @property
     def drafters(self) -> tuple[DrafterRole, ...]:
-        """The drafters that it runs, in their order; a bundle must have them."""
+        """The drafters that it runs, in their order; a bundle must have them. See `among`."""
         if self.first_pass in (FirstPass.NONE, FirstPass.PROMPT_LOOKUP):
             return ()
         second = self.second_pass
@@ -82,10 +90,16 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
         "lookup": PolicyFacts(FirstPass.PROMPT_LOOKUP),
         "chain": PolicyFacts(proven=True, forecast_by="ddtree"),
         "reanchor": PolicyFacts(second_pass=DrafterRole.FIRST, grows=True),
+        # with the first drafter in place of the second it would be reanchor
         "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True),
         "ddtree": PolicyFacts(grows=True, copies=True, forecast_by="ddtree"),
         "hybrid": PolicyFacts(
-            second_pass=DrafterRole.SECOND, grows=True, copies=True, proven=True, forecast_by="hybrid"
+            second_pass=DrafterRole.SECOND,
+            fallback=DrafterRole.FIRST,
+            grows=True,
+            copies=True,
+            proven=True,
+            forecast_by="hybrid",
         ),
         "flex": PolicyFacts(first_drafter=DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
         "flex_tree": PolicyFacts(

@@ -193,7 +193,7 @@ class Drafters(Part):
 
     #: The first drafter; without it the bundle is a plain target, and tree.policy must be off, lookup or auto.
     first: DrafterSource | None = None
-    #: The variable-prefix drafter of the second pass, needed by d2sd and hybrid only.
+    #: The variable-prefix drafter of the second pass: d2sd needs it, and hybrid falls back to the first.
     second: SecondSource | None = None
     #: A FlexDraft head for the policies flex, flex_tree and flex_parallel: the target drafts for itself.
     flex: FlexSource | None = None
@@ -371,11 +371,11 @@ class Recipe(RecipeFile):
                 f"{tree.block_size}; lower it to at most {tree.block_size - 1}"
             )
         drafters = self.drafters.sources
-        for role in () if tree.policy == "auto" else FACTS[tree.policy].drafters:
+        for role in () if tree.policy == "auto" else FACTS[tree.policy].among(drafters).drafters:
             if role not in drafters:
                 raise ValueError(
                     f"tree.policy {tree.policy} needs drafters.{role.key}; add it or set tree.policy to "
-                    f"{'ddtree' if role is DrafterRole.SECOND else 'off'}"
+                    f"{'hybrid' if role is DrafterRole.SECOND else 'off'}"
                 )
         if self.drafters.calibration is not None and not drafters:
             raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")

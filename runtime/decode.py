@@ -147,7 +147,7 @@ def draft_trees(
             branches = _boundaries(runner, policy, policy.second_pass, batch, first)
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
-        second = calibrated(guided(second, branches), batch, policy.second_pass, branches)
+        second = calibrated(guided(second, branches), batch, policy.branch_scores, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     return Drafted(first, branches, second, copy, tree, paths)

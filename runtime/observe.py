@@ -26,7 +26,7 @@ class CopyOutcome(NamedTuple):
 class NodeOutcome(NamedTuple):
     """A node whose parent was accepted, so that the target has decided whether the node is accepted."""
 
-    drafter: int  # `DrafterRole`
+    drafter: int  # `DrafterRole`, and its row in a calibration; of a second pass the role that it is made for
     distance: int  # slots after the last token of the drafter's context; 0 the next one
     sibling: bool  # not the slot's best candidate
     logprob: float  # the drafter's log-probability given the parent
@@ -109,9 +109,9 @@ def _copied(trace: StepTrace, row: int, count: int) -> list[CopyOutcome]:
 
 
 def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:
-    tree, second = trace.tree, trace.policy.second_pass
+    tree, policy = trace.tree, trace.policy
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
-    proposers = [trace.policy.proposer(branch) for branch in tree.branch_id[row, :nodes].tolist()]
+    proposers = [policy.proposer(branch) for branch in tree.branch_id[row, :nodes].tolist()]
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
     on_path, has_child = set(path), set()
     outcomes = []
@@ -120,7 +120,7 @@ def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: li
         branch = proposers[node]
         if above in on_path and branch != COPY:
             distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
-            drafter = second if branch and second is not None else trace.policy.first_drafter
+            drafter = policy.branch_scores if branch else policy.first_drafter
             outcomes.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
         if branch != COPY:
             has_child.add(above)

@@ -76,33 +76,33 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
 
     Raises RecipeError if drafters of the bundle cannot run it there.
     """
-    has_second = recipe.drafters.second is not None
+    there = _in_tensorrt_llm(recipe)
     wanted = name or recipe.tree.policy
-    if wanted == "auto" or (name is None and wanted not in _in_tensorrt_llm(has_second)):
-        return "hybrid" if has_second else "ddtree"
-    known = next((policy for policy in _in_tensorrt_llm(has_second) if policy == wanted), None)
+    if wanted == "auto" or (name is None and wanted not in there):
+        return "hybrid" if recipe.drafters.second is not None else "ddtree"
+    known = next((policy for policy in there if policy == wanted), None)
     if known is None:
         raise RecipeError(
             "This policy has no tree inside TensorRT-LLM.",
             where="the policy",
             found=wanted,
-            expected=f"one of {', '.join(_in_tensorrt_llm(has_second))}",
+            expected=f"one of {', '.join(there)}",
         )
     return known
 
 
-def _in_tensorrt_llm(has_second: bool) -> list[PolicyName]:
+def _in_tensorrt_llm(recipe: Recipe) -> list[PolicyName]:
     """Policies whose drafters read pages of their own, which is all that there is for them in TensorRT-LLM."""
-    there = {DrafterRole.FIRST, DrafterRole.SECOND} if has_second else {DrafterRole.FIRST}
-    return [
-        name for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER and there >= set(facts.drafters)
-    ]
+    there = recipe.drafters.sources.keys() & {DrafterRole.FIRST, DrafterRole.SECOND}
+    runs = {name: facts.among(there) for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER}
+    return [name for name, facts in runs.items() if there >= set(facts.drafters)]
 
 
 def policy_of(recipe: Recipe, block_size: int, name: PolicyName, nodes: int) -> Policy:
     """The policy with at most `nodes` nodes. Raises RecipeError as `make_policy` does."""
     tree = recipe.tree
-    return make_policy(name, block_size=block_size, branches=tree.branches, row_budget=nodes, lookup=tree.lookup)
+    made = make_policy(name, block_size=block_size, branches=tree.branches, row_budget=nodes, lookup=tree.lookup)
+    return made.among(recipe.drafters.sources)
 
 
 def write_llm_args(folder: Path, recipe: Recipe) -> None:

@@ -93,7 +93,7 @@ def compute(
     """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails."""
     configs = {role: part.draft_config for role, part in plan.drafters.items()}
     names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
-    roles = {role for name in names for role in FACTS[name].drafters}
+    roles = {role for name in names for role in FACTS[name].among(configs).drafters}
     plan = replace(plan, drafters={role: part for role, part in plan.drafters.items() if role in roles})
     limits = Limits.of(plan.recipe.limits, max_batch)
     limits.check(Request((0,) * demand.prompt_tokens, demand.output_tokens), 1)

@@ -159,12 +159,12 @@ def arithmetic_costs(
     """
     plan = roofline.plan
     tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
-    drafters = {role: part.draft_config for role, part in plan.drafters.items()}
+    drafters, named = {role: part.draft_config for role, part in plan.drafters.items()}, plan.recipe.drafters.sources
     if policy == "auto":
-        candidates = candidate_policies(tree, tree.row_budget, auto_policies(drafters, plan.calibration))
+        candidates = candidate_policies(tree, tree.row_budget, auto_policies(drafters, plan.calibration), named)
     else:
         check_policy(drafters, policy, Path(plan.recipe.name))
-        candidates = [policy_of_tree(tree, policy, tree.row_budget)]
+        candidates = [policy_of_tree(tree, policy, tree.row_budget, named)]
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]

@@ -206,7 +206,7 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
             expected=recipe.tree.block_size,
             fix="run d2sd calibrate",
         )
-    return calibration
+    return calibration.among(recipe.drafters.sources)
 
 
 def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, DecoderConfig]:
@@ -274,7 +274,8 @@ def _drafter(
     _refuse(recipe, config.body, f"the drafter in {folder}", target=False)
     if target is not None:
         kind.check(config, target, role, recipe.tree.block_size, folder)
-    if policy != "auto" and role in FACTS[policy].drafters and (reason := config.refusal(policy)):
+    runs = () if policy == "auto" else FACTS[policy].among(recipe.drafters.sources).drafters
+    if role in runs and (reason := config.refusal(policy)):
         raise RecipeError(reason, where="recipe: tree.policy", found=policy, fix="set another policy, or auto")
     quantization, weights_present = _checked(folder, kind.check_tensors, config, weights=weights)
     shapes, rounded = kind.shapes(config, quantization), list(kind.fp8_inputs(folder, config))

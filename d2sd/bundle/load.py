@@ -95,6 +95,7 @@ def assemble(path: Path, manifest: Manifest, shard: Shard | None = None) -> Bund
             continue
         drafters[role] = kind.load(path / role.folder, dtype)
         kind.attach(drafters[role], target)
+    named = manifest.recipe.drafters.calibration
     return Bundle(
         path=path,
         manifest=manifest,
@@ -102,5 +103,5 @@ def assemble(path: Path, manifest: Manifest, shard: Shard | None = None) -> Bund
         drafters=drafters,
         tokenizer=load_tokenizer(path / "target") if shard is None or shard.rank == 0 else None,
         stop_token_ids=stop_tokens(path / "target"),
-        calibration=load_calibration(path / CALIBRATION) if manifest.recipe.drafters.calibration else None,
+        calibration=load_calibration(path / CALIBRATION).among(drafters) if named else None,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -64,10 +64,10 @@ def make_engine(
     name, rows = policy or tree.policy, row_budget or tree.row_budget
     if name == "auto":
         names = auto_policies(bundle.draft_configs, file, backend)
-        candidates = candidate_policies(tree, rows, names)
+        candidates = candidate_policies(tree, rows, names, bundle.drafters)
     else:
         check_policy(bundle.draft_configs, name, bundle.path, backend)
-        candidates = [policy_of_tree(tree, name, rows)]
+        candidates = [policy_of_tree(tree, name, rows, bundle.drafters)]
     roles = {role for candidate in candidates for role in candidate.drafters}
     limits = Limits.of(recipe.limits, max_batch)
     if prefix_cache is not None:
@@ -128,17 +128,21 @@ def scores_of(file: CalibrationFile) -> Calibration:
     return Calibration.of(file.slope, file.offset, [CopyOdds(one.length, one.support, one.slot) for one in tables])
 
 
-def policy_of_tree(tree: Tree, name: PolicyName, rows: int) -> TreePolicy:
-    """The policy with a recipe's settings and at most `rows` nodes; raises RecipeError as `make_policy` does."""
+def policy_of_tree(tree: Tree, name: PolicyName, rows: int, drafters: Collection[DrafterRole]) -> TreePolicy:
+    """The policy with a recipe's settings and at most `rows` nodes, in a bundle that has these drafters.
+
+    Raises RecipeError as `make_policy` does.
+    """
     from d2sd.runtime.speculation.policy import make_policy
 
     branches, lookup = tree.branches, tree.lookup
-    return make_policy(name, block_size=tree.block_size, branches=branches, row_budget=rows, lookup=lookup)
+    made = make_policy(name, block_size=tree.block_size, branches=branches, row_budget=rows, lookup=lookup)
+    return made.among(drafters)
 
 
 def check_policy(drafters: Drafters, name: PolicyName, where: Path, backend: BackendName = "torch") -> None:
     """Raise BundleError if the bundle `where` with these drafters cannot run the policy."""
-    facts = FACTS[name]
+    facts = FACTS[name].among(drafters)
     if missing := [role.key for role in facts.drafters if role not in drafters]:
         raise BundleError(
             f"The policy {name} needs a drafter that the bundle does not have.",
@@ -172,27 +176,32 @@ def can_run(drafters: Drafters, name: Policy, backend: BackendName = "torch") ->
 def auto_policies(
     drafters: Drafters, calibration: CalibrationFile | None, backend: BackendName = "torch"
 ) -> list[PolicyName]:
-    """The policies that `auto` compares: those with a forecast; without a calibration, the first drafter's."""
+    """The policies that `auto` compares: those with a forecast; without a calibration, the first drafter's, each of
+    whose drafters has its own place: none is known to gain anything by a second pass of the first.
+    """
     runs = [name for name, facts in FACTS.items() if facts.forecast_by is not None and can_run(drafters, name, backend)]
     if calibration is None:
         main = next(iter(drafters), None)
-        return [name for name in runs if FACTS[name].first_drafter is main]
+        return [name for name in runs if FACTS[name].first_drafter is main and FACTS[name].drafters[-1] in drafters]
     known = forecasts(calibration)
     return [name for name in runs if name in known]
 
 
-def candidate_policies(tree: Tree, rows: int, names: Sequence[PolicyName]) -> list[TreePolicy]:
+def candidate_policies(
+    tree: Tree, rows: int, names: Sequence[PolicyName], drafters: Collection[DrafterRole]
+) -> list[TreePolicy]:
     """Plain decoding and these policies with the node budgets up to `rows` that `auto` compares, sorted by their nodes.
 
-    The engine starts with the last; of equal nodes, the one with more drafters comes later.
+    The engine starts with the last; of equal nodes, the one with more passes comes later. `drafters` are the bundle's.
     """
     from d2sd.runtime.speculation.policy import policy_class
 
-    make = partial(policy_of_tree, tree)
+    make = partial(policy_of_tree, tree, drafters=drafters)
     policies = [make("off", 1)]
     for name in (*names, "lookup") if tree.lookup and names else names:
         policies += [make(name, size) for size in policy_class(name).candidate_sizes(tree.block_size, rows)]
-    return sorted(policies, key=lambda entry: (entry.num_nodes, -FACTS[entry.name].first_drafter, len(entry.drafters)))
+    passes = {name: len(FACTS[name].drafters) for name in (*names, "off", "lookup")}
+    return sorted(policies, key=lambda entry: (entry.num_nodes, -entry.first_drafter, passes[entry.name]))
 
 
 def forecasts(file: CalibrationFile) -> Forecast:

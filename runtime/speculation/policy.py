@@ -8,6 +8,7 @@ reanchor       first drafter   first drafter at K boundaries    the chain and K 
 d2sd           first drafter   second drafter at K boundaries   the same: D²SD (arXiv 2606.04446)
 ddtree         first drafter   -                                likeliest paths of one pass: DDTree
 hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
+               first drafter   first drafter at K tree nodes    the same, in a bundle without a second drafter
 flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
 flex_tree      mask rows       -                                likeliest paths of one pass, as of ddtree
 flex_parallel  the step before -                                a chain; behind the target, blocks for the next chain
@@ -15,7 +16,7 @@ flex_parallel  the step before -                                a chain; behind 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -47,6 +48,8 @@ class Policy:
     num_nodes: int  # nodes of every tree
     num_branches: int = 0  # K
     lookup: bool = False  # a copy of earlier text competes with the drafts
+    #: Drafts the branches in place of the drafter of `branch_scores`; None: that one does.
+    fallback: DrafterRole | None = None
 
     name: ClassVar[PolicyName]
     topk: ClassVar[int] = 1  # M, candidates of every slot
@@ -67,12 +70,28 @@ class Policy:
     @property
     def second_pass(self) -> DrafterRole | None:
         """The drafter that drafts the branches."""
-        return FACTS[self.name].second_pass
+        return FACTS[self.name].second_pass if self.fallback is None else self.fallback
+
+    @property
+    def branch_scores(self) -> DrafterRole:
+        """The row of a calibration for the branches: a first drafter that makes both passes is right at other rates
+        in each, so its second has the row of a second drafter.
+        """
+        own = FACTS[self.name].second_pass
+        return self.first_drafter if own is None else own
 
     @property
     def drafters(self) -> tuple[DrafterRole, ...]:
         """The drafters that this policy runs."""
-        return FACTS[self.name].drafters
+        if self.fallback is None:
+            return FACTS[self.name].drafters
+        return tuple(dict.fromkeys((self.first_drafter, self.fallback)))
+
+    def among(self, drafters: Collection[DrafterRole]) -> Self:
+        """The policy in a bundle with these drafters: see `PolicyFacts.among`."""
+        facts = FACTS[self.name]
+        resolved = facts.among(drafters)
+        return self if resolved is facts else replace(self, fallback=resolved.second_pass)
 
     def proposer(self, row: int) -> int:
         """Who proposed a node of `Tree.branch_id` `row`: FIRST_DRAFT, a branch from 1, or COPY."""

@@ -109,7 +109,7 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, name
     [
         (["tree.branches=8"], ["tree.branches 8", "7"]),
         (["tree.block_size=4"], ["tree.branches 7", "3"]),
-        (["drafters.second=null", "tree.policy=d2sd"], ["d2sd needs drafters.second", "ddtree"]),
+        (["drafters.second=null", "tree.policy=d2sd"], ["d2sd needs drafters.second", "hybrid"]),
         (["drafters={}", "tree.policy=chain"], ["chain needs drafters.first", "off"]),
         (["drafters={calibration: c.json}"], ["drafters.calibration", "remove"]),
         (["drafters.first=null", "tree.policy=off"], ["drafters.second", "drafters.first"]),
@@ -133,7 +133,7 @@ def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str],
 
 @pytest.mark.parametrize("policy", [policy for policy in get_args(Policy) if not policy.startswith("flex")])
 def test_a_policy_needs_the_drafters_it_runs(tmp_path: Path, policy: str) -> None:
-    needed = {"auto": 0, "off": 0, "lookup": 0, "d2sd": 2, "hybrid": 2}.get(policy, 1)
+    needed = {"auto": 0, "off": 0, "lookup": 0, "d2sd": 2}.get(policy, 1)
     for count, drafters in enumerate(["{}", "{first: {path: a}}", "{first: {path: a}, second: {path: b}}"]):
         overrides = f"tree.policy={policy}", f"drafters={drafters}"
         if count >= needed:

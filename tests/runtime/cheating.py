@@ -39,7 +39,7 @@ class CheatingRunner(ModelRunner):
         self,
         target: Decoder,
         first: Drafter,
-        second: Drafter,
+        second: Drafter | None,
         flex: FlexHead | None,
         texts: Mapping[int, Sequence[int]],
         *,

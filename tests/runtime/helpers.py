@@ -89,11 +89,17 @@ def _longer(request: Request) -> tuple[int, ...]:
     return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens)
 
 
-def cheater(requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3) -> CheatingRunner:
-    """Knows the plain text of all `requests`."""
+def cheater(
+    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3, alone: bool = False
+) -> CheatingRunner:
+    """Knows the plain text of all `requests`; with `alone` the first drafter is the only one."""
     texts = {r.seed: r.prompt + _longer(r) for r in requests}
     assert len(texts) == len(requests)
-    return CheatingRunner(*copies(), texts, first_errors=first_errors, second_errors=second_errors)
+    target, first, second, flex = copies()
+    second_or_none, flex_or_none = (None, None) if alone else (second, flex)
+    return CheatingRunner(
+        target, first, second_or_none, flex_or_none, texts, first_errors=first_errors, second_errors=second_errors
+    )
 
 
 def honest() -> ModelRunner:
@@ -116,6 +122,7 @@ def make_engine(
 ) -> Engine:
     size = runner.block_size
     made = make_policy(policy, block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
+    made = made.among(runner.drafters)
     kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
     limits = Limits(max_batch, 64, page_size, prefill_chunk, kv_memory, prefix_cache)
     return Engine(runner, made, limits, decode, calibration)

@@ -173,7 +173,7 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
 @pytest.mark.parametrize(
     ("policy", "drafters"),
     [(name, n) for name in ("off", "lookup", "flex", "flex_tree", "flex_parallel") for n in (0, 1)]
-    + [(policy, 1) for policy in ("chain", "reanchor", "ddtree")],
+    + [(policy, 1) for policy in ("chain", "reanchor", "ddtree", "hybrid")],
 )
 def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
     target, first, _, head = copies()
@@ -182,6 +182,42 @@ def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, draft
     engine = WAYS["tight pages"].engine(runner, policy)
     assert runner.drafters.keys() >= set(engine.policy.drafters)
     WAYS["tight pages"].run(engine, some_requests())
+
+
+@pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], WAYS["page 1"], WAYS["many rows"]])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, lookup: bool) -> None:
+    """Its branches win as a second's do; scores of the second pass are its own, whoever runs it."""
+    requests = some_requests()
+    engine = way.engine(cheater(requests, alone=True), "hybrid", lookup=lookup)
+    policy = engine.policy
+    assert policy.drafters == (DrafterRole.FIRST,)
+    assert (policy.second_pass, policy.branch_scores) == (DrafterRole.FIRST, DrafterRole.SECOND)
+    stats = way.run(engine, requests)
+    assert stats.tau > 2
+    assert sum(count for branch, count in stats.accepted_branches.items() if branch > 0) > 15
+
+
+@pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["many rows"]])
+def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way: Way) -> None:
+    target, first, _, _ = copies()
+    twin = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix")
+    twin.load_state_dict(first.state_dict())
+    steps = []
+    for runner in (runner_of(target, first), runner_of(copies()[0], copies()[1], twin)):
+        engine = way.engine(runner, "hybrid")
+        engine.record_trace = True
+        for request in some_requests():
+            engine.submit(request)
+        trees = []
+        while engine.busy:
+            engine.step()
+            if engine.trace is not None:
+                tree = engine.trace.tree
+                trees.append([tree.tokens.tolist(), tree.parent.tolist(), tree.branch_id.tolist()])
+        steps.append(trees)
+        assert max(branch for _, _, branches in trees for row in branches for branch in row) > 0
+    assert steps[0] == steps[1]
 
 
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["in flight"]])

@@ -6,7 +6,7 @@ kind of candidate.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -150,7 +150,7 @@ def fit_calibration(
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
     slots = bundle.recipe.tree.block_size - 1
     fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
-    report |= _errors(outcomes, fitted, roles)
+    report |= _errors(outcomes, fitted, roles, bundle.drafters)
     file = CalibrationFile(
         drafters=dict(weights),
         block_size=slots + 1,
@@ -195,11 +195,14 @@ def watch(
         return list(run_observed(engine, advance))
 
 
-def _errors(outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[DrafterRole]) -> dict[str, float]:
+def _errors(
+    outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[DrafterRole], drafters: Collection[DrafterRole]
+) -> dict[str, float]:
     errors = {}
     for warm, nodes in enumerate(outcomes):
         for drafter in roles:
-            name = f"calibration error of {drafter.name.lower()} at T = {warm}"
+            made = drafter.key if drafter in drafters else f"{drafter.key} pass"  # that the first made
+            name = f"calibration error of {made} at T = {warm}"
             errors[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
             errors[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
     return errors

@@ -91,7 +91,8 @@ class TreeDrafters(nn.Module):
         tables = SharedTables(config, embedding, head)
         prepare_for_inference(tables, drafters.values())
         self.runner = ModelRunner(tables, drafters, block_size=self._manifest.recipe.tree.block_size)
-        file = load_calibration(self._bundle / CALIBRATION) if self._manifest.recipe.drafters.calibration else None
+        named = self._manifest.recipe.drafters
+        file = load_calibration(self._bundle / CALIBRATION).among(named.sources) if named.calibration else None
         self.calibration = None if file is None else scores_of(file).to(self.runner.device)
 
     @property

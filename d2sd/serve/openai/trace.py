@@ -55,10 +55,10 @@ def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
         return {policy.name: policy for policy in ready}
     policies: dict[PolicyName, Policy] = {}
     for name in NAMES:
-        facts = FACTS[name]
+        facts = FACTS[name].among(bundle.drafters)
         if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
             try:
-                policies[name] = policy_of_tree(tree, name, tree.row_budget)
+                policies[name] = policy_of_tree(tree, name, tree.row_budget, bundle.drafters)
             except RecipeError:  # a budget of one node, or more branches than a block has boundaries
                 continue
     return policies

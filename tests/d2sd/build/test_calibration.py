@@ -13,7 +13,7 @@ import yaml
 
 from d2sd.build import build
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import forecasts
+from d2sd.bundle.serving import auto_policies, forecasts
 from d2sd.calibration import load_calibration, write_calibration
 from d2sd.convert.kinds import DFLASH, kind_of
 from d2sd.errors import BuildError, BundleError, D2SDError
@@ -207,6 +207,19 @@ def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out:
     named = {"calibration": "calibration.json"}
     edit_recipe(recipe, {"first": {"path": "first"}} | named)
     assert NAME in run(recipe, out / "alone")
+    bundle, whole = load_bundle(out / "alone"), load_calibration(recipe.with_name("calibration.json"))
+    assert bundle.calibration is not None
+    found = bundle.calibration
+    assert found.drafters.keys() == {"first"}
+    # the first would make both passes of hybrid, which forecasts and scores of the second say nothing about
+    assert auto_policies(bundle.draft_configs, found) == ["chain", "ddtree"]
+    for table, neutral in (("slope", 1.0), ("offset", 0.0)):
+        told, kept = getattr(found, table), getattr(whole, table)
+        for warm in (0, 1):
+            assert told[warm][0] == kept[warm][0]
+            assert told[warm][1] == [[neutral, neutral]] * 3 != kept[warm][1]
+    assert found.among(bundle.drafters) == found
+    assert whole.among([*DrafterRole]) == whole
     add_calibration(recipe)  # now of the first alone
     edit_recipe(recipe, pair | named)
     with pytest.raises(BuildError, match="another second drafter"):

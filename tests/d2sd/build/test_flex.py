@@ -59,7 +59,7 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     assert runs == ["off", "lookup", "flex", "auto"]
     names: tuple[Policy, ...] = ("off", "flex", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
-    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree of 16 rows"]
+    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree+lookup of 16 rows"]
     off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
     assert others == [off, off]
 
@@ -68,7 +68,7 @@ def test_beside_drafters_auto_takes_what_is_forecast(tmp_path: Path) -> None:
     path = write_project(tmp_path / "project")
     add_flex(path, policy="auto")
     bundle = made(path)
-    assert str(make_engine(bundle).policy) == "hybrid of 16 rows"
+    assert str(make_engine(bundle).policy) == "hybrid+lookup of 16 rows"
     assert [s.answer for s in make_engine(bundle, policy="flex").generate(REQUESTS)] == [
         s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)
     ]

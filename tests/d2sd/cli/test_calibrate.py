@@ -15,7 +15,7 @@ from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
 from d2sd.convert.kinds import kind_of
 from d2sd.plugins.lookup import LENGTHS, SUPPORT
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
@@ -162,14 +162,28 @@ def test_what_was_found_before_is_not_used_to_find_more(recipe: Path, ended: Res
 
 
 def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
+    """The first makes both passes: its second has rows and forecasts of its own, by which `auto` serves."""
     (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
     ended = calibrate(built(recipe, tmp_path / "one", "drafters.second=null"), tmp_path / "one.json")
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(tmp_path / "one.json")
     assert found.drafters.keys() == {"first"}
-    assert {*found.tau["0"], *found.tau["1"]} == {"chain", "ddtree", "ddtree+lookup"}
-    assert not [name for name in found.report if "second" in name]
-    assert found.slope[0][1] == [[1.0, 1.0]] * 3
+    curves = {"chain", "ddtree", "ddtree+lookup", "hybrid", "hybrid+lookup"}
+    assert {*found.tau["0"], *found.tau["1"]} == curves
+    assert sum("second pass" in name for name in found.report) == 4
+    assert found.slope[0][1] != [[1.0, 1.0]] * 3 != found.slope[0][0] != found.slope[0][1]
+    found_by = f"drafters.calibration={tmp_path / 'one.json'}"
+    bundle = load_bundle(built(recipe, tmp_path / "served", "drafters.second=null", found_by))
+    assert bundle.calibration == found
+    auto = make_engine(bundle)
+    assert auto.selector is not None
+    assert auto.runner.drafters.keys() == {DrafterRole.FIRST}
+    names = {policy.name: policy.drafters for policy in auto.selector.policies}
+    assert names == {"off": (), "lookup": (), **dict.fromkeys(("chain", "ddtree", "hybrid"), (DrafterRole.FIRST,))}
+    request = chat_request(bundle, "w1 w5 w9", SamplingParams(), 12)
+    plain = make_engine(bundle, policy="off").generate([request])[0].answer
+    assert plain == auto.generate([request])[0].answer
+    assert plain == make_engine(bundle, policy="hybrid").generate([request])[0].answer
 
 
 def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path) -> None:
