@@ -76,9 +76,11 @@ class PlainModel(Protocol):
 
 
 def plain(model: nn.Module) -> PlainModel | None:
-    """The model, if it has PyTorch layers that nothing replaces yet."""
-    is_plain = len(getattr(model, "layers", ())) > 0 and getattr(model, "compiled", None) is None
-    return cast("PlainModel", model) if is_plain else None
+    """The model, if it has PyTorch layers that nothing replaces yet, and that compiled ones can replace."""
+    layers = getattr(model, "layers", ())
+    is_plain = len(layers) > 0 and getattr(model, "compiled", None) is None
+    compiles = all(getattr(layer, "compiles", True) for layer in layers)
+    return cast("PlainModel", model) if is_plain and compiles else None
 
 
 def replace_layers(model: PlainModel, layers: InferenceLayers) -> None:

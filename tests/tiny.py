@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.dflash2 import SelectorConfig
 from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.heads import HeadConfig
@@ -50,6 +51,7 @@ ROPE = RopeConfig(10000.0)
 HEADS: dict[str, HeadConfig] = {
     "markov": MarkovConfig(rank=6),
     "gated markov": MarkovConfig(rank=6, gated=True, confidence=True, confidence_with_markov=True),
+    "selector": SelectorConfig(rank=5, candidates=16, taps=2, group=8),
 }
 
 

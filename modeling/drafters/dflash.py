@@ -109,9 +109,10 @@ class Drafter(DFlashModel):
     def forward(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
         """Embedded tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head."""
         x = embedded
-        cos_sin = self.rotary(positions, x.dtype)
+        cos_sin, head = self.rotary(positions, x.dtype), self.config.head
+        more = () if head is None else head.of_rows(positions)
         for index, layer in enumerate(self.layers):
-            x, _, _ = layer(x, cos_sin, index, attend)
+            x, _, _ = layer(x, cos_sin, index, attend, *more)
         out: Tensor = self.norm(x)
         return out
 

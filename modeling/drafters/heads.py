@@ -56,14 +56,13 @@ class HeadConfig(ABC):
     def name(self) -> str:
         """The name of its kind."""
 
-    @property
-    def convolutions(self) -> bool:
-        """Whether the drafter's layers have parts that compiled layers lack."""
-        return False
-
     def layer(self, body: BodyConfig) -> Layer:
         """A layer of the drafter."""
         return Layer(body)
+
+    def of_rows(self, positions: Tensor) -> tuple[Tensor, ...]:
+        """More arguments of such layers, for rows at `positions [B, T]`."""
+        return ()
 
     @abstractmethod
     def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:

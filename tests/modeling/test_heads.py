@@ -43,7 +43,14 @@ def gated(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
     return product(tensors["markov_head.markov_w2.weight"], [g * x for g, x in zip(open_, of_parent, strict=True)])
 
 
-PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated}
+def selected(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
+    of_slot = product(tensors["candidate_selector.hidden_projection.weight"], h.tolist())
+    of_parent = tensors["candidate_selector.predecessor_codebook"][p].tolist()
+    both = [g * x for g, x in zip(of_slot, of_parent, strict=True)]
+    return product(tensors["candidate_selector.successor_codebook"], both)
+
+
+PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated, "selector": selected}
 
 
 def test_every_head_has_its_reference() -> None:

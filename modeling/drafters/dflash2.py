@@ -1,0 +1,124 @@
+"""What DFlash 2 (z-lab) has over DFlash: a selector of candidates, and convolutions around both parts of a layer.
+
+    selector       δ(p, c) = ⟨A[p] ⊙ (W h), B[c]⟩        h: the slot's hidden state; A, B: codebooks over the vocabulary
+    convolution    out[t] = Σ_τ (base[τ] + dynamic[t, τ]) ⊙ x[t - τ]        τ = 0, 1, … inside t's block only
+
+Dynamic coefficients are a product of the layer's normed input, one for each group of channels. There are two sets, of
+the part's input and of its output; both come from the input before it is convolved.
+
+    normed ─┬─ convolution 0 ─ attention or MLP ─ convolution 1 ─ + residual
+            └─ coefficients of both
+
+The context, which has no rows of its own, passes none. Convolutions are computed in fp32; their results exceed the
+range of fp16, which plans refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.modeling.layers import Attend, CosSin, Layer
+
+# Shape letters: B requests, T rows, E hidden, R rank, V vocabulary, M candidates a slot, P parents of a slot, τ taps.
+
+
+@dataclass(frozen=True, slots=True)
+class SelectorConfig(HeadConfig):
+    """Geometry of a selector and of the convolutions."""
+
+    rank: int
+    candidates: int  # of a slot, among which it selects
+    taps: int
+    group: int  # channels that share a dynamic coefficient
+
+    @property
+    def name(self) -> str:
+        return "dflash2"
+
+    def layer(self, body: BodyConfig) -> Layer:
+        return ConvolvedLayer(body, self.taps, self.group)
+
+    def of_rows(self, positions: Tensor) -> tuple[Tensor, ...]:
+        # Blocks stand one behind the other, and each begins again: rows of two are never this far apart.
+        steps = [positions[:, tap:] - positions[:, :-tap] == tap for tap in range(1, self.taps)]
+        return (torch.stack([pad(step, (tap, 0)) for tap, step in enumerate(steps, 1)], 1),)
+
+    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "candidate_selector", CandidateSelector(self, hidden_size, vocab_size)
+
+
+class CandidateSelector(Head):
+    """Rows of its codebooks are the target's ids."""
+
+    def __init__(self, config: SelectorConfig, hidden_size: int, vocab_size: int) -> None:
+        super().__init__()
+        self.pool = config.candidates
+        self.predecessor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
+        self.hidden_projection = nn.Linear(hidden_size, config.rank, bias=False)
+
+    def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
+        of_slot: Tensor = self.hidden_projection(hidden)
+        of_parents = self.predecessor_codebook[parents].float() * of_slot[..., None, :].float()  # [..., P, R]
+        return of_parents @ self.successor_codebook[candidates].float().mT
+
+
+class Convolution(nn.Module):
+    """Short convolutions along the rows of a block, before and behind a part of a layer."""
+
+    def __init__(self, hidden_size: int, taps: int, group: int) -> None:
+        super().__init__()
+        self._taps, self._group = taps, group
+        self.base_kernel = nn.Parameter(torch.empty(2, taps, hidden_size))
+        self.kernel_projection = nn.Linear(hidden_size, 2 * taps * hidden_size // group, bias=False)
+
+    def coefficients(self, normed: Tensor) -> tuple[Tensor, Tensor]:
+        """Those before and behind the part, for its input [B, T, E] before it is convolved: [B, T, τ, E] each, fp32."""
+        dynamic = self.kernel_projection(normed).float().unflatten(-1, (2, self._taps, -1))
+        both = dynamic.repeat_interleave(self._group, -1) + self.base_kernel.float()
+        return both[..., 0, :, :], both[..., 1, :, :]
+
+    @staticmethod
+    def convolve(x: Tensor, coefficients: Tensor, joined: Tensor) -> Tensor:
+        """x [B, T, E]; `joined [B, τ - 1, T]`: whether the row 1, 2, … before is one of the same block."""
+        wide = x.float()
+        out = wide * coefficients[..., 0, :]
+        for tap in range(1, coefficients.shape[-2]):
+            earlier = pad(wide, (0, 0, tap, 0))[:, : x.shape[1]].masked_fill(~joined[:, tap - 1, :, None], 0.0)
+            out = out + earlier * coefficients[..., tap, :]
+        return out.to(x.dtype)
+
+
+class ConvolvedLayer(Layer):
+    """A layer with convolutions before and behind attention and MLP."""
+
+    compiles = False  # compiled layers have no convolutions
+
+    def __init__(self, config: BodyConfig, taps: int, group: int) -> None:
+        super().__init__(config)
+        self.attention_conv = Convolution(config.hidden_size, taps, group)
+        self.mlp_conv = Convolution(config.hidden_size, taps, group)
+
+    def forward(  # type: ignore[override]
+        self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend, joined: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """See `Layer.forward`; `joined` as in `Convolution.convolve`."""
+        attention, convolution = self.self_attn, self.attention_conv
+        normed = self.input_layernorm(x)
+        before, behind = convolution.coefficients(normed)
+        normed = convolution.convolve(normed, before, joined)
+        k, v = attention.keys_values(normed, cos_sin)
+        heads = attend(index, attention.queries(normed, cos_sin), k, v, sinks=attention.sinks)
+        x = x + convolution.convolve(attention.output(heads), behind, joined)
+
+        convolution, normed = self.mlp_conv, self.post_attention_layernorm(x)
+        before, behind = convolution.coefficients(normed)
+        normed = convolution.convolve(normed, before, joined)
+        return x + convolution.convolve(self.mlp(normed), behind, joined), k, v
