@@ -21,10 +21,11 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from d2sd.convert.checkpoint import dflash, flexdraft
+from d2sd.convert.checkpoint import dflash, flexdraft, heads
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
 from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.unsupported import refuse_tensors
 from d2sd.convert.checkpoint.weights import (
     Rename,
     check_headers,
@@ -92,7 +93,9 @@ class DrafterKind(Generic[Config, Model]):
     def check_tensors(self, directory: Path, config: Config) -> Quantization | None:
         """Check names, shapes and types of a drafter's tensors from headers alone. Return how it is quantized."""
         quantization = _quantization(directory)
-        check_headers(directory, read_headers(directory), self.shapes(config, quantization), self.our_name)
+        headers = read_headers(directory)
+        refuse_tensors(headers)
+        check_headers(directory, headers, self.shapes(config, quantization), self.our_name)
         return quantization
 
     def fp8_inputs(self, directory: Path, config: Config) -> dict[str, float]:
@@ -183,6 +186,8 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     vocabulary_mark=dflash.vocabulary_mark,
     geometry=dflash.geometry,
     graph_body=DrafterBody,
+    fp8_layers=dflash.drafter_linears,
+    our_name=heads.our_name,
 )
 FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     model=FlexHead,

@@ -147,6 +147,10 @@ class DrafterConfig:
         """None: this kind runs all policies of its roles."""
         return None
 
+    def precision_refusal(self, precision: str) -> str | None:
+        """That of its head."""
+        return None if self.head is None else self.head.precision_refusal(precision)
+
 
 def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
     """Assert that ids are ascending and the target's."""

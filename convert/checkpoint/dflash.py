@@ -2,6 +2,7 @@
 
 Read: z-lab, ModelOpt and SpecForge write it, with differences that do not affect the forward pass except for the role,
 so one strict reader serves all three. A key that the reader does not know is refused: it may change what tensors mean.
+What a head adds, which scores candidates behind their parents, is in `heads.py`.
 
 Written: z-lab's spelling, with every field, because readers fill gaps with their own defaults; Edge-LLM, for example,
 uses block size 16, mask 248070, layers 1, 8, 15, 22, 29 and a causal block. Embedding and head are not written, since
@@ -11,6 +12,7 @@ the target has them. A second drafter is marked by `training_mode: vp_drafter`, 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -19,6 +21,9 @@ from pathlib import Path
 import torch
 from pydantic import JsonValue
 
+from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.dspark import DEEPSPEC
+from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
     INERT,
@@ -39,13 +44,17 @@ from d2sd.convert.checkpoint.quantization import KEY
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import DrafterRole
 
 #: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
-UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj")
-_TOP = READ | INERT | KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
+UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj", *heads.UNQUANTIZED)
+_BODY = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+")
+_TOP = READ | INERT | KEYS | heads.KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
 _INSIDE = (
     KEYS
+    | heads.KEYS
     | TRAINING
     | {
         "mask_token_id",
@@ -66,12 +75,16 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
     raw = HFConfig.read(directory)
     plain = HFConfig({key: value for key, value in raw.values.items() if key != KEY}, raw.where)
     refuse_unsupported(plain)
-    if plain.values.get("speculators_model_type") is not None:
-        raise CheckpointError(
-            "A recipe's drafter must be in the DFlash layout, and this is a speculators checkpoint.",
-            where=raw.where,
-            fix="d2sd convert --to z-lab",
-        )
+    others = {"speculators_model_type": "speculators"}
+    if plain.values.get("architectures") == [DEEPSPEC]:
+        others["architectures"] = "DeepSpec"
+    for key, writer in others.items():
+        if plain.values.get(key) is not None:
+            raise CheckpointError(
+                f"A recipe's drafter must be in the DFlash layout, and this is a {writer} checkpoint.",
+                where=f"{raw.where}: {key}",
+                fix="d2sd convert --to z-lab",
+            )
     config = read_layout(plain, declared)
     sliced = (f"layers.{layer}.self_attn.{kind}_proj" for layer in range(config.body.num_layers) for kind in "qkv")
     refuse_fp8(
@@ -136,20 +149,29 @@ def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
     }
 
 
+def drafter_linears(drafter: Drafter) -> list[str]:
+    """Names of a drafter's layers that can be FP8: those of its body."""
+    return [name for name in linear_names(drafter) if name == "fc" or _BODY.fullmatch(name)]
+
+
 def vocabulary_mark(config: DrafterConfig) -> str:
     """Text of the draft vocabulary in a fingerprint."""
     return "" if config.draft_vocabulary is None else f"draft_vocabulary {list(config.draft_vocabulary)}"
 
 
-def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig:
+def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | None = None) -> DrafterConfig:
     """Read a config of the DFlash layout, layer ids in the file's order; raises `CheckpointError`.
 
-    `declared` is the role of a drafter whose config has none.
+    `declared` is the role of a drafter whose config has none. `own`: the drafter's keys, where no dflash_config has
+    them.
     """
-    dflash = config.part("dflash_config")
+    dflash = own or config.part("dflash_config")
     for part, known in ((config, _TOP), (dflash, _INSIDE)):
         refuse_unknown(part, known)
-    config.only("architectures", ["DFlashDraftModel"], ["Qwen3ForCausalLM"])  # SpecForge copies the target's config
+    places = Places(dflash, config)
+    head = heads.find_head(places)
+    names = [[name] for name in (head.architectures if head else ())]  # ModelOpt keeps DFlash's name
+    config.only("architectures", [heads.PLAIN], *names, ["Qwen3ForCausalLM"])  # SpecForge copies the target's config
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size = _either(config, dflash, "block_size", MAX_SIZE)
     num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
@@ -164,6 +186,8 @@ def read_layout(config: HFConfig, declared: Role | None = None) -> DrafterConfig
         num_target_layers=num_target_layers,
         role=role,
         prefix_weight_base=base,
+        sample_from_anchor=heads.read_slots(places, head),
+        head=None if head is None else head.read(places),
     )
 
 
@@ -215,10 +239,16 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping
 
 
 def _fields(config: DrafterConfig) -> dict[str, object]:
+    layout = heads.layout_of(config.head) if config.head else None
+    of_head = layout.fields(config.head) if layout else {}
+    if layout and layout.projector:
+        of_head["projector_type"] = layout.projector
+    if layout or config.sample_from_anchor:
+        of_head["sample_from_anchor"] = config.sample_from_anchor
     return {
         **body_fields(config.body),
         **rope_fields(config.body.rope),
-        "architectures": ["DFlashDraftModel"],
+        "architectures": [layout.architectures[0] if layout else heads.PLAIN],
         "block_size": config.block_size,
         "dflash_config": {
             "block_size": config.block_size,
@@ -228,6 +258,7 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
             "prefix_weight_base": config.prefix_weight_base,
             "target_layer_ids": to_convention(config.target_layer_ids, "output_of_layer"),
             "training_mode": "dflash" if config.role == "first" else "vp_drafter",
+            **of_head,
         },
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,

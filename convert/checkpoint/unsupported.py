@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.weights import TensorInfo
 from d2sd.errors import CheckpointError
 
-_SHIFTED = "its slots predict the token after their own position, the first slot too"
 _OFF = (None, False)
 _NOTHING = (None, 0)
 
@@ -37,20 +37,8 @@ _KINDS = (
         {"quantization_config": (None,)}, "convert the checkpoint from before it was quantized",
     ),
     Kind(
-        "DFlash 2 drafter", "it has convolutions and a candidate selector", ("DFlash2DraftModel", "DFlash2Speculator"),
-        dict.fromkeys(("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"), _NOTHING),
-    ),
-    Kind(
-        "Domino drafter", f"it has a recurrent correction head, and {_SHIFTED}", ("DominoDraftModel",),
+        "Domino drafter", "it has a recurrent correction head", ("DominoDraftModel",),
         dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), _NOTHING),
-    ),
-    Kind(
-        "DSpark drafter", f"it has a Markov head, and {_SHIFTED}", ("DSparkDraftModel", "DSparkSpeculator"),
-        {"markov_rank": _NOTHING, "enable_confidence_head": _OFF, "use_confidence_head": _OFF},
-    ),
-    Kind(
-        "DeepSpec drafter", f"of a block of B it drafts B tokens: {_SHIFTED}", ("Qwen3DSparkModel",),
-        {"num_anchors": _NOTHING, "markov_head_type": (None,), "confidence_head_with_markov": _OFF},
     ),
     Kind(
         "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
@@ -70,8 +58,10 @@ _KINDS = (
         "TensorRT-LLM checkpoint", "that layout, of 1.2.1 and older, has no DFlash drafters", (), {"mapping": (None,)},
         "convert the Hugging Face checkpoint it was made from",
     ),
-    Kind("drafter with a projector", "its head is not only the target's", (), {"projector_type": (None, "none")}),
-    Kind("drafter with shifted slots", _SHIFTED, (), {"shift_label": _OFF, "sample_from_anchor": _OFF}),
+    Kind(
+        "drafter with a projector", "its head is not only the target's", (),
+        {"projector_type": (None, "none", "dspark")},  # the last is read by `heads.py`
+    ),
     Kind(
         "drafter with a causal block", "d2sd's attend to the whole block", (), {"causal": _OFF, "is_causal": _OFF},
     ),
@@ -88,12 +78,21 @@ _KINDS = (
         {"output_multiplier": (None, 1.0), "final_logit_softcapping": (None,)},
     ),
     Kind(
+        "drafter with scaled embeddings", "d2sd uses the target's embedding unchanged", (),
+        {"input_embedding_scale": (None, 1.0)},
+    ),
+    Kind(
         "drafter without target features", "a DFlash drafter reads the target's layers", (),
         {"use_aux_hidden_state": (None, True)},
     ),
 )  # fmt: skip
 #: Keys that may appear anywhere in a config, because `refuse_unsupported` has checked their values.
 KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
+#: Beginnings of tensors' names that mark another model, where no key of its config is known.
+_TENSORS = {
+    "mode_embed": Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
+    "mode_gate": Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
+}
 _PARTS = ("dflash_config", "transformer_layer_config")
 
 
@@ -109,10 +108,21 @@ def refuse_unsupported(config: HFConfig) -> None:
                     raise _refusal(kind, part, key)
 
 
-def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
+def refuse_tensors(headers: Mapping[str, TensorInfo]) -> None:
+    """Raise `CheckpointError` naming model, file and tensor if d2sd does not run the model of these tensors."""
+    for name, info in headers.items():
+        for beginning, kind in _TENSORS.items():
+            if name.startswith(beginning):
+                raise CheckpointError(_what(kind), where=f"{info.file}: {name}", expected="a plain DFlash drafter")
+
+
+def _what(kind: Kind) -> str:
     article = "an" if kind.name[0] in "AEIOU" else "a"
-    what = f"This is {article} {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
-    return config.refuse(what, key, "a plain DFlash drafter", kind.fix)
+    return f"This is {article} {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
+
+
+def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
+    return config.refuse(_what(kind), key, "a plain DFlash drafter", kind.fix)
 
 
 def _parts(config: HFConfig) -> Iterator[HFConfig]:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.weights import write_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.read import CanonicalDrafter, Format, read_drafter
@@ -85,4 +86,5 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
     extra = speculators.extra_tensors(config, target, drafter.dtype)
     text = speculators.config_text(config, drafter.dtype, str(target.folder), target.architectures)
     (folder / "config.json").write_text(text, "utf-8")
-    write_tensors(folder / "model.safetensors", {**drafter.tensors, **extra})
+    tensors = {**drafter.tensors, **heads.drafted_rows(config, drafter.tensors), **extra}
+    write_tensors(folder / "model.safetensors", tensors)

@@ -1,7 +1,8 @@
 """Reads any format into the canonical drafter: unknown and missing keys and tensors are refused.
 
-    speculators    speculators_model_type: dflash
-    DFlash         dflash_config, or the architecture DFlashDraftModel: z-lab's, ModelOpt's and SpecForge's
+    speculators    speculators_model_type: dflash, dspark or dflash2
+    DeepSpec       the architecture Qwen3DSparkModel
+    DFlash         dflash_config, or an architecture of `checkpoint/heads.py`: z-lab's, ModelOpt's and SpecForge's
 
 The format is detected from `config.json` alone. One reader reads all dialects of the DFlash layout
 (`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
@@ -22,20 +23,25 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.dflash import check_target, read_layout
+from d2sd.convert.checkpoint.dspark import DEEPSPEC
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import sort_columns
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
-from d2sd.convert.checkpoint.unsupported import refuse_unsupported
+from d2sd.convert.checkpoint.unsupported import refuse_tensors, refuse_unsupported
 from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
 from d2sd.convert.formats import speculators
+from d2sd.convert.formats.deepspec import read_deepspec
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators import EXTRA, read_extra
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 
-Format = Literal["DFlash", "speculators"]
+Format = Literal["DFlash", "DeepSpec", "speculators"]
+#: Tensors that formats add to a drafter's own.
+_EXTRA: dict[Format, tuple[str, ...]] = {"DFlash": (), "DeepSpec": (EMBEDDING, HEAD), "speculators": EXTRA}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,18 +72,20 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     _check_files(folder)
     config = read_config(raw, form, target.config.body.num_layers if target else None, declared)
     headers = read_headers(folder)
-    extra = {name: headers[name] for name in EXTRA if form == "speculators" and name in headers}
-    tensors = _body_tensors(folder, config, headers, extra)
+    refuse_tensors(headers)
+    extra = {name: headers[name] for name in _EXTRA[form] if name in headers}
+    size = speculators.draft_vocab_size(raw) if form == "speculators" else config.vocab_size
+    tensors = _body_tensors(folder, config, headers, extra, size)
     notes = _declaration(raw, form, config, declared)
-    if form == "speculators":
-        size, dtype = speculators.draft_vocab_size(raw), tensors["fc.weight"].dtype
-        ids, more = read_extra(config, size, extra, target, dtype, raw.where)
-        config = replace(config, draft_vocabulary=ids)
-        notes += more
-    else:
+    if form == "DFlash":
         config = replace(
             config, draft_vocabulary=read_draft_vocabulary(folder, config.vocab_size, config.mask_token_id)
         )
+    else:
+        ids, more = read_extra(config, size, extra, target, tensors["fc.weight"].dtype, raw.where)
+        config = replace(config, draft_vocabulary=ids)
+        tensors |= heads.all_rows(config, tensors)
+        notes += more
     ids = config.target_layer_ids
     if list(ids) != sorted(ids):
         config = replace(config, target_layer_ids=tuple(sorted(ids)))
@@ -92,7 +100,7 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
     """Read a config of `form`, layer ids in the file's order, without the draft vocabulary."""
     if form == "speculators":
         return speculators.read_speculators(raw, num_target_layers, declared)
-    return read_layout(raw, declared)
+    return (read_deepspec if form == "DeepSpec" else read_layout)(raw, declared)
 
 
 def _check_files(folder: Path) -> None:
@@ -106,12 +114,15 @@ def _check_files(folder: Path) -> None:
 
 
 def _body_tensors(
-    folder: Path, config: DrafterConfig, headers: Mapping[str, TensorInfo], extra: Mapping[str, TensorInfo]
+    folder: Path, config: DrafterConfig, headers: Mapping[str, TensorInfo], extra: Mapping[str, TensorInfo], size: int
 ) -> dict[str, Tensor]:
+    """The drafter's own tensors, in one type; those with a row for each token have `size` of them."""
     dtypes = {info.dtype for name, info in headers.items() if name not in extra or name in (EMBEDDING, HEAD)}
     dtype = _DTYPES.get(min(dtypes, default="F32"), torch.float32)  # other types are refused by name below
     tensors: dict[str, Tensor] = {}
-    for _, part in read_tensors(folder, DFLASH.shapes(config), dtype, lambda name: None if name in extra else name):
+    shapes = DFLASH.shapes(config)
+    shapes |= {name: (size, *shapes[name][1:]) for name in heads.token_rows(config)}
+    for _, part in read_tensors(folder, shapes, dtype, lambda name: None if name in extra else heads.our_name(name)):
         tensors |= part
     if len(dtypes) > 1:
         raise CheckpointError(
@@ -149,16 +160,22 @@ def detect(config: HFConfig) -> Format:
     """Return the format. Raises `CheckpointError` for an unsupported model and for an unknown format."""
     refuse_unsupported(config)
     values = config.values
-    if values.get("speculators_model_type") is not None:
-        if values["speculators_model_type"] != "dflash":
-            raise config.refuse("This kind of speculator is not supported.", "speculators_model_type", "dflash")
+    if (kind := values.get("speculators_model_type")) is not None:
+        if kind not in speculators.KINDS:
+            expected = " or ".join(speculators.KINDS)
+            raise config.refuse("This kind of speculator is not supported.", "speculators_model_type", expected)
         return "speculators"
-    if "dflash_config" in values or values.get("architectures") == ["DFlashDraftModel"]:
+    architectures = values.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    if names == [DEEPSPEC]:
+        return "DeepSpec"
+    if "dflash_config" in values or (len(names) == 1 and names[0] in heads.ARCHITECTURES):
         return "DFlash"
     seen = {key: values[key] for key in ("architectures", "model_type") if key in values}
     raise CheckpointError(
         "The drafter's format is not recognised.",
         where=config.where,
         found=f"{json.dumps(seen)[1:-1] or 'none of the known keys'}; no dflash_config, no speculators_model_type",
-        expected="z-lab, ModelOpt or SpecForge (dflash_config), or speculators (speculators_model_type)",
+        expected="z-lab, ModelOpt or SpecForge (dflash_config), DeepSpec (architecture Qwen3DSparkModel), or "
+        "speculators (speculators_model_type)",
     )

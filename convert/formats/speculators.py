@@ -1,4 +1,4 @@
-"""The speculators format (`DFlashSpeculatorConfig`): its config, read and written, and its extra tensors.
+"""The speculators format (`DFlashSpeculatorConfig` and its heirs): its config, read and written, and its extra tensors.
 
 The body is in `transformer_layer_config` and layer ids index the target's hidden states. The format has no field for
 the number of target layers or for training on variable prefixes: d2sd writes both under the key `d2sd`, which
@@ -22,7 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
+from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
     INERT,
@@ -59,6 +61,7 @@ QWEN3_DEFAULTS: Mapping[str, object] = {
 _TOP = (
     INERT
     | KEYS
+    | heads.KEYS
     | {
         "architectures",
         "aux_hidden_state_layer_ids",
@@ -75,6 +78,11 @@ _TOP = (
         "sliding_window_non_causal",  # of windowed layers, and those are refused
     }
 )
+#: Kinds of speculators, by `speculators_model_type`, and their architectures: the one that is written, and others.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "dflash": ("DFlashSpeculator", heads.PLAIN),
+    **{layout.speculators_type: (*layout.architectures, heads.PLAIN) for layout in heads.HEADS},
+}
 _NESTED = READ | INERT | KEYS | {"architectures"}
 _OWN = {"num_target_layers", "training_mode", "prefix_weight_base"}
 _SPECULATION = {"algorithm", "proposal_methods", "default_proposal_method", "verifier"}
@@ -89,8 +97,14 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
     section = HFConfig(config.get("d2sd", dict, {}), f"{config.where}: d2sd")
     for part, known in ((config, _TOP), (nested, _NESTED), (section, _OWN)):
         refuse_unknown(part, known)
-    _check_speculation(config)
-    config.only("architectures", ["DFlashSpeculator"], ["DFlashDraftModel"], None)
+    places, kind = Places(config), config.get("speculators_model_type", str)
+    head = heads.find_head(places)
+    if head and head.speculators_type != kind:
+        what = f"This kind of speculator has no {head.name} head."
+        raise config.refuse(what, "speculators_model_type", head.speculators_type)
+    config.only("architectures", *([name] for name in KINDS[kind]), None)
+    from_anchor = heads.read_slots(places, next((one for one in heads.HEADS if one.speculators_type == kind), None))
+    _check_speculation(config, kind, config.size("block_size") - (not from_anchor))
     nested = HFConfig({**_defaults(nested), **nested.values}, nested.where)
     body, vocab_size = read_body(nested), nested.size("vocab_size")
     config.only("target_hidden_size", None, body.hidden_size)
@@ -105,6 +119,8 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
         num_target_layers=layers,
         role=role,
         prefix_weight_base=base,
+        sample_from_anchor=from_anchor,
+        head=None if head is None else head.read(Places(config, nested)),
     )
 
 
@@ -119,8 +135,11 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
     rope = rope_fields(config.body.rope)
     scaling: Any = rope["rope_scaling"] or {"rope_type": "default"}
     vocabulary = config.draft_vocabulary
+    head = heads.layout_of(config.head) if config.head else None
+    kind = head.speculators_type if head else "dflash"
     fields = {
-        "architectures": ["DFlashSpeculator"],
+        **(head.fields(config.head) if head else {}),
+        "architectures": [KINDS[kind][0]],
         "aux_hidden_state_layer_ids": to_convention(config.target_layer_ids, "hidden_states"),
         "block_size": config.block_size,
         "d2sd": {
@@ -131,22 +150,22 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
         "draft_vocab_size": config.vocab_size if vocabulary is None else len(vocabulary),
         "dtype": name,
         "mask_token_id": config.mask_token_id,
-        "sample_from_anchor": False,
+        "sample_from_anchor": config.sample_from_anchor,
         "sliding_window_non_causal": False,
         "speculators_config": {
-            "algorithm": "dflash",
+            "algorithm": kind,
             "default_proposal_method": "greedy",
             "proposal_methods": [
                 {
                     "accept_tolerance": 0.0,
                     "proposal_type": "greedy",
-                    "speculative_tokens": config.block_size - 1,
+                    "speculative_tokens": config.drafts,
                     "verifier_accept_k": 1,
                 }
             ],
             "verifier": {"architectures": architectures, "name_or_path": verifier},
         },
-        "speculators_model_type": "dflash",
+        "speculators_model_type": kind,
         "speculators_version": "0.9.0",  # its reader was tested on these files
         "target_hidden_size": None,
         "tie_word_embeddings": False,
@@ -176,18 +195,17 @@ def _defaults(nested: HFConfig) -> dict[str, object]:
     return {key: value for key, value in QWEN3_DEFAULTS.items() if key != "rope_theta" or not theta_elsewhere}
 
 
-def _check_speculation(config: HFConfig) -> None:
+def _check_speculation(config: HFConfig, kind: str, drafts: int) -> None:
     if config.values.get("speculators_config") is None:
         return
     part = config.part("speculators_config")
     refuse_unknown(part, _SPECULATION)
-    part.only("algorithm", "dflash")
-    drafts = config.size("block_size") - 1
+    part.only("algorithm", kind)
     for method in part.get("proposal_methods", list, []):
         count = method.get("speculative_tokens") if isinstance(method, dict) else None
         if count is not None and not (type(count) is int and 1 <= count <= drafts):
             raise part.refuse(
-                "A block cannot draft that many tokens.", "proposal_methods", f"1 to {drafts}, block_size - 1"
+                "A block cannot draft that many tokens.", "proposal_methods", f"1 to {drafts}, as block_size allows"
             )
 
 

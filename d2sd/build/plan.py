@@ -277,6 +277,8 @@ def _drafter(
     runs = () if policy == "auto" else FACTS[policy].among(recipe.drafters.sources).drafters
     if role in runs and (reason := config.refusal(policy)):
         raise RecipeError(reason, where="recipe: tree.policy", found=policy, fix="set another policy, or auto")
+    if reason := config.precision_refusal(recipe.precision):
+        raise RecipeError(reason, where="recipe: precision", found=recipe.precision, expected="bf16 or fp32")
     quantization, weights_present = _checked(folder, kind.check_tensors, config, weights=weights)
     shapes, rounded = kind.shapes(config, quantization), list(kind.fp8_inputs(folder, config))
     if recipe.fp8 is not None and recipe.fp8.drafters:

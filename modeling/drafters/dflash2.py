@@ -1,4 +1,4 @@
-"""What DFlash 2 (z-lab) has over DFlash: a selector of candidates, and convolutions around both parts of a layer.
+"""The parts that DFlash 2 (z-lab) adds to DFlash: a selector of candidates, and convolutions in each layer.
 
     selector       δ(p, c) = ⟨A[p] ⊙ (W h), B[c]⟩        h: the slot's hidden state; A, B: codebooks over the vocabulary
     convolution    out[t] = Σ_τ (base[τ] + dynamic[t, τ]) ⊙ x[t - τ]        τ = 0, 1, … inside t's block only
@@ -41,6 +41,9 @@ class SelectorConfig(HeadConfig):
     @property
     def name(self) -> str:
         return "dflash2"
+
+    def precision_refusal(self, precision: str) -> str | None:
+        return "The convolutions of a DFlash 2 drafter exceed the range of fp16." if precision == "fp16" else None
 
     def layer(self, body: BodyConfig) -> Layer:
         return ConvolvedLayer(body, self.taps, self.group)

@@ -80,6 +80,10 @@ class FlexConfig:
             "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
         )
 
+    def precision_refusal(self, precision: str) -> str | None:
+        """None: it runs in all."""
+        return None
+
     def __str__(self) -> str:
         where = f"drafts in target layers {self.split_layer} to {self.num_target_layers - 1}"
         return f"{described(self.body, self.vocab_size)}, {where}{', anchored' if self.anchored else ''}"

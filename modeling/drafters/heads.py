@@ -5,7 +5,7 @@ what a pair of tokens is worth:
 
     score of candidate c behind token p     u(c) + δ(p, c)     u: the drafter's logit; δ: the head's, of slot and pair
     probability                             e^score / (rest + Σ e^score of all candidates)
-    rest                                    what the drafter gives to tokens that are no candidates
+    rest                                    what the drafter gives to all other tokens
 
 All heads here are of first order: δ depends on no token before p, so the scores of a whole pass are one table, which
 trees read as they grow (`Draft.behind`). Policies that draft chains take the walk: the best candidate of the first
@@ -36,7 +36,7 @@ _MOST = 1 - 1e-6
 
 
 class Head(nn.Module, ABC):
-    """What a head adds to logits: δ of a slot's hidden state, a token and the token before it."""
+    """Adds δ to logits: a number for a slot's hidden state, a token and the token before it."""
 
     #: Candidates of a slot among which it chooses.
     pool: int
@@ -56,6 +56,10 @@ class HeadConfig(ABC):
     def name(self) -> str:
         """The name of its kind."""
 
+    def precision_refusal(self, precision: str) -> str | None:
+        """See `DraftConfig.precision_refusal`."""
+        return None
+
     def layer(self, body: BodyConfig) -> Layer:
         """A layer of the drafter."""
         return Layer(body)
@@ -66,7 +70,7 @@ class HeadConfig(ABC):
 
     @abstractmethod
     def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        """Modules of a drafter beside its body, by their names in checkpoints; one is a `Head`."""
+        """Modules that a drafter has in addition to its body, by their names in checkpoints; one is a `Head`."""
 
 
 def conditioned(
@@ -74,8 +78,8 @@ def conditioned(
 ) -> Draft:
     """See `DraftModel.conditioned`; `hidden [B, K, S, E]` is that of the slots.
 
-    A slot stands behind the token at its place in `blocks [B, K, G]`, where that is no mask: the anchor, or a token of
-    the prefix. Others stand behind the candidates of the slot before.
+    A slot stands behind the token at its place in `blocks [B, K, G]`, the anchor or a token of the prefix; where there
+    is a mask, behind the candidates of the slot before.
     """
     slots = draft.tokens.shape[-2]
     shown = blocks[..., :slots, None]  # [B, K, S, 1]

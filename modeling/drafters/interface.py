@@ -52,6 +52,9 @@ class DraftConfig(Protocol):
     def refusal(self, policy: str) -> str | None:
         """The reason why it cannot run a policy of its role; None if it can."""
 
+    def precision_refusal(self, precision: str) -> str | None:
+        """The reason why it cannot run in a recipe's `precision`; None if it can."""
+
 
 def block_rows(config: DraftConfig, block_size: int) -> int:
     """Rows of a drafter's block where a step commits at most `block_size` tokens: a larger block is cut."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -34,9 +34,12 @@ QUICK = {(head, policy): list(WAYS)[(n + m) % 2] for n, head in enumerate(HEADS)
 
 @cache
 def drafters(head: str) -> tuple[Drafter, Drafter]:
-    target = models()[0].config
-    shape = {"block_size": BLOCK, "layers": 1, "head": HEADS[head]}
-    return tiny_drafter(target, **shape), tiny_drafter(target, **shape, role="variable_prefix", seed=2)  # type: ignore[arg-type]
+    """As they are released: behind a Markov head the anchor's row proposes too."""
+    target, from_anchor = models()[0].config, isinstance(HEADS[head], MarkovConfig)
+    made = partial(
+        tiny_drafter, target, block_size=BLOCK - from_anchor, layers=1, head=HEADS[head], sample_from_anchor=from_anchor
+    )
+    return made(), made(role="variable_prefix", seed=2)
 
 
 class Leaning(ModelRunner):
@@ -100,7 +103,8 @@ def bigrams() -> tuple[Decoder, Drafter]:
             parameter.zero_()
     vocabulary = target.config.vocab_size
     following = target.logits(target.full_pass(torch.arange(vocabulary)[:, None]).hidden)[:, 0].argmax(-1)
-    drafter = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=MarkovConfig(rank=vocabulary))
+    head = MarkovConfig(rank=vocabulary)
+    drafter = tiny_drafter(target.config, block_size=BLOCK - 1, layers=1, head=head, sample_from_anchor=True)
     w1, w2 = (drafter.get_parameter(f"markov_head.markov_w{n}.weight") for n in (1, 2))
     w1.copy_(torch.eye(vocabulary))
     w2.copy_(30 * torch.nn.functional.one_hot(following, vocabulary).float().T)

@@ -80,10 +80,9 @@ def test_the_public_spelling_is_read(tmp_path: Path, config: DrafterConfig) -> N
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("architectures", ["DFlash2DraftModel"]),
         ("architectures", ["Qwen3DSparkModel"]),  # shifted slots: loaded as DFlash it accepts next to nothing
         ("use_sliding_window", True),
-        ("markov_rank", 64),
+        ("markov_head_type", "vanilla"),
         ("dflash_config.projector_type", "domino"),
         ("dflash_config.target_layer_ids", [0, "1"]),
         ("block_size", 0),

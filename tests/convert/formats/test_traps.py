@@ -49,20 +49,14 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 #: What is recognised and refused: keys of a DFlash layout -> what the message calls it, and the key it names.
 FOREIGN: dict[str, tuple[dict[str, Any], str, str]] = {
-    "DFlash 2": ({"architectures": ["DFlash2DraftModel"]}, "DFlash 2 drafter", "architectures"),
-    "DFlash 2 by its keys": ({"dflash_config.selector_rank": 256}, "DFlash 2 drafter", "selector_rank"),
     "Domino": ({"dflash_config.projector_type": "domino"}, "drafter with a projector", "projector_type"),
     "Domino by its head": ({"dflash_config.gru_hidden_dim": 1024}, "Domino drafter", "gru_hidden_dim"),
-    "DSpark": ({"dflash_config.markov_rank": 256}, "DSpark drafter", "markov_rank"),
-    "DeepSpec": ({"architectures": ["Qwen3DSparkModel"], "markov_rank": 0}, "B tokens", "architectures"),
-    "DeepSpec by its keys": ({"num_anchors": 512, "target_layer_ids": [0]}, "DeepSpec drafter", "num_anchors"),
     "FlexDraft": ({"flexdraft_config": {"target_layer_ids": [26, 27]}}, "FlexDraft drafter", "flexdraft_config"),
     "FlexDraft as published": ({"dflash_config.anchor_bias_rank": 256}, "FlexDraft drafter", "anchor_bias_rank"),
     "EAGLE-3": ({"architectures": ["LlamaForCausalLMEagle3"]}, "EAGLE-3 drafter", "architectures"),
     "Laguna": ({"architectures": ["DFlashLagunaForCausalLM"]}, "Laguna drafter", "architectures"),
     "Edge-LLM": ({"spec_decode_type": "dflash"}, "Edge-LLM export", "spec_decode_type"),
     "TensorRT-LLM": ({"mapping": {"tp_size": 1}}, "TensorRT-LLM checkpoint", "mapping"),
-    "shifted slots": ({"dflash_config.shift_label": True}, "shifted slots", "shift_label"),
     "causal block": ({"dflash_config.causal": True}, "causal block", "causal"),
     "causal as z-lab": ({"dflash_config.is_causal": True}, "causal block", "is_causal"),
     "ModelOpt's window": ({"dflash_config.use_swa": True, "sliding_window": 64}, "sliding window", "sliding_window"),
@@ -181,8 +175,6 @@ def test_a_drafter_of_another_target_is_refused_where_the_target_is_named(
 
 
 SPECULATORS: dict[str, tuple[dict[str, Any], str]] = {
-    "the slot of the anchor drafts": ({"sample_from_anchor": True}, "shifted slots(.|\n)*sample_from_anchor"),
-    "DSpark": ({"speculators_model_type": "dspark"}, 'speculators_model_type\n  found: "dspark"'),
     "the embedding as a layer": ({"aux_hidden_state_layer_ids": [0, 3, 5]}, "aux_hidden_state_layer_ids(.|\n)*1 to 5"),
     "the last layer": ({"aux_hidden_state_layer_ids": [1, 3, 6]}, "aux_hidden_state_layer_ids(.|\n)*1 to 5"),
     "features of another width": ({"target_hidden_size": 64}, "target_hidden_size\n  found: 64"),

@@ -18,22 +18,10 @@ from tests.convert.helpers import edit_tensors
 DRAFTER = tiny_pair()[1]
 #: What other projects write -> one value that changes what the drafter is.
 MARKS: dict[str, Any] = {
-    "conv_kernel_size": 2,
-    "conv_group_size": 16,
-    "selector_rank": 256,
-    "selector_top_k": 16,  # DFlash 2
     "projector_type": "domino",
     "gru_hidden_dim": 1024,
     "emb_dim": 256,
     "pure_draft_prefix_len": 1,  # Domino
-    "markov_rank": 256,
-    "markov_head_type": "vanilla",
-    "use_confidence_head": True,  # DSpark
-    "num_anchors": 512,
-    "enable_confidence_head": True,
-    "confidence_head_with_markov": True,  # DeepSpec
-    "shift_label": True,
-    "sample_from_anchor": True,
     "flexdraft_config": {"target_layer_ids": [4]},
     "enable_anchor_bias_logits": True,
     "anchor_bias_rank": 256,
@@ -98,13 +86,6 @@ def test_a_key_that_says_nothing_is_read_over(tmp_path: Path, key: str) -> None:
     assert read_drafter(write_foreign(tmp_path / "a", fields, DRAFTER.state_dict())).config == DRAFTER.config
 
 
-def deepspec() -> dict[str, Any]:
-    """A copy of the target's config with the drafter's keys at the top; markov_rank 0 is its DFlash."""
-    fields = public_fields(DRAFTER) | {"architectures": ["Qwen3DSparkModel"], "block_size": 7, "mask_token_id": 63}
-    del fields["dflash_config"]
-    return fields | {"target_layer_ids": [-1, 2, 4], "num_anchors": 512, "markov_rank": 0, "markov_head_type": None}
-
-
 def modelopt(inside: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
     fields = modelopt_fields(DRAFTER) | top
     return fields | {"dflash_config": fields["dflash_config"] | inside}
@@ -125,19 +106,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         ),
         "Domino drafter",
     ),
-    "ModelOpt's DSpark": (
-        modelopt(
-            {
-                "projector_type": "dspark",
-                "shift_label": True,
-                "markov_rank": 64,
-                "markov_head_type": "vanilla",
-                "use_confidence_head": False,
-            },
-            {},
-        ),
-        "DSpark drafter",
-    ),
     "ModelOpt's window": (
         modelopt({"use_swa": True, "swa_window_size": 64}, {"sliding_window": 64}),
         "drafter with a sliding window",
@@ -147,7 +115,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
         modelopt({"attention_sink_bias": True}, {"attention_sink_bias": True}),
         "drafter with another attention",
     ),
-    "DeepSpec": (deepspec(), "DeepSpec drafter"),
     "FlexDraft as published": (
         public_fields(DRAFTER)
         | {"dflash_config": {"target_layer_ids": [4, 5], "enable_anchor_bias_logits": True, "anchor_bias_rank": 256}},
@@ -176,7 +143,7 @@ def test_a_whole_config_of_another_project_is_called_by_its_name(fields: dict[st
         detect(HFConfig(fields, "config.json"))
 
 
-@pytest.mark.parametrize("name", ["mask_embedding", "markov_w1.weight", "prefix_gru.weight_ih_l0", "d2t"])
+@pytest.mark.parametrize("name", ["mask_embedding", "markov_head.markov_w1.weight", "prefix_gru.weight_ih_l0", "d2t"])
 def test_a_tensor_of_another_model_is_named_where_no_key_tells(tmp_path: Path, name: str) -> None:
     folder = write_foreign(tmp_path / "a", public_fields(DRAFTER), DRAFTER.state_dict())
     edit_tensors(folder / "model.safetensors", **{name.replace(".", "__"): torch.ones(2, 2)})
