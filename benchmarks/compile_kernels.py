@@ -30,6 +30,7 @@ CHOSEN_TO_SPILL = {
     ("attention bf16 D=128 tile=64 split to fp8", 100): 16,
     ("attention bf16/fp8 D=256 tile=16 split", 100): 12,
     ("attention bf16/fp8 D=96 tile=16 split", 120): 12,
+    ("attention bf16/fp8 D=256 tile=16 split window", 90): 12,
     ("attention fp32 D=128 tile=16 chunks", 80): 12,
     ("attention fp32 D=256 tile=16 chunks", 89): 24,
 }

@@ -20,8 +20,9 @@ POWERS = [2**n for n in range(10)]
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("packed_rows", [1, 16, 17, 64, 640])
 @pytest.mark.parametrize("fp8", [False, True])
-def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: bool) -> None:
-    blocks = select_tile(packed_rows, size, itemsize, fp8=fp8)
+@pytest.mark.parametrize("bounded", [False, True])
+def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: bool, bounded: bool) -> None:
+    blocks = select_tile(packed_rows, size, itemsize, fp8=fp8, bounded=bounded)
     assert {blocks.rows, blocks.columns, blocks.new, blocks.warps, padded(size)} <= set(POWERS)
     assert min(blocks.rows, blocks.columns, blocks.new, padded(size)) >= 16, "a product's least size"
     assert 32 % blocks.new == 0, "a tile of new rows reads one mask word"
@@ -44,6 +45,7 @@ def test_chunks_over_fp8_pages_take_eight_warps_where_four_spill() -> None:
 
 def test_few_rows_take_a_small_tile() -> None:
     assert [select_tile(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 64]
+    assert [select_tile(1000, 128, 2, fp8=fp8, bounded=True).rows for fp8 in (False, True)] == [64, 32]
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def _launch(
     k_pages, page_table = context.k_pages, context.page_table
     assert k_pages.is_contiguous()
     assert context.v_pages.is_contiguous()
-    tile = attention_tile(size, q.element_size(), fp8=context.fp8)
+    tile = attention_tile(size, q.element_size(), fp8=context.fp8, bounded=bounds is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
@@ -147,9 +147,9 @@ def _launch(
     return out
 
 
-def attention_tile(size: int, itemsize: int, *, fp8: bool) -> TileConfig:
+def attention_tile(size: int, itemsize: int, *, fp8: bool, bounded: bool) -> TileConfig:
     """The largest tile of `select_tile`, for any number of rows."""
-    return select_tile(_MANY, size, itemsize, fp8=fp8)
+    return select_tile(_MANY, size, itemsize, fp8=fp8, bounded=bounded)
 
 
 @cache

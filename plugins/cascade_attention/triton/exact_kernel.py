@@ -123,7 +123,7 @@ def attention_kernel(
             read, seen = in_head, everything
         else:
             page = tl.load(table + position // PAGE, mask=position >= least, other=0).to(tl.int64)
-            read, seen = in_head & (position >= least)[:, None], position[None, :] >= bound[:, None]
+            read, seen = in_head & (position >= least)[:, None], position[None, :] - bound[:, None] >= 0
         slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
         keys = _paged(k_pages + slot, key_scale, read, TYPE, FP8)
         values = _paged(v_pages + slot, value_scale, read, TYPE, FP8)
@@ -157,7 +157,7 @@ def attention_kernel(
             else:
                 seen = (rank < count)[None, :] & (row == turn)[:, None]
             if bounds is not None:
-                seen = seen & (position[None, :] >= bound[:, None])
+                seen = seen & (position[None, :] - bound[:, None] >= 0)
             best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
         turn += 1
 

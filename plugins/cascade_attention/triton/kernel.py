@@ -180,7 +180,7 @@ def cascade_attention_kernel(
         at, mask = slot[:, None] + lane[None, :], known[:, None] & in_head[None, :]
         keys = _widened(tl.load(k_pages + at, mask=mask, other=0.0), key_scale, FP8, TYPE)
         values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
-        seen = known[None, :] if bounds is None else known[None, :] & (token[None, :] >= bound[:, None])
+        seen = known[None, :] if bounds is None else known[None, :] & (token[None, :] - bound[:, None] >= 0)
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
 
     # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.

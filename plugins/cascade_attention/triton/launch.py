@@ -44,7 +44,8 @@ def cascade_attention_triton(
     shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
     if window is not None:  # of all rows of a tile
         slots = min(slots, window + shape[1])
-    splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8)
+    bounded = (mask.first if isinstance(mask, ChunkMask) else first) is not None
+    splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8, bounded=bounded)
     counters = arrived() if arrived is not None and splits > 1 else None
     return launch(q, k, v, context, mask, splits=splits, first=first, sinks=sinks, scale=scale, arrived=counters)
 
@@ -69,19 +70,29 @@ def _splits(
     device: torch.device,
     *,
     fp8: bool,
+    bounded: bool,
 ) -> int:
-    tile = select_tile(rows * heads // kv_heads, size, itemsize, fp8=fp8)
+    tile = select_tile(rows * heads // kv_heads, size, itemsize, fp8=fp8, bounded=bounded)
     programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
     return choose_splits(programs, slots, torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 @cache
 def _plan(
-    rows: int, heads: int, size: int, kv_heads: int, itemsize: int, page_size: int, splits: int, *, fp8: bool
+    rows: int,
+    heads: int,
+    size: int,
+    kv_heads: int,
+    itemsize: int,
+    page_size: int,
+    splits: int,
+    *,
+    fp8: bool,
+    bounded: bool,
 ) -> tuple[TileConfig, dict[str, Any]]:
     """Tile and compile-time constants."""
     group = heads // kv_heads
-    tile = select_tile(rows * group, size, itemsize, fp8=fp8)
+    tile = select_tile(rows * group, size, itemsize, fp8=fp8, bounded=bounded)
     fixed = constants(tile, size, kv_heads, group, page_size, fp8=fp8)
     return tile, fixed | {"SPLITS": splits, "BLOCK_T": tile.new}
 
@@ -111,7 +122,8 @@ def launch(
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
-    tile, fixed = _plan(rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1], splits, fp8=context.fp8)
+    shape = rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1]
+    tile, fixed = _plan(*shape, splits, fp8=context.fp8, bounded=bounds is not None)
     out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
     grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     partial, lse = None, None

@@ -34,14 +34,17 @@ def padded(size: int) -> int:
     return max(HEAD_STEP, 1 << (size - 1).bit_length())
 
 
-def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> TileConfig:
+def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool, bounded: bool = False) -> TileConfig:
     """Tile for T·Hq/Hkv rows of head size D in a type of `itemsize` bytes (of q), over FP8 pages or others.
+
+    `bounded`: rows see a window of the context.
 
     | q, D padded    | rows     | columns | new | warps | stages | reason                                              |
     |----------------|----------|---------|-----|-------|--------|-----------------------------------------------------|
     | 16-bit, ≤ 64   | 16 to 64 | 64      | 32  | 4     | 2      | K + V are 16 KB a stage; fewer rescalings           |
     | 16-bit, 128    | 16 to 64 | 32      | 32  | 4     | 2      | K + V are 16 KB a stage, 64 queries 16 KB: 48 KB    |
     | with FP8 pages | 16 to 64 | 32      | 32  | 4     | 1      | two stages spill on sm_89, sm_120 and take 56 KB    |
+    | and a window   | 16, 32   | 32      | 32  | 4     | 1      | 64 rows spill on sm_89, sm_120, with 8 warps too    |
     | 16-bit, 256    | 16, 32   | 32      | 32  | 4     | 1      | 64 rows take 64 KB on sm_90                         |
     | with FP8 pages | 16, 32   | 16      | 32  | 4     | 1      | 32 columns take 64 KB                               |
     | fp32, ≤ 64     | 16       | 32      | 16  | 4     | 1      | no tensor cores under IEEE rounding: for proofs     |
@@ -54,7 +57,7 @@ def select_tile(packed_rows: int, size: int, itemsize: int, *, fp8: bool) -> Til
     wide = padded(size)
     if itemsize == 4:
         return TileConfig(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
-    most = 32 if wide == 256 else 64
+    most = 32 if wide == 256 or (wide == 128 and fp8 and bounded) else 64
     rows = next((rows for rows in (16, 32) if packed_rows <= rows), most)
     if wide == 256:
         return TileConfig(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)

@@ -51,7 +51,8 @@ class Attention:
 
     @property
     def tile(self) -> TileConfig:
-        return select_tile(self.rows * self.group, self.size, TYPES[self.kind].itemsize, fp8=self.fp8)
+        bounded = self.window is not None
+        return select_tile(self.rows * self.group, self.size, TYPES[self.kind].itemsize, fp8=self.fp8, bounded=bounded)
 
     @property
     def name(self) -> str:
