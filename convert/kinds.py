@@ -21,7 +21,7 @@ import torch
 from pydantic import JsonValue
 from torch import Tensor, nn
 
-from d2sd.convert.checkpoint import dflash, flexdraft, heads
+from d2sd.convert.checkpoint import dflash, flexdraft
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
 from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
@@ -72,8 +72,8 @@ class DrafterKind(Generic[Config, Model]):
     config_text: Callable[[Config, torch.dtype, Mapping[str, object] | None], str]
     #: Patterns of modules that checkpoints hold in 16 bits.
     unquantized: tuple[str, ...]
-    #: What a fingerprint has of the draft vocabulary.
-    vocabulary_mark: Callable[[Config], str]
+    #: What a fingerprint has of the config.
+    mark: Callable[[Config], str]
     #: What a manifest records of this kind alone.
     geometry: Callable[[Config], dict[str, JsonValue]]
     #: The part that is exported, of a drafter that is attached to its target.
@@ -153,7 +153,7 @@ class DrafterKind(Generic[Config, Model]):
         for name, tensor in sorted(drafter.state_dict().items()):
             digest.update(f"{name} {list(tensor.shape)}".encode())
             digest.update(tensor.detach().to(torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
-        digest.update(self.vocabulary_mark(cast("Config", drafter.config)).encode())
+        digest.update(self.mark(cast("Config", drafter.config)).encode())
         return digest.hexdigest()
 
     def empty(self, config: Config, quantization: Quantization | None = None) -> Model:
@@ -183,11 +183,12 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     check=dflash.check_drafter,
     config_text=dflash.config_text,
     unquantized=dflash.UNQUANTIZED,
-    vocabulary_mark=dflash.vocabulary_mark,
+    mark=dflash.mark,
     geometry=dflash.geometry,
     graph_body=DrafterBody,
     fp8_layers=dflash.drafter_linears,
-    our_name=heads.our_name,
+    our_name=dflash.our_name,
+    file_name=dflash.file_name,
 )
 FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     model=FlexHead,
@@ -195,7 +196,7 @@ FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     check=flexdraft.check_flex,
     config_text=flexdraft.config_text,
     unquantized=flexdraft.UNQUANTIZED,
-    vocabulary_mark=flexdraft.vocabulary_mark,
+    mark=flexdraft.vocabulary_mark,
     geometry=flexdraft.geometry,
     graph_body=FlexBody,
     fp8_layers=flexdraft.flex_linears,

@@ -62,11 +62,21 @@ class BodyConfig:
     o_bias: bool  # Llama with attention_bias
     #: Of each layer, most tokens that a row sees, itself included; None: all. (): no layer has a window.
     windows: tuple[int | None, ...] = ()
+    #: Of each layer, whether a row sees none behind its own position, whatever the mask among rows says; (): the mask
+    #: alone says it.
+    causal: tuple[bool, ...] = ()
     sinks: bool = False  # a learned logit a query head, which takes part in each softmax and has no value
     experts: ExpertsConfig | None = None
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
+        assert len(self.causal) in (0, self.num_layers), "causality for each layer"
+
+    @property
+    def views(self) -> tuple[tuple[int | None, bool], ...]:
+        """Window and causality of each layer: what its rows see."""
+        windows = self.windows or (None,) * self.num_layers
+        return tuple(zip(windows, self.causal or (False,) * self.num_layers, strict=True))
 
     @property
     def beyond_llama(self) -> tuple[str, ...]:
@@ -75,6 +85,7 @@ class BodyConfig:
             "experts": self.experts is not None,
             "sliding windows": any(window is not None for window in self.windows),
             "attention sinks": self.sinks,
+            "layers of which some are causal": len(set(self.causal)) > 1,
         }
         return tuple(name for name, there in names.items() if there)
 
@@ -108,7 +119,8 @@ class DrafterConfig:
     target_layer_ids: ascending; id i means the *output of target layer i*, Hugging Face's `hidden_states[i + 1]`
     (the z-lab convention; of the last layer, before the final norm).
 
-    Row 0 of a block holds the anchor. Row k predicts the token at its own position, so the anchor's row proposes
+    Rows of a block see each other, those behind them too, except in layers that are causal (`body.causal`). Row 0 of a
+    block holds the anchor. Row k predicts the token at its own position, so the anchor's row proposes
     nothing; with `sample_from_anchor` (DeepSpec's and speculators' term) it predicts the token behind its own.
 
     draft_vocabulary: ascending; the ids that may be drafted, None for all. It saves the rest of the head and changes no
@@ -126,6 +138,7 @@ class DrafterConfig:
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
     head: HeadConfig | None = None  # what scores candidates behind their parents; None: they are scored alone
     sample_from_anchor: bool = False
+    mask_embedding: bool = False  # masks are embedded by a vector of the drafter's own, not by the target's table
 
     def __post_init__(self) -> None:
         ids = self.draft_vocabulary

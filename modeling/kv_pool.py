@@ -64,8 +64,9 @@ class Chunks:
         return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)
 
 
-def windowed(rows: Rows | Chunks, window: int | None) -> AttnMask | ChunkMask:
-    """The mask of rows that see `window` tokens at most, each itself included; None: all tokens before them.
+def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> AttnMask | ChunkMask:
+    """The mask of rows that see `window` tokens at most, each itself included; None: all tokens before them. `causal`:
+    no row sees one behind its own position.
 
     Positions count from that of a request's first row, which is behind its context: a context may be cut in front
     (`d2sd.runtime.drafting.window`).
@@ -80,12 +81,18 @@ def windowed(rows: Rows | Chunks, window: int | None) -> AttnMask | ChunkMask:
         )
         steps = torch.arange(total, device=ends.device) - starts
         return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
+    allowed = causal_mask(rows) if causal else rows.attn_mask
     if window is None:
-        return AttnMask(rows.attn_mask)
+        return AttnMask(allowed)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
     first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)
-    return AttnMask(rows.attn_mask & near, first, window)
+    return AttnMask(allowed & near, first, window)
+
+
+def causal_mask(rows: Rows) -> Tensor:
+    """The mask [B, T, T] among rows that see none behind their own position."""
+    return rows.attn_mask & (rows.positions[:, :, None] >= rows.positions[:, None])
 
 
 def first_rows(needed: Sequence[int], count: int) -> Tensor:
@@ -158,11 +165,13 @@ class KVPool:
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
         self.page_size = page_size
         self._windows = body.windows or (None,) * body.num_layers
+        self._views = body.views
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""
         pool, layers = copy.copy(self), slice(first, stop)
         pool.k, pool.v, pool._windows = self.k[layers], self.v[layers], self._windows[layers]
+        pool._views = self._views[layers]
         pool.scales = None if self.scales is None else (self.scales[0][layers], self.scales[1][layers])
         return pool
 
@@ -182,12 +191,12 @@ class KVPool:
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
-        masks = {window: windowed(rows, window) for window in set(self._windows)}
+        masks = {view: windowed(rows, *view) for view in set(self._views)}
 
         def attend(
             index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
         ) -> Tensor:
-            mask, context = masks[self._windows[index]], self.context(index, rows)
+            mask, context = masks[self._views[index]], self.context(index, rows)
             return cascade_attention(q, k, v, context, mask, sinks=sinks, scale=scale, exact=exact)
 
         return attend

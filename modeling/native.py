@@ -73,9 +73,8 @@ class NativeLayers(nn.Module):
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
         self._kept: list[object] = [target]  # what the library points to
         mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
-        windows = body.windows or (None,) * len(layers)
-        self._windows = tuple(dict.fromkeys(windows))  # of the views of a pass
-        views = map(self._windows.index, windows)
+        self._views = tuple(dict.fromkeys(body.views))  # of a pass
+        views = map(self._views.index, body.views)
         self._between: dict[int, nn.Module]  # by the layer
         if target is None:
             networks = {index: layer.mlp for index, layer in enumerate(layers) if not layer.mlp.products()}
@@ -163,7 +162,7 @@ class NativeLayers(nn.Module):
         inputs = x.to(torch.float32, copy=True), *rotary(rows.positions, torch.float32)  # x becomes the last output
         x, cos, sin = (_flat(part, kept).contiguous() for part in inputs)
         table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
-        masks = [_mask(rows, window, kept) for window in self._windows]
+        masks = [_mask(rows, *view, kept) for view in self._views]
         views = [
             library.View(*_strided(allowed), address(first), address(table), table.shape[1]) for allowed, first in masks
         ]
@@ -219,9 +218,11 @@ def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear,
     return product, norm
 
 
-def _mask(rows: Rows | Chunks, window: int | None, kept: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    """What rows see in layers of this window: of trees [B, T, T], and the first position, [N] int64 or None: 0."""
-    mask = windowed(rows, window)
+def _mask(
+    rows: Rows | Chunks, window: int | None, causal: bool, kept: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The mask of rows in layers of one view: of trees [B, T, T], and the first position, [N] int64 or None: 0."""
+    mask = windowed(rows, window, causal)
     if isinstance(mask, ChunkMask):
         return None, None if mask.first is None else mask.first.long().contiguous()
     allowed = mask.allowed if mask.allowed.stride(2) == 1 else mask.allowed.contiguous()

@@ -5,7 +5,7 @@ Shape letters: B requests, T rows, M pages a request, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -109,9 +109,14 @@ def tiny_drafter(
     mask_token_id: int | None = None,
     target_layer_ids: tuple[int, ...] | None = None,
     head: HeadConfig | None = None,
+    attention: Mapping[str, Any] | None = None,
+    mask_embedding: bool = False,
     seed: int = 1,
 ) -> Drafter:
-    """A random drafter. Unless told, its mask is the last token, and the first and the last layer but one feed it."""
+    """A random drafter. Unless told, its mask is the last token, and the first and the last layer but one feed it.
+
+    `attention` are fields of its body: windows, causality, sinks.
+    """
     body = target.body
     if target_layer_ids is None:
         target_layer_ids = tuple(sorted({0, max(body.num_layers - 2, 0)}))
@@ -129,6 +134,7 @@ def tiny_drafter(
             qk_norm=True,
             qkv_bias=False,
             o_bias=False,
+            **(attention or {}),
         ),
         vocab_size=target.vocab_size,
         block_size=block_size,
@@ -138,6 +144,7 @@ def tiny_drafter(
         role=role,
         prefix_weight_base=0.9 if role == "variable_prefix" else None,
         head=head,
+        mask_embedding=mask_embedding,
         sample_from_anchor=sample_from_anchor,
     )
     drafter = Drafter(config)

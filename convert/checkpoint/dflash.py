@@ -22,6 +22,8 @@ import torch
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
+from d2sd.convert.checkpoint.attention import causality, check_windows, read_attention
 from d2sd.convert.checkpoint.dspark import DEEPSPEC
 from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
@@ -42,6 +44,7 @@ from d2sd.convert.checkpoint.layout import (
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
+from d2sd.convert.checkpoint.weights import has_weights, read_headers
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
 from d2sd.modeling.drafters.dflash import Drafter
@@ -51,19 +54,15 @@ from d2sd.policies import DrafterRole
 #: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
 UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj", *heads.UNQUANTIZED)
 _BODY = re.compile(r"layers\.\d+\.(self_attn|mlp)\.\w+")
-_TOP = READ | INERT | KEYS | heads.KEYS | {"architectures", "block_size", "num_target_layers", "dflash_config"}
-_INSIDE = (
-    KEYS
-    | heads.KEYS
-    | TRAINING
-    | {
-        "mask_token_id",
-        "target_layer_ids",
-        "block_size",
-        "num_target_layers",
-        "mask_token",  # the id is what counts: the tokenizer may not know the token
-    }
-)
+#: Beginnings of tensors' names as others write them -> as z-lab does: EAGLE's heirs, Muse's assistant.
+_RENAMED = {"midlayer.": "layers.0.", "encoder.fc.": "fc.", "encoder.output_norm_enc.": "hidden_norm."}
+_SINKS, _OUR_SINKS = ".self_attn.attention_sink_bias", ".self_attn.sinks"
+#: The tensor [E] of a drafter that embeds masks by itself, and the same in a pickle (MiMo).
+MASK_EMBEDDING, PICKLED = "mask_embedding", "mask_embedding.pt"
+_EITHER = KEYS | ATTENTION | heads.KEYS | {"block_size", "num_target_layers", "mask_token_id", "target_hidden_size"}
+_TOP = _EITHER | READ | INERT | {"architectures", "dflash_config"}
+#: Of the mask, the id is what counts: the tokenizer may not know `mask_token`.
+_INSIDE = _EITHER | TRAINING | {"target_layer_ids", "mask_token"}
 
 
 def read_drafter_config(directory: Path, declared: Role | None = None) -> DrafterConfig:
@@ -96,7 +95,32 @@ def read_drafter_config(directory: Path, declared: Role | None = None) -> Drafte
         fix="use the unquantized drafter, and set fp8.drafters",
     )
     ids = read_draft_vocabulary(directory, config.vocab_size, config.mask_token_id)
-    return replace(config, draft_vocabulary=ids)
+    return replace(config, draft_vocabulary=ids, mask_embedding=has_mask_embedding(directory))
+
+
+def has_mask_embedding(directory: Path) -> bool:
+    """Whether the tensors embed masks; raises `CheckpointError` where a pickle does. No key of a config says it."""
+    if (directory / PICKLED).exists():
+        raise CheckpointError(
+            "The mask embedding is a pickle, and pickles are never opened: they can run code.",
+            where=directory / PICKLED,
+            fix=f"if you trust it, load it with torch.load, and save it as {MASK_EMBEDDING} in model.safetensors",
+        )
+    return has_weights(directory) and MASK_EMBEDDING in read_headers(directory)
+
+
+def our_name(name: str) -> str:
+    """Our module's name of a tensor."""
+    for theirs, ours in _RENAMED.items():
+        if name.startswith(theirs):
+            name = ours + name.removeprefix(theirs)
+    name = heads.our_name(name)
+    return name.removesuffix(_SINKS) + _OUR_SINKS if name.endswith(_SINKS) else name
+
+
+def file_name(name: str) -> str:
+    """The name of our module's tensor in files."""
+    return name.removesuffix(_OUR_SINKS) + _SINKS if name.endswith(_OUR_SINKS) else name
 
 
 def check_drafter(
@@ -154,9 +178,14 @@ def drafter_linears(drafter: Drafter) -> list[str]:
     return [name for name in linear_names(drafter) if name == "fc" or _BODY.fullmatch(name)]
 
 
-def vocabulary_mark(config: DrafterConfig) -> str:
-    """Text of the draft vocabulary in a fingerprint."""
-    return "" if config.draft_vocabulary is None else f"draft_vocabulary {list(config.draft_vocabulary)}"
+def mark(config: DrafterConfig) -> str:
+    """Text in a fingerprint of what a config alone determines: the draft vocabulary, and what plain drafters lack."""
+    parts = [] if config.draft_vocabulary is None else [f"draft_vocabulary {list(config.draft_vocabulary)}"]
+    if config.body.windows or config.body.causal:
+        parts.append(f"views {config.body.views}")
+    if config.sample_from_anchor:
+        parts.append("sample_from_anchor")
+    return " ".join(parts)
 
 
 def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | None = None) -> DrafterConfig:
@@ -175,13 +204,16 @@ def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | 
     # Qwen3.5 drafters keep these two inside dflash_config.
     block_size = _either(config, dflash, "block_size", MAX_SIZE)
     num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
-    body = read_body(config)
+    body = replace(read_body(config), **read_attention(config, dflash, config.layers("num_hidden_layers")))
+    check_windows(config, body, block_size)
+    for part in (config, dflash):  # JetSpec's, which adapts targets of another width
+        part.only("target_hidden_size", None, body.hidden_size)
     role, base = read_role(dflash, declared)
     return DrafterConfig(
         body=body,
         vocab_size=config.size("vocab_size"),
         block_size=block_size,
-        mask_token_id=mask_id(dflash, config.size("vocab_size")),
+        mask_token_id=_mask_of(config, dflash),
         target_layer_ids=_layer_ids(dflash, body.num_layers, num_target_layers),
         num_target_layers=num_target_layers,
         role=role,
@@ -204,6 +236,16 @@ def mask_id(config: HFConfig, vocab_size: int) -> int:
     if not 0 <= value < vocab_size:
         raise config.refuse("The mask token is outside the vocabulary.", "mask_token_id", f"0 to {vocab_size - 1}")
     return value
+
+
+def _mask_of(config: HFConfig, dflash: HFConfig) -> int:
+    """The mask token, in dflash_config or at the top level."""
+    if "mask_token_id" in config.values and config.values["mask_token_id"] != dflash.values.get("mask_token_id"):
+        if dflash.values.get("mask_token_id") is not None:
+            what, expected = "mask_token_id is given twice, with different values.", config.values["mask_token_id"]
+            raise dflash.refuse(what, "mask_token_id", expected)
+        return mask_id(config, config.size("vocab_size"))
+    return mask_id(dflash, config.size("vocab_size"))
 
 
 def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
@@ -245,14 +287,19 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
         of_head["projector_type"] = layout.projector
     if layout or config.sample_from_anchor:
         of_head["sample_from_anchor"] = config.sample_from_anchor
+    causal = causality(config.body)
+    stated: dict[str, object] = {} if causal is None else {"is_causal": causal}
+    sinks: dict[str, object] = {"attention_sink_bias": True} if config.body.sinks else {}
     return {
         **body_fields(config.body),
         **rope_fields(config.body.rope),
+        **(stated if config.body.windows or causal else {}),  # first in the order in which vLLM looks
         "architectures": [layout.architectures[0] if layout else heads.PLAIN],
         "block_size": config.block_size,
         "dflash_config": {
             "block_size": config.block_size,
-            "is_causal": False,
+            **stated,
+            **sinks,
             "mask_token_id": config.mask_token_id,
             "num_target_layers": config.num_target_layers,
             "prefix_weight_base": config.prefix_weight_base,

@@ -47,6 +47,7 @@ DFLASH2 = HeadLayout(
     keys=frozenset(_KEYS),
     projector=None,
     sample_from_anchor=False,
+    windows_ahead=True,
     read=read_selector,
     fields=selector_fields,
     unquantized=("candidate_selector*", "*_conv*"),

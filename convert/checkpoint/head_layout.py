@@ -51,6 +51,8 @@ class HeadLayout:
     projector: str | None
     #: Whether the anchor's row proposes, where a config does not say.
     sample_from_anchor: bool
+    #: Whether layers with a window see what is behind a row in its block, where a config of speculators does not say.
+    windows_ahead: bool
     #: Reads the keys; raises `CheckpointError` naming file and key.
     read: Callable[[Places], HeadConfig]
     #: Its keys in `dflash_config` as they are written, and in the format of speculators.

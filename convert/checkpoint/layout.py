@@ -24,6 +24,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.attention import layer_fields
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.quantization import FILE, KEY, read_quantization
 from d2sd.errors import CheckpointError
@@ -34,7 +35,7 @@ from d2sd.modeling.drafters.interface import DraftConfig
 READ = frozenset({
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "attention_bias",
-    "vocab_size", "layer_types", "hidden_act", "model_type",
+    "vocab_size", "hidden_act", "model_type",
 })  # fmt: skip
 #: Keys that do not affect the forward pass.
 INERT = frozenset({
@@ -44,11 +45,10 @@ INERT = frozenset({
 
 
 def read_body(config: HFConfig) -> BodyConfig:
-    """Read the body; raises `CheckpointError` naming file and key."""
+    """Read the body but what its layers see (`attention.py`); raises `CheckpointError` naming file and key."""
     num_layers, heads = config.layers("num_hidden_layers"), config.size("num_attention_heads")
     config.only("model_type", "qwen3")  # the body's shape, whatever the target's family
     config.only("hidden_act", "silu")
-    config.only("layer_types", ["full_attention"] * num_layers, None)
     bias = config.get("attention_bias", bool)
     return BodyConfig(
         hidden_size=config.size("hidden_size"),
@@ -78,7 +78,6 @@ def body_fields(body: BodyConfig) -> dict[str, object]:
         "hidden_size": body.hidden_size,
         "initializer_range": 0.02,
         "intermediate_size": body.intermediate_size,
-        "layer_types": ["full_attention"] * body.num_layers,
         "max_position_embeddings": body.max_positions,
         "max_window_layers": body.num_layers,
         "model_type": "qwen3",
@@ -86,10 +85,9 @@ def body_fields(body: BodyConfig) -> dict[str, object]:
         "num_hidden_layers": body.num_layers,
         "num_key_value_heads": body.num_kv_heads,
         "rms_norm_eps": body.rms_norm_eps,
-        "sliding_window": None,
         "tie_word_embeddings": False,
         "use_cache": True,
-        "use_sliding_window": False,
+        **layer_fields(body),
     }
 
 

@@ -63,15 +63,8 @@ _KINDS = (
         {"projector_type": (None, "none", "dspark")},  # the last is read by `heads.py`
     ),
     Kind(
-        "drafter with a causal block", "d2sd's attend to the whole block", (), {"causal": _OFF, "is_causal": _OFF},
-    ),
-    Kind(
-        "drafter with a sliding window", "d2sd's attend to the whole context", (),
-        {"use_swa": _OFF, "swa_window_size": (None,), "use_sliding_window": _OFF, "sliding_window": (None,)},
-    ),
-    Kind(
         "drafter with another attention", "d2sd runs plain grouped-query attention", (),
-        {"attention_sink_bias": _OFF, "attention_value_scale": (None, 1.0), "attention_mode": (None, "gqa")},
+        {"attention_value_scale": (None, 1.0), "attention_mode": (None, "gqa")},
     ),
     Kind(
         "drafter with altered logits", "d2sd uses the output of the target's head unchanged", (),

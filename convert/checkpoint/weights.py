@@ -191,6 +191,9 @@ def _is_pickle(file: Path) -> bool:
 def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Shapes, rename: Rename) -> dict[str, str]:
     """Require exactly the expected tensors. Return {name in the file: name in our module} of those to read."""
     names = {name: ours for name in found if (ours := rename(name)) is not None}
+    if len(set(names.values())) < len(names):
+        twice = sorted(name for name, ours in names.items() if list(names.values()).count(ours) > 1)
+        raise CheckpointError("A tensor is there under two names.", where=directory, found=_some(twice))
     missing = sorted(expected.keys() - names.values())
     unknown = sorted(name for name, ours in names.items() if ours not in expected)
     if missing or unknown:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
-from d2sd.convert.checkpoint.dflash import check_target, read_layout
+from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, read_layout
 from d2sd.convert.checkpoint.dspark import DEEPSPEC
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import sort_columns
@@ -71,6 +71,7 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     form = detect(raw)
     _check_files(folder)
     config = read_config(raw, form, target.config.body.num_layers if target else None, declared)
+    config = replace(config, mask_embedding=has_mask_embedding(folder))
     headers = read_headers(folder)
     refuse_tensors(headers)
     extra = {name: headers[name] for name in _EXTRA[form] if name in headers}
@@ -105,12 +106,13 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
 
 def _check_files(folder: Path) -> None:
     """Refuse files next to the config that change what the weights mean."""
-    for name in (*QUANTIZED, "mask_embedding.pt"):
+    for name in QUANTIZED:
         if (folder / name).exists():
-            is_mask = name.endswith(".pt")
-            what = "The drafter has a mask embedding of its own" if is_mask else "This is a quantized checkpoint"
-            fix = None if is_mask else "convert the checkpoint from before it was quantized"
-            raise CheckpointError(f"{what}, which d2sd does not run.", where=folder / name, fix=fix)
+            raise CheckpointError(
+                "This is a quantized checkpoint, which d2sd does not convert.",
+                where=folder / name,
+                fix="convert the checkpoint from before it was quantized",
+            )
 
 
 def _body_tensors(
@@ -122,7 +124,7 @@ def _body_tensors(
     tensors: dict[str, Tensor] = {}
     shapes = DFLASH.shapes(config)
     shapes |= {name: (size, *shapes[name][1:]) for name in heads.token_rows(config)}
-    for _, part in read_tensors(folder, shapes, dtype, lambda name: None if name in extra else heads.our_name(name)):
+    for _, part in read_tensors(folder, shapes, dtype, lambda name: None if name in extra else DFLASH.our_name(name)):
         tensors |= part
     if len(dtypes) > 1:
         raise CheckpointError(

@@ -17,12 +17,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
+from d2sd.convert.checkpoint.attention import check_windows, read_speculators_attention
 from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
 from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
@@ -62,6 +65,7 @@ _TOP = (
     INERT
     | KEYS
     | heads.KEYS
+    | ATTENTION
     | {
         "architectures",
         "aux_hidden_state_layer_ids",
@@ -75,7 +79,7 @@ _TOP = (
         "speculators_version",
         "d2sd",
         "max_anchors",  # a training key of version 0.5
-        "sliding_window_non_causal",  # of windowed layers, and those are refused
+        "sliding_window_non_causal",
     }
 )
 #: Kinds of speculators, by `speculators_model_type`, and their architectures: the one that is written, and others.
@@ -83,7 +87,7 @@ KINDS: Mapping[str, tuple[str, ...]] = {
     "dflash": ("DFlashSpeculator", heads.PLAIN),
     **{layout.speculators_type: (*layout.architectures, heads.PLAIN) for layout in heads.HEADS},
 }
-_NESTED = READ | INERT | KEYS | {"architectures"}
+_NESTED = READ | INERT | KEYS | ATTENTION | {"architectures"}
 _OWN = {"num_target_layers", "training_mode", "prefix_weight_base"}
 _SPECULATION = {"algorithm", "proposal_methods", "default_proposal_method", "verifier"}
 
@@ -103,10 +107,14 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
         what = f"This kind of speculator has no {head.name} head."
         raise config.refuse(what, "speculators_model_type", head.speculators_type)
     config.only("architectures", *([name] for name in KINDS[kind]), None)
-    from_anchor = heads.read_slots(places, next((one for one in heads.HEADS if one.speculators_type == kind), None))
+    of_kind = next((one for one in heads.HEADS if one.speculators_type == kind), None)
+    from_anchor = heads.read_slots(places, of_kind)
     _check_speculation(config, kind, config.size("block_size") - (not from_anchor))
     nested = HFConfig({**_defaults(nested), **nested.values}, nested.where)
     body, vocab_size = read_body(nested), nested.size("vocab_size")
+    ahead = of_kind is not None and of_kind.windows_ahead
+    body = replace(body, **read_speculators_attention(config, nested, body.num_layers, ahead=ahead))
+    check_windows(nested, body, config.size("block_size"))
     config.only("target_hidden_size", None, body.hidden_size)
     role, base = read_role(section, declared)
     layers = _target_layers(config, section, num_target_layers)
@@ -151,7 +159,7 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
         "dtype": name,
         "mask_token_id": config.mask_token_id,
         "sample_from_anchor": config.sample_from_anchor,
-        "sliding_window_non_causal": False,
+        "sliding_window_non_causal": bool(config.body.windows) and not config.body.causal,
         "speculators_config": {
             "algorithm": kind,
             "default_proposal_method": "greedy",
@@ -180,7 +188,20 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
 
 
 def check_writable(config: DrafterConfig, where: str) -> None:
-    """Refuse a drafter of the target's last layer: speculators' tools omit that state, so fc's width differs."""
+    """Refuse what the format has no key for, and a drafter of the target's last layer: speculators' tools omit that
+    state, so fc's width differs.
+    """
+    body = config.body
+    by_window = tuple(window is not None for window in body.windows)
+    for what, there in (
+        ("whose layers without a window are causal", bool(body.causal) and body.causal != by_window),
+        ("with attention sinks", body.sinks),
+        ("with a mask embedding of its own", config.mask_embedding),
+    ):
+        if there:
+            raise CheckpointError(
+                f"The speculators format does not support a drafter {what}.", where=where, fix="convert it to z-lab"
+            )
     if max(config.target_layer_ids) == config.num_target_layers - 1:
         raise CheckpointError(
             "The speculators format does not support a drafter that reads the target's last layer.",

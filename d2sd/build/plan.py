@@ -240,6 +240,7 @@ _REFUSED = {
     },
     "sliding windows": {"engines": "Attention in TensorRT engines has no sliding windows."},
     "attention sinks": {"engines": "Attention in TensorRT engines has no sinks."},
+    "layers of which some are causal": {"engines": "A TensorRT engine has one mask for all layers."},
 }
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, causal_mask
 from d2sd.modeling.layers import Rotary
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.runtime.request import bucket, floor_bucket
@@ -167,6 +167,7 @@ class GraphDrafter(DFlashModel):
         self.config, self._session = drafter.config, session
         self.register_buffer("draft_ids", drafter.draft_ids, persistent=False)
         self.add_module("outside", drafter.head)  # what the graph does not have
+        self.register_parameter("mask_embedding", drafter.mask_embedding)
         self.pool = drafter.pool
         self._width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
         self._page_size, self._context_rows = page_size, context_rows
@@ -185,6 +186,8 @@ class GraphDrafter(DFlashModel):
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
+        if any(self.config.body.causal):  # in all layers: a graph has one mask
+            rows = replace(rows, attn_mask=causal_mask(rows))
         inputs = _of_pass(embedded, rows, pool) | _features(features, positions, length)
         return self._session.run(inputs)["hidden"]
 

@@ -1,4 +1,6 @@
-"""Drafters whose blocks differ: in size, from what they were trained with, and in what the anchor's row predicts."""
+"""Drafters whose blocks differ: in size, from what they were trained with, in what the anchor's row predicts, and in
+what their rows see.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +38,7 @@ from tests.tiny import runner_of, tiny_drafter
 SLOTS = BLOCK - 1
 FIRST, SECOND, *_ = DrafterRole
 SHIFTED = {"sample_from_anchor": True}
+CAUSAL = {"attention": {"causal": (True,)}}
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,8 @@ class Geometry:
     @property
     def drafters(self) -> tuple[Drafter, Drafter]:
         target = models()[0].config
-        first = tiny_drafter(target, layers=1, **self.first)
-        return first, tiny_drafter(target, layers=1, role="variable_prefix", seed=2, **self.second)
+        first = tiny_drafter(target, **{"layers": 1, **self.first})
+        return first, tiny_drafter(target, role="variable_prefix", seed=2, **{"layers": 1, **self.second})
 
 
 GEOMETRIES = {
@@ -62,6 +65,11 @@ GEOMETRIES = {
     "first smaller": Geometry({"block_size": 3}, {"block_size": BLOCK}, (2, SLOTS)),
     "second smaller": Geometry({"block_size": BLOCK}, {"block_size": 3}, (SLOTS, 2)),
     "second smaller and shifted": Geometry({"block_size": 9}, {"block_size": 2} | SHIFTED, (SLOTS, 2)),
+    "windows": Geometry(
+        {"block_size": BLOCK, "layers": 2, "attention": {"windows": (6, None), "causal": (True, False)}},
+        {"block_size": SLOTS, "attention": {"windows": (5,), "sinks": True}, "mask_embedding": True} | SHIFTED,
+    ),
+    "causal": Geometry({"block_size": BLOCK} | CAUSAL, {"block_size": BLOCK} | CAUSAL),
     "one draft": Geometry({"block_size": 1} | SHIFTED, {"block_size": BLOCK}, (1, SLOTS)),
 }
 

@@ -75,11 +75,17 @@ def fresh_draft(drafter: Drafter, text: list[int], blocks: list[list[int]]) -> T
                 keys, values = drafter.context_keys_values(out.features, positions[:, :context])
                 k, v = torch.cat([keys[layer], k], 1), torch.cat([values[layer], v], 1)
             k, v = (x.repeat_interleave(body.num_heads // body.num_kv_heads, 2).transpose(1, 2) for x in (k, v))
-            weights = (q.transpose(1, 2) @ k.transpose(2, 3) * body.head_dim**-0.5).softmax(-1)
+            scores = q.transpose(1, 2) @ k.transpose(2, 3) * body.head_dim**-0.5
+            window, causal = body.views[layer]
+            distance = torch.arange(context, context + q.shape[1])[:, None] - torch.arange(k.shape[2])
+            scores = scores.masked_fill((distance >= (window or 10**6)) | (causal & (distance < 0)), -torch.inf)
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[:, None, None].expand(1, -1, q.shape[1], 1)], -1)
+            weights = scores.softmax(-1)[..., : k.shape[2]]
             heads: Tensor = (weights @ v).transpose(1, 2)
             return heads
 
-        hidden = drafter(target.embed_tokens(torch.tensor([block])), positions[:, context:], attend)
+        hidden = drafter(drafter.embedded(torch.tensor([block]), target.embed_tokens), positions[:, context:], attend)
         logits.append(target.logits(hidden[0, 0 if drafter.config.sample_from_anchor else 1 :]))
     return torch.stack(logits)
 

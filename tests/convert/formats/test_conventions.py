@@ -95,7 +95,7 @@ SPECULATORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "windowed layers": (
         {"transformer_layer_config.layer_types": ["full_attention", "sliding_attention"]},
-        r"transformer_layer_config: layer_types",
+        r"contradicts layer_types(.|\n)*transformer_layer_config: use_sliding_window",
     ),
 }
 
