@@ -213,7 +213,8 @@ class _PassWithContext(_Pass):
         shape = 1, *context.keep.shape, *self.k.shape[2:]
         k, v = (rows[:, :count].view(shape) for rows in (self.k, self.v))
         pool = self._pool.from_layer(index, index + 1)
-        pool.write(k, v, context.page_table, context.positions, context.keep)
+        tables = context.page_table, context.windowed_table
+        pool.write(k, v, tables[0], context.positions, context.keep, windowed_table=tables[1])
         own_q, own_k, own_v = (rows[count:].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
         return own_q, own_k, own_v
 

@@ -57,6 +57,12 @@ class ContextLayers(InferenceLayers, Protocol):
         """
 
 
+def takes_one_table(model: nn.Module) -> bool:
+    """Whether all layers of the model must have the pages of one table: graphs take no second."""
+    forms = model, getattr(model, "compiled", None)
+    return any(getattr(form, "one_page_table", False) for form in forms)
+
+
 class _HasBody(Protocol):
     @property
     def body(self) -> BodyConfig:

@@ -1,12 +1,20 @@
 """The rows of a forward pass, and the paged K/V pool of one model that they read.
 
 Rows have positions, a committed context in pages, and a mask among them.
+
+Layers whose rows see a window of the context may have pages of their own, so that those behind the window can be freed:
+
+    page_table      [B, M]   column j: the page of tokens j·Z .. j·Z + Z - 1 in the layers that see all of them
+    windowed_table  [B, M]   the same of the layers with a window; 0 where the page is freed, which no row reads
+
+Without a `windowed_table` all layers have the pages of `page_table`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -22,6 +30,9 @@ from d2sd.plugins.kv_pages import write_pages
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
 
+#: Scales of FP8 pages, (k, v), [L] fp32 each; (): the pages are not FP8.
+Scales = tuple[Tensor, Tensor] | tuple[()]
+
 
 @dataclass(frozen=True, slots=True)
 class Rows:
@@ -32,6 +43,8 @@ class Rows:
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
+    windowed_table: Tensor | None = None  # [B, M] int64
+    cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
@@ -50,18 +63,30 @@ class Chunks:
     pages: Tensor  # [N] int64, the page of each row's position
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
+    windowed_table: Tensor | None = None  # [B, M] int64
+    windowed_pages: Tensor | None = None  # [N] int64, as `pages`
 
     @staticmethod
-    def of(lengths: Sequence[int], page_table: Tensor, context_len: Tensor, page_size: int) -> Chunks:
-        """`lengths[b]` rows right after the context of request b. The page table covers their positions."""
+    def of(
+        lengths: Sequence[int],
+        page_table: Tensor,
+        context_len: Tensor,
+        page_size: int,
+        windowed_table: Tensor | None = None,
+    ) -> Chunks:
+        """`lengths[b]` rows right after the context of request b. The page tables cover their positions."""
         assert min(lengths) > 0
         device = context_len.device
         starts = torch.tensor([0, *accumulate(lengths)], device=device)
         rows = [(request, step) for request, length in enumerate(lengths) for step in range(length)]
         request, step = torch.tensor(rows, device=device).unbind(1)
         positions = context_len[request] + step
-        pages = page_table[request, positions // page_size]
-        return Chunks(ChunkMask(tuple(lengths), starts), positions[None], pages, page_table, context_len)
+        column = positions // page_size
+        mask, windowed = ChunkMask(tuple(lengths), starts), None
+        if windowed_table is not None:
+            windowed = windowed_table[request, column]
+        pages = page_table[request, column]
+        return Chunks(mask, positions[None], pages, page_table, context_len, windowed_table, windowed)
 
 
 def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> AttnMask | ChunkMask:
@@ -87,6 +112,9 @@ def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> A
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
     first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)
+    if rows.cut:  # what is in front of the cut is further away than it seems
+        is_cut = rows.positions[:, :1] > rows.context_len[:, None]
+        first = torch.where(is_cut, first.clamp(min=rows.cut), first)
     return AttnMask(allowed & near, first, window)
 
 
@@ -106,6 +134,7 @@ class ContextRows(NamedTuple):
     features: Tensor  # [N, n·E]
     positions: Tensor  # [N]
     pages: Tensor  # [N], 0 for rows that are not kept
+    windowed_pages: Tensor | None = None  # [N], the same of layers with a window
 
 
 @dataclass(frozen=True)
@@ -117,17 +146,31 @@ class CommittedRows:
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
     page_size: int
+    windowed_table: Tensor | None = None  # [B, M]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return [self.features, self.page_table, self.positions, self.keep]
+        tensors = self.features, self.page_table, self.positions, self.keep, self.windowed_table
+        return [tensor for tensor in tensors if tensor is not None]
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> CommittedRows:
+        """The same rows in other tensors."""
+        features, page_table, positions, keep, *windowed = map(change, self.tensors)
+        return CommittedRows(features, page_table, positions, keep, self.page_size, *windowed)
+
+    def first(self, requests: int, length: int) -> CommittedRows:
+        """A view of the first T = `length` rows of the first requests."""
+        part, rows = self.map(lambda tensor: tensor[:requests]), slice(length)
+        features, positions, keep = (tensor[:, rows] for tensor in (part.features, part.positions, part.keep))
+        return replace(part, features=features, positions=positions, keep=keep)
 
     @cached_property
     def rows(self) -> ContextRows:
         last = self.page_table.shape[1] - 1  # rows not kept may be past it
         places = (self.positions // self.page_size).clamp(max=last)
-        pages = torch.where(self.keep, self.page_table.gather(1, places), 0)
-        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages.flatten())
+        tables = (self.page_table,) if self.windowed_table is None else (self.page_table, self.windowed_table)
+        pages = (torch.where(self.keep, table.gather(1, places), 0).flatten() for table in tables)
+        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), *pages)
 
 
 class Attend(Protocol):
@@ -139,6 +182,39 @@ class Attend(Protocol):
     def __call__(
         self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
     ) -> Tensor: ...
+
+
+class _Part(NamedTuple):
+    """Pages of the layers of a pool that have one page table."""
+
+    layers: tuple[int, ...]  # of the model, ascending
+    windowed: bool  # the table is the `windowed_table`
+    k: Tensor  # [L', P, Z, Hkv, D]
+    v: Tensor
+    scales: Scales
+
+    def of(self, x: Tensor) -> Tensor:
+        """x [L, ...] of all layers -> [L', ...] of these; a view where the layers are evenly spaced."""
+        if len(x) == len(self.layers):
+            return x
+        steps = {after - before for before, after in zip(self.layers, self.layers[1:], strict=False)}
+        if len(steps) > 1:
+            return torch.stack([x[layer] for layer in self.layers])
+        return x[self.layers[0] : self.layers[-1] + 1 : min(steps, default=1)]
+
+    def write(
+        self, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None
+    ) -> None:
+        """Commit these layers' rows of k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
+        scales = self.scales or (None, None)
+        write_pages(self.of(k), self.of(v), self.k, self.v, table, positions, keep, path, *scales)
+
+    def between(self, first: int, stop: int) -> _Part:
+        """The same memory of the layers first .. stop - 1, counted from `first`."""
+        some = slice(bisect_left(self.layers, first), bisect_left(self.layers, stop))
+        scales: Scales = () if not self.scales else (self.scales[0][some], self.scales[1][some])
+        layers = tuple(layer - first for layer in self.layers[some])
+        return _Part(layers, self.windowed, self.k[some], self.v[some], scales)
 
 
 class KVPool:
@@ -156,38 +232,114 @@ class KVPool:
         dtype: torch.dtype,
         device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
+        windowed_pages: int | None = None,
     ) -> None:
-        """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each."""
-        shape = (body.num_layers, pages, page_size, body.num_kv_heads, body.head_dim)
-        stored = dtype if fp8 is None else torch.float8_e4m3fn
-        self.k = torch.zeros(shape, dtype=stored, device=device)  # [L, P, Z, Hkv, D]
-        self.v = torch.zeros(shape, dtype=stored, device=device)
+        """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each.
+
+        `windowed_pages`: pages of the layers with a window, which are found by a table of their own; None: all layers
+        have the pages of one table.
+        """
+        self._views = body.views
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
         self.page_size = page_size
-        self._windows = body.windows or (None,) * body.num_layers
-        self._views = body.views
+        stored = dtype if fp8 is None else torch.float8_e4m3fn
+        own = [windowed_pages is not None and window is not None for window, _ in self._views]
+        parts = []
+        for windowed in sorted(set(own)) or [False]:
+            layers = tuple(layer for layer, which in enumerate(own) if which == windowed)
+            count = windowed_pages if windowed and windowed_pages is not None else pages
+            shape = (len(layers), count, page_size, body.num_kv_heads, body.head_dim)
+            k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in "kv")
+            index = list(layers)
+            scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
+            parts.append(_Part(layers, windowed, k, v, scales))
+        self._set(parts)
+
+    def _set(self, parts: Sequence[_Part]) -> None:
+        self._parts = parts
+        self._addresses: tuple[list[int], list[int]] | None = None
+        self._places = {layer: (part, index) for part in parts for index, layer in enumerate(part.layers)}
+
+    @property
+    def k(self) -> Tensor:
+        """[L, P, Z, Hkv, D], of a pool whose layers have one page table."""
+        (part,) = self._parts
+        return part.k
+
+    @property
+    def v(self) -> Tensor:
+        """[L, P, Z, Hkv, D], of a pool whose layers have one page table."""
+        (part,) = self._parts
+        return part.v
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory: k and v of the layers of one page table, then of the other's."""
+        return [tensor for part in self._parts for tensor in (part.k, part.v)]
+
+    @property
+    def addresses(self) -> tuple[list[int], list[int]]:
+        """Addresses of the pages of every layer, of keys and of values."""
+        if self._addresses is None:
+            places = [self._places[layer] for layer in range(len(self._places))]
+            self._addresses = [part.k[i].data_ptr() for part, i in places], [part.v[i].data_ptr() for part, i in places]
+        return self._addresses
+
+    @property
+    def device(self) -> torch.device:
+        return self._parts[0].k.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._parts[0].k.dtype
+
+    @property
+    def pages(self) -> dict[bool, int]:
+        """Number of pages by the table that layers have: False is `page_table`, True is `windowed_table`."""
+        return {part.windowed: part.k.shape[1] for part in self._parts}
+
+    def page_table(self, rows: Rows | Chunks, index: int | None = None) -> Tensor:
+        """The page table [B, M] of layer `index`; None: of all layers of a pool that has one."""
+        if index is None:
+            (which,) = self.pages
+        else:
+            which = self._places[index][0].windowed
+        return _table(which, rows.page_table, rows.windowed_table)
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""
         pool, layers = copy.copy(self), slice(first, stop)
-        pool.k, pool.v, pool._windows = self.k[layers], self.v[layers], self._windows[layers]
         pool._views = self._views[layers]
         pool.scales = None if self.scales is None else (self.scales[0][layers], self.scales[1][layers])
+        parts = [part.between(first, first + len(pool._views)) for part in self._parts]
+        pool._set([part for part in parts if part.layers])
         return pool
 
     def write(
-        self, k: Tensor, v: Tensor, page_table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None
+        self,
+        k: Tensor,
+        v: Tensor,
+        page_table: Tensor,
+        positions: Tensor,
+        keep: Tensor,
+        path: Tensor | None = None,
+        windowed_table: Tensor | None = None,
     ) -> None:
         """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
-        write_pages(k, v, self.k, self.v, page_table, positions, keep, path, *(self.scales or ()))
+        for part in self._parts:
+            part.write(k, v, _table(part.windowed, page_table, windowed_table), positions, keep, path)
 
-    def write_rows(self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor) -> None:
+    def write_rows(
+        self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor, windowed_pages: Tensor | None = None
+    ) -> None:
         """Commit rows k, v [L, N, Hkv, D] of any requests at `positions [N]`, whose pages are `pages [N]`.
 
         Rows of page 0 are not kept.
         """
-        table, slots = pages[:, None], (positions % self.page_size)[:, None]
-        self.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
+        slots = (positions % self.page_size)[:, None]
+        for part in self._parts:
+            table = _table(part.windowed, pages, windowed_pages)[:, None]
+            part.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
@@ -203,5 +355,14 @@ class KVPool:
 
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         """The committed context of `rows` in layer `index`."""
-        scales = () if self.scales is None else (self.scales[0][index], self.scales[1][index])
-        return PagedContext(self.k[index], self.v[index], rows.page_table, rows.context_len, *scales)
+        part, place = self._places[index]
+        table = _table(part.windowed, rows.page_table, rows.windowed_table)
+        scales = () if not part.scales else (part.scales[0][place], part.scales[1][place])
+        return PagedContext(part.k[place], part.v[place], table, rows.context_len, *scales)
+
+
+def _table(windowed: bool, full: Tensor, other: Tensor | None) -> Tensor:
+    if not windowed:
+        return full
+    assert other is not None, "the layers with a window have pages of their own"
+    return other

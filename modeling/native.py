@@ -73,8 +73,8 @@ class NativeLayers(nn.Module):
         self._dtype = layers[0].self_attn.o_proj.weight.dtype
         self._kept: list[object] = [target]  # what the library points to
         mlps = [None] * len(layers) if target is None else list(target._layers)[-len(layers) :]
-        self._views = tuple(dict.fromkeys(body.views))  # of a pass
-        views = map(self._views.index, body.views)
+        self._views = {view: body.views.index(view) for view in body.views}  # of a pass, and a layer of each
+        views = map([*self._views].index, body.views)
         self._between: dict[int, nn.Module]  # by the layer
         if target is None:
             networks = {index: layer.mlp for index, layer in enumerate(layers) if not layer.mlp.products()}
@@ -150,7 +150,7 @@ class NativeLayers(nn.Module):
         """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
         body, dtype = self._config, self._dtype
         batch, count, hidden = x.shape
-        assert pool.k.dtype == dtype
+        assert pool.dtype == dtype
         assert rows.positions.shape == (batch, count)
         if isinstance(rows, Chunks):
             starts, longest, kept = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
@@ -161,19 +161,21 @@ class NativeLayers(nn.Module):
             kept = None if rows.needed is None else first_rows(rows.needed, count)
         inputs = x.to(torch.float32, copy=True), *rotary(rows.positions, torch.float32)  # x becomes the last output
         x, cos, sin = (_flat(part, kept).contiguous() for part in inputs)
-        table, context = rows.page_table.long().contiguous(), rows.context_len.long().contiguous()
+        context, width = rows.context_len.long().contiguous(), rows.page_table.shape[1]
         masks = [_mask(rows, *view, kept) for view in self._views]
+        tables = [pool.page_table(rows, layer).long().contiguous() for layer in self._views.values()]
         views = [
-            library.View(*_strided(allowed), address(first), address(table), table.shape[1]) for allowed, first in masks
+            library.View(*_strided(allowed), address(first), address(table), width)
+            for (allowed, first), table in zip(masks, tables, strict=True)
         ]
-        assert int(context.max()) <= table.shape[1] * pool.page_size, "the context is longer than its pages"
+        assert int(context.max()) <= width * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
         k, v = torch.empty(2, body.num_layers, len(x), body.num_kv_heads, body.head_dim, dtype=dtype)
         features = torch.empty(len(x), len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(len(x), hidden, dtype=dtype)
         arguments = library.Pass(
             len(context), longest, address(starts), address(x), address(cos), address(sin),
-            (library.View * len(views))(*views), len(views), address(pool.k), address(pool.v), *pool.k.shape[1:3],
+            (library.View * len(views))(*views), len(views), *map(library.addresses, pool.addresses), pool.page_size,
             address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),
         )  # fmt: skip

@@ -33,6 +33,7 @@ class Batch:
     sampling: Sampling
     grammar: StepGrammar | None = None  # None: no request has one
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree, on a CPU; None: those of the policy
+    windowed_table: Tensor | None = None  # [B, M] int64, of layers with a window, if their pages are their own
 
     @staticmethod
     def pack(
@@ -46,28 +47,42 @@ class Batch:
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
+        table, windowed = page_tables(sequences, size, exact=device == "cpu")
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding),
-            page_table=page_table(sequences, size, exact=device == "cpu"),
+            page_table=table,
             context_len=torch.tensor([s.cached for s in sequences] + padding),
             active=torch.arange(size) < len(sequences),
             sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
             rows=None if rows is None else (*rows, *[1] * len(padding)),
+            windowed_table=windowed,
         )
 
     @staticmethod
     def dummy(
-        size: int, pages: int, context_len: int, vocab_size: int, device: str, params: SamplingParams = _GREEDY
+        size: int,
+        pages: int,
+        context_len: int,
+        vocab_size: int,
+        device: str,
+        params: SamplingParams = _GREEDY,
+        *,
+        windowed: bool = False,
     ) -> Batch:
-        """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step."""
+        """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step.
+
+        `windowed`: layers with a window have pages of their own.
+        """
         zeros = torch.zeros(size, dtype=torch.long)
+        table = zeros[:, None].expand(-1, pages)
         return Batch(
             anchor=zeros,
-            page_table=zeros[:, None].expand(-1, pages),
+            page_table=table,
             context_len=zeros + context_len,
             active=zeros.bool(),
             sampling=Sampling.pack([params] * size, vocab_size, device),
+            windowed_table=table if windowed else None,
         )
 
     def to(self, device: str) -> Batch:
@@ -80,6 +95,7 @@ class Batch:
             self.sampling.to(device),
             self.grammar,
             self.rows,
+            None if self.windowed_table is None else self.windowed_table.to(device),
         )
 
     @property
@@ -108,26 +124,38 @@ class PrefillInputs(NamedTuple):
     lengths: list[int]  # B tokens of each chunk
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, tokens computed before this chunk
+    windowed_table: Tensor | None = None  # [B, M] int64, see `Batch`
 
 
 def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], device: str) -> PrefillInputs:
     """The next `count` prompt tokens of each (sequence, count), without padding: no graph is captured of a prefill."""
     tokens = [token for s, count in chunks for token in s.tokens[s.cached : s.cached + count]]
+    table, windowed = page_tables([s for s, _ in chunks], len(chunks), exact=device == "cpu")
     return PrefillInputs(
         tokens=torch.tensor(tokens, device=device),
         lengths=[count for _, count in chunks],
-        page_table=page_table([s for s, _ in chunks], len(chunks), exact=device == "cpu").to(device),
+        page_table=table.to(device),
         context_len=torch.tensor([s.cached for s, _ in chunks], device=device),
+        windowed_table=None if windowed is None else windowed.to(device),
     )
 
 
-def page_table(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> Tensor:
-    """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page.
+def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> tuple[Tensor, Tensor | None]:
+    """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page. And the same table
+    of layers with a window, if they have pages of their own.
 
     `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else it is a bucket.
     """
     longest = max(len(s.pages) for s in sequences)
-    table = torch.zeros(size, longest if exact else bucket(longest), dtype=torch.long)
-    for row, sequence in enumerate(sequences):
-        table[row, : len(sequence.pages)] = torch.tensor(sequence.pages)
+    columns = longest if exact else bucket(longest)
+    windowed = [s.windowed_pages for s in sequences]
+    return _table([s.pages for s in sequences], size, columns), _table(windowed, size, columns) if any(
+        windowed
+    ) else None
+
+
+def _table(pages: SequenceOf[list[int]], size: int, columns: int) -> Tensor:
+    table = torch.zeros(size, columns, dtype=torch.long)
+    for row, own in enumerate(pages):
+        table[row, : len(own)] = torch.tensor(own)
     return table

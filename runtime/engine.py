@@ -16,7 +16,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
-from d2sd.runtime.memory import plan_kv_memory
+from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket
@@ -71,11 +71,15 @@ class Engine:
         self._prefilled = False  # since the last launch
         self._decode, self._next_id = decode, 0
         free = runner.free_memory() if isinstance(limits.kv_memory, float) else None
-        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(limits.page_size), free)
-        runner.allocate(self.memory.pool_pages, limits.page_size)
+        size = limits.page_size
+        window = runner.longest_window
+        windowed = None if window is None else WindowedLayers(window, runner.windowed_page_bytes(size))
+        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(size), free, windowed)
+        runner.allocate(self.memory.pool_pages, size, self.memory.windowed_pool_pages)
         self.allow([policy])
         self.steps = make_steps(runner, limits, self.calibration)
-        self.scheduler = Scheduler(limits, runner.block_size, self.memory.pool_pages)
+        pages = self.memory.pool_pages, self.memory.windowed_pool_pages or 0
+        self.scheduler = Scheduler(limits, runner.block_size, *pages, window)
 
     def enable_auto(
         self,
@@ -218,7 +222,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
-            self.runner.drop(schedule.discarded)
+            self.runner.drop(schedule.discarded, schedule.windowed_discarded)
             if schedule.prefill:
                 self._prefill(schedule.prefill)
         return schedule.decode

@@ -16,6 +16,8 @@ class KVMemory:
     page_bytes: int  # K and V of one page, in the pools of all models
     full_pages: int  # pages of max_batch requests, each of max_context tokens and the tokens one step adds
     pages: int  # pages that requests can own: full_pages, or fewer if limits.kv_memory holds fewer
+    windowed_page_bytes: int = 0  # of layers with a window, which have pages of their own: not in `page_bytes`
+    windowed_pages: int = 0  # of these, that requests can own
 
     @property
     def pool_pages(self) -> int:
@@ -23,24 +25,57 @@ class KVMemory:
         return 1 + self.pages
 
     @property
+    def windowed_pool_pages(self) -> int | None:
+        """The same of layers with a window; None if they have no pages of their own."""
+        return 1 + self.windowed_pages if self.windowed_page_bytes else None
+
+    @property
     def total_bytes(self) -> int:
-        return self.pool_pages * self.page_bytes
+        return self.pool_pages * self.page_bytes + (self.windowed_pool_pages or 0) * self.windowed_page_bytes
 
 
-def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes: int | None = None) -> KVMemory:
+@dataclass(frozen=True, slots=True)
+class WindowedLayers:
+    """The layers of all models that have a window."""
+
+    window: int  # the longest
+    page_bytes: int  # K and V of one page, in these layers
+
+    def pages(self, limits: Limits, block_size: int) -> int:
+        """Most pages that one request has of them: those behind the window are freed."""
+        return min(limits.pages_for(limits.max_context + block_size), limits.pages_within(self.window, block_size))
+
+
+def plan_kv_memory(
+    limits: Limits,
+    block_size: int,
+    page_bytes: int,
+    free_bytes: int | None = None,
+    windowed: WindowedLayers | None = None,
+) -> KVMemory:
     """Turn limits into a number of pages; `block_size` is the most tokens that a step adds to a request.
+
+    Of `page_bytes`, those of the `windowed` layers are for pages of their own: as many as max_batch requests have, and
+    never more than of the other layers, of which a request has as many at least.
 
     A share in `limits.kv_memory` is multiplied by `free_bytes`; without it a share is ignored, so the result is an
     upper bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
     Raises RecipeError if `limits.kv_memory` does not hold one step of one request.
     """
     full = limits.max_batch * limits.pages_for(limits.max_context + block_size)
+    within, most = 0, 0
+    if windowed is not None:
+        within, most = windowed.page_bytes, limits.max_batch * windowed.pages(limits, block_size)
+    whole = page_bytes - within
     budget = limits.kv_memory
     if isinstance(budget, float):
         budget = None if free_bytes is None else int(budget * free_bytes)
     if budget is None:
-        return KVMemory(page_bytes, full, full)
-    pages = min(full, budget // page_bytes - 1)  # less the scratch page
+        return KVMemory(whole, full, full, within, most)
+    pages = budget // page_bytes - 1  # less the scratch page
+    if windowed is not None and pages > most:
+        pages = (budget - (1 + most) * within) // whole - 1 if whole else full
+    pages = min(full, pages)
     needed = limits.pages_for(1 + block_size)
     if pages < needed:
         raise RecipeError(
@@ -50,7 +85,7 @@ def plan_kv_memory(limits: Limits, block_size: int, page_bytes: int, free_bytes:
             expected=f"at least {(1 + needed) * page_bytes:,} bytes",
             fix="raise it, or lower limits.page_size",
         )
-    return KVMemory(page_bytes, full, pages)
+    return KVMemory(whole, full, pages, within, min(most, pages))
 
 
 def free_memory(device: str) -> int:

@@ -18,6 +18,7 @@ from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables, block_rows
 from d2sd.modeling.fp8 import kv_scales
+from d2sd.modeling.inference import takes_one_table
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows, first_rows
 from d2sd.modeling.native import reduced_head
 from d2sd.plugins import choice, lookup, trees
@@ -94,6 +95,8 @@ class ModelRunner:
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
         self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
         self.window: Window | None = None  # of the context that drafters read; None: all of it
+        self.pool_pages = 0  # of each pool, the scratch page 0 among them; set by `allocate`, as is the next one
+        self.windowed_pages: int | None = None  # those of layers with a window; None: they have the same pages
         self._tables = self._draft_tables()
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
@@ -108,10 +111,14 @@ class ModelRunner:
             for role, drafter in self.drafters.items()
         }
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+        """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory.
+
+        `windowed_pages` are for the layers that have a window (`longest_window`), which then have a page table of their
+        own. None: all layers have the same pages.
+        """
         try:
-            self.pools = self._make_pools(pages, page_size, self.device)
+            self.pools = self._make_pools(pages, page_size, self.device, windowed_pages)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.",
@@ -119,7 +126,7 @@ class ModelRunner:
                 found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
-        self.text_pages = None
+        self.text_pages, self.pool_pages, self.windowed_pages = None, pages, windowed_pages
         self.target_pool, *pools = self.pools
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
@@ -129,9 +136,9 @@ class ModelRunner:
         """Bytes that can be allocated where the models are. Raises RecipeError if the system does not report it."""
         return free_memory(self.device)
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
         """Give up the K/V of these pages; call it before they are written again."""
-        self.context.drop(pages)
+        self.context.drop(pages, windowed_pages)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [R, V] in fp32 behind rows [R, E] of `prefill`."""
@@ -143,33 +150,71 @@ class ModelRunner:
     def close(self) -> None:
         """Free what other processes have for it."""
 
-    @property
-    def pool_pages(self) -> int:
-        """Pages of each pool, the scratch page 0 among them."""
-        return self.target_pool.k.shape[1]
-
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in the pools of all models."""
-        return sum(pool.k.nbytes + pool.v.nbytes for pool in self._make_pools(1, page_size, "meta"))
+        return self._bytes(1, page_size, None)
 
-    def _make_pools(self, pages: int, page_size: int, device: str) -> list[KVPool]:
-        own = [drafter for drafter in self.drafters.values() if drafter.has_context]
-        models: list[TargetModel | DraftModel] = [self.target, *own]
-        return [KVPool(model.config.body, pages, page_size, self._dtype, device, kv_scales(model)) for model in models]
+    def windowed_page_bytes(self, page_size: int) -> int:
+        """Of these, the bytes of the layers whose pages `allocate` can keep apart."""
+        return self._bytes(0, page_size, 1)
+
+    def _bytes(self, pages: int, page_size: int, windowed_pages: int | None) -> int:
+        pools = self._make_pools(pages, page_size, "meta", windowed_pages)
+        return sum(tensor.nbytes for pool in pools for tensor in pool.tensors)
+
+    @property
+    def longest_window(self) -> int | None:
+        """Most tokens that a row sees in the layers whose pages `allocate` can keep apart; None: there are none."""
+        windows = [
+            window for model in self._with_pools if self._keeps_apart(model) for window in model.config.body.windows
+        ]
+        return max((window for window in windows if window is not None), default=None)
+
+    @property
+    def _with_pools(self) -> list[TargetModel | DraftModel]:
+        return [self.target, *(drafter for drafter in self.drafters.values() if drafter.has_context)]
+
+    def _keeps_apart(self, model: TargetModel | DraftModel) -> bool:
+        """Whether the layers of a model that have a window can have pages of their own."""
+        windows = model.config.body.windows
+        readers = [drafter for drafter in self.drafters.values() if model is self.target and not drafter.has_context]
+        return None not in windows or not any(takes_one_table(reader) for reader in (model, *readers))
+
+    def _make_pools(self, pages: int, page_size: int, device: str, windowed_pages: int | None) -> list[KVPool]:
+        return [
+            KVPool(
+                model.config.body,
+                pages,
+                page_size,
+                self._dtype,
+                device,
+                kv_scales(model),
+                windowed_pages if self._keeps_apart(model) else None,
+            )
+            for model in self._with_pools
+        ]
 
     @torch.inference_mode()
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        page_table: Tensor,
+        context_len: Tensor,
+        windowed_table: Tensor | None = None,
+    ) -> Tensor:
         """Compute and commit chunks of B prompts in one pass: `tokens [N]` are the chunks, concatenated.
 
-        `lengths` are their numbers of tokens, of requests with `page_table [B, M]` and `context_len [B]` tokens before
+        `lengths` are their numbers of tokens, of requests with page tables [B, M] and `context_len [B]` tokens before
         the chunk. Returns the target's hidden states [N, E], ready for the head.
         """
-        rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size)
+        rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table)
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
-        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
+        pages = rows.pages, rows.positions[0], rows.windowed_pages
+        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], *pages)
         if self.text_pages is not None:
             self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
-        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages))
+        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages, rows.windowed_pages))
         return out.hidden[0]
 
     @torch.inference_mode()
@@ -233,16 +278,17 @@ class ModelRunner:
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
         positions = batch.context_len[:, None] + steps
-        self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path)
+        table, windowed = batch.page_table, batch.windowed_table
+        self.target_pool.write(out.k, out.v, table, positions, keep, path, windowed)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
-        self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size))
+        self.context.add(CommittedRows(features, table, positions, keep, page_size, windowed))
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 
     def keep_text(self) -> None:
         """Keep the tokens of all requests from now on, in the pages of their K/V: what copies are taken from."""
-        pages, page_size = self.target_pool.k.shape[1:3]
-        self.text_pages = torch.zeros(pages, page_size, dtype=torch.long, device=self.device)
+        shape = self.pool_pages, self.target_pool.page_size
+        self.text_pages = torch.zeros(shape, dtype=torch.long, device=self.device)
 
     def text(self, batch: Batch) -> Text:
         """The requests' text so far; `keep_text` was called before any of it."""
@@ -278,10 +324,10 @@ class ModelRunner:
         slots, same_block = self._rows_of_blocks(blocks.shape[2], blocks.shape[1])
         attn_mask = same_block.expand(len(blocks), -1, -1)
         pool = self.target_pool if own is None else own
-        context_pages = batch.page_table, batch.context_len
+        positions = batch.context_len[:, None] + slots
+        rows = Rows(positions, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table)
         if self.window is not None:
-            context_pages = self.window.pages(*context_pages, pool.page_size)
-        rows = Rows(batch.context_len[:, None] + slots, attn_mask, *context_pages)
+            rows = self.window.cut(rows, pool.page_size)
         drafter, tables = self.drafters[role], self._tables[role]
         hidden = drafter.draft_hidden(blocks, rows, pool, context, tables)
         logits = drafter.logits(hidden, blocks[:, :, 0], tables)
@@ -330,7 +376,7 @@ class ModelRunner:
 
 def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:
     positions = batch.context_len[:, None] + tree.depth
-    return Rows(positions, tree.attn_mask, batch.page_table, batch.context_len, needed)
+    return Rows(positions, tree.attn_mask, batch.page_table, batch.context_len, needed, batch.windowed_table)
 
 
 def _nodes(tree: Tree) -> tuple[int, ...] | None:

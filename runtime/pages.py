@@ -1,5 +1,8 @@
 """Allocator of K/V pages, shared by the target and both drafters, whose pools hold the same tokens.
 
+Layers that see all tokens before them are one group, those with a window the other: each has an allocator and page
+numbers of its own, because the pages of a request behind the window are freed.
+
 A page is free, or used by one or more requests (reference counted), or idle: cached, used by no request, and available
 once it is evicted. The index of the prefix cache says which full pages hold the K/V of which prefix, and which of them
 to evict first.
@@ -46,8 +49,7 @@ class PageAllocator:
 
         Pages that are not cached are taken first, then idle ones are evicted.
         """
-        available = self.free - sum(page in self.cache.idle for page in shared)
-        if count > available:
+        if not self.has(count, shared):
             return None
         for page in shared:
             if page in self.cache.idle:
@@ -55,6 +57,10 @@ class PageAllocator:
         new = [self._free.pop() if self._free else self._evict() for _ in range(count)]
         self._references.update([*shared, *new])
         return [*shared, *new]
+
+    def has(self, count: int, shared: Sequence[int] = ()) -> bool:
+        """Whether there are `count` pages besides the cached ones `shared`."""
+        return count <= self.free - sum(page in self.cache.idle for page in shared)
 
     def give_back(self, pages: Sequence[int]) -> None:
         """Drop one reference to each of a request's pages. Cached ones stay; the last page is the first to be evicted,
@@ -80,6 +86,18 @@ class PageAllocator:
         page = self.cache.evict()
         self._discarded.append(page)
         return page
+
+
+@dataclass(frozen=True, slots=True)
+class PageGroup:
+    """The pages of layers that have one page table."""
+
+    pages: PageAllocator
+    window: int | None = None  # the largest of these layers; None: they see all tokens before them
+
+    def first(self, committed: int, page_size: int) -> int:
+        """The first page that a row behind `committed` tokens sees; those before it may be freed."""
+        return 0 if self.window is None else max(0, committed - self.window + 1) // page_size
 
 
 def extend_keys(keys: list[bytes], tokens: Sequence[int], page_size: int, count: int, salt: str) -> None:
@@ -120,6 +138,10 @@ class PrefixCache:
 
     def __contains__(self, page: int) -> bool:
         return page in self._key_of
+
+    def holds(self, key: bytes) -> bool:
+        """Whether a page of this key is cached."""
+        return key in self._page_of
 
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the leading keys, up to the first unknown one."""

@@ -73,6 +73,14 @@ class Limits:
         """Pages that hold `tokens` tokens."""
         return -(-tokens // self.page_size)
 
+    def pages_within(self, window: int, block_size: int) -> int:
+        """Most pages that a request has of layers that see `window` tokens; a step commits at most `block_size`.
+
+        They hold what the next row sees, and the tokens that a chunk and a step, or two steps, commit.
+        """
+        ahead = block_size + max(self.prefill_chunk, block_size)
+        return self.pages_for(window - 1 + ahead) + 1
+
     def check(self, request: Request, vocab_size: int) -> None:
         """Raise RequestError if these limits or the vocabulary can never fit the request."""
         if not request.prompt:

@@ -6,6 +6,10 @@ the client that runs most.
 
 A request starts with the cached pages of its longest known prefix. Without free pages the newest running request of the
 lowest priority is preempted and continues later, without computing again what is still cached of it.
+
+Layers with a window have pages of their own (`PageGroup`). Once tokens are committed, the pages that no further row
+sees are given back; a step that is launched and not collected sees none of them either. A prefix is known as far as the
+pages that its next row sees are cached.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 from d2sd.errors import RequestError
-from d2sd.runtime.pages import PageAllocator, Stored, extend_keys
+from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import EngineStats
@@ -29,15 +33,24 @@ class Schedule:
     prefill: list[tuple[Sequence, int]]  # (sequence, tokens of this chunk)
     decode: list[Sequence]
     discarded: list[int]  # pages whose K/V was given up since the last step
+    windowed_discarded: list[int]  # the same of layers with a window
 
 
 class Scheduler:
     """Owns the queues and the pages; uses no tensors."""
 
-    def __init__(self, limits: Limits, block_size: int, page_count: int) -> None:
-        """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included."""
+    def __init__(
+        self, limits: Limits, block_size: int, page_count: int, windowed_count: int = 0, window: int | None = None
+    ) -> None:
+        """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included.
+
+        Layers with a window, of `window` tokens at most, have `windowed_count` pages of their own.
+        """
         self._limits, self._growth, self.page_count = limits, block_size, page_count
         self.pages = PageAllocator(page_count)
+        self.groups = [PageGroup(self.pages)]
+        if window is not None:
+            self.groups.append(PageGroup(PageAllocator(windowed_count), window))
         self.waiting: list[
             Sequence
         ] = []  # next first: by priority, then by turn and arrival; so a preempted one leads its class
@@ -62,16 +75,20 @@ class Scheduler:
         )
 
     def check(self, request: Request) -> None:
-        """Raise RequestError if the pool has too few pages for the request's full length."""
-        needed = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
-        if needed > self.page_count - 1:
-            raise RequestError(
-                "the request needs more K/V pages than there are",
-                where="limits.kv_memory",
-                found=f"{needed} pages needed",
-                expected=f"at most {self.page_count - 1}",
-                fix="raise limits.kv_memory, or ask for fewer tokens",
+        """Raise RequestError if the pools have too few pages for the request's full length."""
+        whole = self._limits.pages_for(len(request.prompt) + request.max_new_tokens + self._growth)
+        for group in self.groups:
+            needed = (
+                whole if group.window is None else min(whole, self._limits.pages_within(group.window, self._growth))
             )
+            if needed > group.pages.count - 1:
+                raise RequestError(
+                    "the request needs more K/V pages than there are",
+                    where="limits.kv_memory",
+                    found=f"{needed} pages needed",
+                    expected=f"at most {group.pages.count - 1}",
+                    fix="raise limits.kv_memory, or ask for fewer tokens",
+                )
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence; raises RequestError if the pool has too few pages for it."""
@@ -104,12 +121,14 @@ class Scheduler:
         """Whether no request must be preempted for another step, whatever the launched ones commit."""
         if self._yielding() is not None:
             return False
-        return sum(self._missing(sequence) for sequence in self.running) <= self.pages.free
+        if len(self.groups) > 1:  # pages behind the window are there for the next step
+            self._settle()
+        missing = ((group, sum(self._missing(group, s) for s in self.running)) for group in self.groups)
+        return all(group.pages.has(count) for group, count in missing)
 
     def schedule(self) -> Schedule:
         """Grow the pages of running requests, admit waiting ones, and share out the prefill chunk."""
-        for sequence in self.running:
-            self._cache(sequence)
+        self._settle()
         for sequence in list(self.running):
             if sequence in self.running:  # not preempted on behalf of one before it
                 self._grow(sequence)
@@ -128,7 +147,8 @@ class Scheduler:
         # The last token of an answer may be in a step that is not collected.
         decode = [s for s in self.running if s.pending == done.get(id(s), 0) and s.remaining > s.launched]
         self._prefill_tokens += sum(done.values())
-        return Schedule(prefill, decode, self.pages.take_discarded())
+        windowed = [page for group in self.groups[1:] for page in group.pages.take_discarded()]
+        return Schedule(prefill, decode, self.pages.take_discarded(), windowed)
 
     def _yielding(self) -> Sequence | None:
         """The running sequence whose place is the next waiting one's, if there is no other for it."""
@@ -143,14 +163,20 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence) -> bool:
         """Give a waiting sequence its cached prefix and new pages for the rest; False if there are too few."""
-        hits = self.pages.cache.match(self._prefix_keys(sequence))
-        pages = self.pages.take(self._pages_of(sequence) - len(hits), hits)
-        if pages is None:
+        keys = self._prefix_keys(sequence)
+        hits = self._known(keys)
+        wanted = []
+        for group in self.groups:
+            first = self._first(group, hits)
+            shared = group.pages.cache.match(keys[first:hits])
+            wanted.append((group, first, self._end(group, sequence, hits) - hits, shared))
+        if not all(group.pages.has(count, shared) for group, _, count, shared in wanted):
             return False
-        sequence.pages = pages
+        for group, first, count, shared in wanted:
+            _held(group, sequence)[:] = [*[0] * first, *(group.pages.take(count, shared) or ())]
         if not sequence.stats.preemptions:
             self._queried_tokens += sequence.pending
-        self._hit(sequence, len(hits))
+        self._hit(sequence, hits)
         return True
 
     def _prefill_chunks(self) -> list[tuple[Sequence, int]]:
@@ -181,13 +207,39 @@ class Scheduler:
         start, rest = divmod(sequence.cached, self._limits.page_size)
         if rest:
             return  # its next page is partly written
-        hits = self.pages.cache.match(self._prefix_keys(sequence)[start:])
-        if hits:
-            end = start + len(hits)
-            self.pages.take(0, hits)
-            self.pages.give_back(sequence.pages[start:end])
-            sequence.pages[start:end] = hits
-            self._hit(sequence, len(hits))
+        keys = self._prefix_keys(sequence)
+        end = self._known(keys, start)
+        if end == start:
+            return
+        for group in self.groups:
+            first, held = max(start, self._first(group, end)), _held(group, sequence)
+            hits = group.pages.cache.match(keys[first:end])
+            group.pages.take(0, hits)
+            # Its pages from `start` on are not written: some stay, for the tokens behind the hits.
+            surplus = len(held) - start - (self._end(group, sequence, end) - end)
+            group.pages.give_back(held[start : start + surplus])
+            held[start : start + surplus] = [*[0] * (first - start), *hits]
+        self._hit(sequence, end - start)
+        self._free_behind(sequence)
+
+    def _known(self, keys: SequenceOf[bytes], start: int = 0) -> int:
+        """Leading pages of a prefix, `start` of which the sequence has, that need not be computed.
+
+        In every group, those of them that the next row sees are cached.
+        """
+        known = start + len(self.pages.cache.match(keys[start:]))
+        for group in self.groups[1:]:
+            lacking: int | None = known
+            while lacking is not None:
+                known = lacking
+                seen = range(max(start, self._first(group, known)), known)
+                lacking = next((page for page in reversed(seen) if not group.pages.cache.holds(keys[page])), None)
+        return known
+
+    def _first(self, group: PageGroup, pages: int) -> int:
+        """The first page that a row behind so many full pages sees."""
+        size = self._limits.page_size
+        return group.first(pages * size, size)
 
     def _hit(self, sequence: Sequence, pages: int) -> None:
         """Count pages of the prefix that need not be computed. After a preemption they are not counted as hits."""
@@ -217,13 +269,15 @@ class Scheduler:
         # A step that ended the answer may have committed tokens that were dropped.
         count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
         self._extend_keys(sequence, count)
-        for index in range(sequence.keyed_pages, count):
-            if self.pages.cache.add(sequence.pages[index], sequence.page_keys[index]):
-                self._report_stored(sequence, index)
+        for group in self.groups:
+            held = _held(group, sequence)
+            for index in range(sequence.keyed_pages, count):
+                if group.pages.cache.add(held[index], sequence.page_keys[index]):
+                    self._report_stored(group, sequence, index)
         sequence.keyed_pages = max(sequence.keyed_pages, count)
 
-    def _report_stored(self, sequence: Sequence, index: int) -> None:
-        events, size = self.pages.cache.events, self._limits.page_size
+    def _report_stored(self, group: PageGroup, sequence: Sequence, index: int) -> None:
+        events, size = group.pages.cache.events, self._limits.page_size
         if events is not None:
             keys, tokens = sequence.page_keys, tuple(sequence.tokens[index * size : (index + 1) * size])
             events.append(Stored(keys[index], keys[index - 1] if index else None, tokens, sequence.request.cache_salt))
@@ -232,22 +286,44 @@ class Scheduler:
         salt = sequence.request.cache_salt
         extend_keys(sequence.page_keys, sequence.tokens, self._limits.page_size, count, salt)
 
-    def _pages_of(self, sequence: Sequence) -> int:
-        """Pages for its tokens and those that the launched steps and another one can commit."""
-        request, steps = sequence.request, 1 + sequence.launched
-        last = len(request.prompt) + request.max_new_tokens - 1  # an answer that is complete commits nothing more
-        return self._limits.pages_for(min(len(sequence.tokens) - 1 + steps * self._growth, last + self._growth))
+    def _settle(self) -> None:
+        """Cache the pages that are full, and give back those behind the window."""
+        for sequence in self.running:
+            self._cache(sequence)
+            self._free_behind(sequence)
 
-    def _missing(self, sequence: Sequence) -> int:
-        return max(0, self._pages_of(sequence) - len(sequence.pages))
+    def _free_behind(self, sequence: Sequence) -> None:
+        """Give back pages that no further row of the sequence sees."""
+        for group in self.groups[1:]:
+            held, end = _held(group, sequence), group.first(sequence.cached, self._limits.page_size)
+            start = end
+            while start and held[start - 1]:
+                start -= 1
+            group.pages.give_back(held[start:end])
+            held[start:end] = [0] * (end - start)
+
+    def _end(self, group: PageGroup, sequence: Sequence, cached_pages: int = 0) -> int:
+        """End of the pages for its tokens and those that the launched steps and another one can commit.
+
+        With a window they are taken as the context grows: up to the next chunk of a prompt.
+        """
+        request, steps, tokens = sequence.request, 1 + sequence.launched, len(sequence.tokens) - 1
+        if group.window is not None:
+            cached = max(sequence.cached, cached_pages * self._limits.page_size)
+            tokens = min(tokens, cached + self._limits.prefill_chunk)
+        last = len(request.prompt) + request.max_new_tokens - 1  # an answer that is complete commits nothing more
+        return self._limits.pages_for(min(tokens + steps * self._growth, last + self._growth))
+
+    def _missing(self, group: PageGroup, sequence: Sequence) -> int:
+        return max(0, self._end(group, sequence) - len(_held(group, sequence)))
 
     def _grow(self, sequence: Sequence) -> None:
         """Allocate pages for the tokens a step can commit; preempts the last sequences, at worst this one."""
-        missing = self._missing(sequence)
-        while missing > 0:
-            pages = self.pages.take(missing)
-            if pages is not None:
-                sequence.pages += pages
+        missing = [(group, self._missing(group, sequence)) for group in self.groups]
+        while any(count for _, count in missing):
+            if all(group.pages.has(count) for group, count in missing):
+                for group, count in missing:
+                    _held(group, sequence).extend(group.pages.take(count) or ())
                 return
             last = self.running[-1]
             self._preempt(last)
@@ -265,8 +341,16 @@ class Scheduler:
 
     def _release(self, sequence: Sequence) -> None:
         self._cache(sequence)
-        self.pages.give_back(sequence.pages)
-        sequence.pages, sequence.keyed_pages = [], 0
+        for group in self.groups:
+            held = _held(group, sequence)
+            group.pages.give_back([page for page in held if page])
+            held.clear()
+        sequence.keyed_pages = 0
+
+
+def _held(group: PageGroup, sequence: Sequence) -> list[int]:
+    """The pages of a sequence in a group."""
+    return sequence.pages if group.window is None else sequence.windowed_pages
 
 
 def _rank(sequence: Sequence) -> tuple[int, int, int]:

@@ -204,9 +204,17 @@ def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -
     """
     pages = limits.pages_for(min(context, limits.max_context))
     most = limits.pages_for(limits.max_context + runner.block_size)
-    batch = Batch.dummy(size, min(pages + 1, most), pages * limits.page_size, runner.vocab_size, runner.device)
+    batch = Batch.dummy(
+        size,
+        min(pages + 1, most),
+        pages * limits.page_size,
+        runner.vocab_size,
+        runner.device,
+        windowed=runner.windowed_pages is not None,
+    )
     page_ids = torch.arange(batch.page_table.numel(), device=batch.page_table.device).view(batch.page_table.shape)
-    return replace(batch, page_table=page_ids % runner.pool_pages)
+    windowed = None if runner.windowed_pages is None else page_ids % runner.windowed_pages
+    return replace(batch, page_table=page_ids % runner.pool_pages, windowed_table=windowed)
 
 
 def _wait(runner: ModelRunner) -> None:

@@ -166,7 +166,7 @@ def tiny_flex(
     head = FlexHead(
         FlexConfig(
             family=config.family,
-            body=replace(config.body, num_layers=layers),
+            body=replace(config.body, num_layers=layers, windows=config.body.windows[-layers:]),
             vocab_size=config.vocab_size,
             block_size=block_size,
             num_target_layers=config.body.num_layers,

@@ -47,7 +47,7 @@ class DFlashModel(DraftModel):
     def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Write the K/V of `context` to its pages, then `draft`; together, where the layers can."""
         k, v = self.context_keys_values(context.features, context.positions)
-        pool.write(k, v, context.page_table, context.positions, context.keep)
+        pool.write(k, v, context.page_table, context.positions, context.keep, windowed_table=context.windowed_table)
         return self.draft(embedded, rows, pool)
 
     def draft_hidden(

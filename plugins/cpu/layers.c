@@ -42,8 +42,8 @@ struct pass {
     const float *cos, *sin; /* [M, D] */
     const struct view *view;
     long views;
-    const void *k_pages, *v_pages; /* [L, P, Z, Hkv, D] */
-    long pages, page_size;
+    const char *const *k_pages, *const *v_pages; /* [L], of [P, Z, Hkv, D]; layers may differ in P */
+    long page_size;
     const int64_t *context; /* [B] */
     void *k, *v;           /* [L, M, Hkv, D], written */
     const int64_t *aux;    /* ascending numbers of layers whose outputs are features */
@@ -200,7 +200,6 @@ static void attend_rows(const struct run *run, long number, const struct share *
     const struct view *view = pass->view + layer->view;
     const long size = body->head_dim, group = body->heads / body->kv_heads, all = all_rows(pass);
     const long row_bytes = body->kv_heads * size * type_size(body->type);
-    const long layer_bytes = pass->pages * pass->page_size * row_bytes;
     const long at_once = size <= 64 ? HEADS : size <= 128 ? 2 : 1;
     float *scores = run->scores + share->thread * HEADS * run->room, out[HEADS * MOST_SIZE];
     long first, last;
@@ -212,7 +211,7 @@ static void attend_rows(const struct run *run, long number, const struct share *
         const long first = bound < context ? bound : context, line = layer->view * all + row;
         const long skipped = run->seen ? 0 : bound - first; /* rows of a prompt's chunk in front of the window */
         struct keys k = {
-            .pages = (const char *)pass->k_pages + number * layer_bytes,
+            .pages = pass->k_pages[number],
             .rows = (const char *)pass->k + (number * all + start + skipped) * row_bytes,
             .table = view->table + b * view->table_width, .page_size = pass->page_size,
             .first = first, .context = context,
@@ -221,7 +220,7 @@ static void attend_rows(const struct run *run, long number, const struct share *
             .heads = body->kv_heads, .head = h, .type = (int)body->type,
         };
         struct keys v = k;
-        v.pages = (const char *)pass->v_pages + number * layer_bytes;
+        v.pages = pass->v_pages[number];
         v.rows = (const char *)pass->v + (number * all + start + skipped) * row_bytes;
         for (long done = 0; done < group; done += at_once) {
             const long heads = group - done < at_once ? group - done : at_once, column = (h * group + done) * size;

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import os
-from ctypes import POINTER, Structure, byref, c_double, c_int, c_long, c_size_t, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, Array, Structure, byref, c_double, c_int, c_long, c_size_t, c_void_p
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -72,7 +73,7 @@ class Pass(Structure):
         ("batch", c_long), ("rows", c_long), ("starts", c_void_p),
         ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
         ("view", POINTER(View)), ("views", c_long),
-        ("k_pages", c_void_p), ("v_pages", c_void_p), ("pages", c_long), ("page_size", c_long),
+        ("k_pages", POINTER(c_void_p)), ("v_pages", POINTER(c_void_p)), ("page_size", c_long),
         ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
         ("aux", c_void_p), ("aux_count", c_long), ("features", c_void_p), ("hidden", c_void_p),
         ("begin", c_long), ("end", c_long),
@@ -139,6 +140,11 @@ def functions() -> ctypes.CDLL:
     library = load()
     assert isinstance(library, ctypes.CDLL), library
     return library
+
+
+def addresses(of: Sequence[int]) -> Array[c_void_p]:
+    """An array of addresses for a C function."""
+    return (c_void_p * len(of))(*of)
 
 
 def address(tensor: Tensor | None) -> int | None:

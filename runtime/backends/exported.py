@@ -98,6 +98,8 @@ class OnnxSession:
 class GraphDecoder(TargetModel):
     """A target: embedding and head of `tables`, and a graph between them that outputs features of `aux_layer_ids`."""
 
+    one_page_table = True
+
     def __init__(
         self,
         tables: TargetModel,
@@ -130,16 +132,18 @@ class GraphDecoder(TargetModel):
         for request, length in enumerate(lengths):
             groups.setdefault(bucket(length), []).append(request)
         parts: dict[int, tuple[DecoderOutput, int]] = {}
+        given = pool.page_table(chunks)
         for count, members in groups.items():
             most = floor_bucket(self._max_requests(count))
             for some in (members[first : first + most] for first in range(0, len(members), most)):
                 batch_tokens = tokens.new_zeros(bucket(len(some)), count)
-                table = chunks.page_table.new_zeros(len(batch_tokens), chunks.page_table.shape[1])
+                table = given.new_zeros(len(batch_tokens), given.shape[1])
                 context = chunks.context_len.new_zeros(len(batch_tokens))
-                table[: len(some)], context[: len(some)] = chunks.page_table[some], chunks.context_len[some]
+                table[: len(some)], context[: len(some)] = given[some], chunks.context_len[some]
                 for row, request in enumerate(some):
                     batch_tokens[row, : lengths[request]] = tokens[0, spans[request]]
-                out = self._run(batch_tokens, Rows.chain(count, table, context), pool)
+                rows = replace(Rows.chain(count, table, context), windowed_table=table)
+                out = self._run(batch_tokens, rows, pool)
                 parts |= {request: (out, row) for row, request in enumerate(some)}
         places = [(*parts[request], length) for request, length in enumerate(lengths)]
         hidden, features = (
@@ -158,6 +162,8 @@ class GraphDrafter(DFlashModel):
     A plugin appends the K/V of real features to the context's pages before the block attends to them. Without real
     features (length 0) it writes to the scratch page 0 at most.
     """
+
+    one_page_table = True
 
     def __init__(
         self, drafter: DFlashModel, session: Session, page_size: int, context_rows: int = CONTEXT_ROWS
@@ -220,6 +226,7 @@ class GraphLayers(nn.Module):
     """The layers of a drafter that reads the target's pages, in place of its compiled ones."""
 
     kv_scales = None
+    one_page_table = True
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -266,7 +273,7 @@ def _of_pass(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
         "embedded": embedded.contiguous(),
         "positions": _int32(rows.positions),
         "attn_mask": pack_mask_bits(rows.attn_mask),
-        "page_table": _int32(rows.page_table),
+        "page_table": _int32(pool.page_table(rows)),
         "context_len": _int32(rows.context_len),
         **pages,
     }

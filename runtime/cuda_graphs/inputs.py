@@ -70,9 +70,10 @@ class StaticInputs:
 
     @torch.inference_mode(False)  # else only callers in inference mode could load values
     def __init__(self, batch: Batch, draft: Draft | None, pages: int, device: str) -> None:
-        """Shapes and types are those of `batch` and `draft`, but the page table has `pages` columns."""
+        """Shapes and types are those of `batch` and `draft`, but the page tables have `pages` columns."""
         size = len(batch.anchor)
-        wide = replace(batch, page_table=batch.page_table.new_zeros(size, pages))
+        table = batch.page_table.new_zeros(size, pages)
+        wide = replace(batch, page_table=table, windowed_table=None if batch.windowed_table is None else table)
         like = _tensors(wide, Link.pack([], size), draft)
         sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
 

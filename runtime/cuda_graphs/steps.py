@@ -119,7 +119,9 @@ class DecodeSteps:
             return
         for policy, size in sorted(served, key=lambda pair: -pair[1]):
             for kind in _KINDS:
-                self.graph_for(policy, Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind))
+                where = self._runner.vocab_size, self._runner.device
+                windowed = self._runner.windowed_pages is not None
+                self.graph_for(policy, Batch.dummy(size, 1, 0, *where, kind, windowed=windowed))
 
     def _no_draft(self, policy: Policy, size: int) -> Draft | None:
         """No proposals, for a policy that takes its first draft from the host."""

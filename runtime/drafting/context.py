@@ -23,7 +23,8 @@ were committed with.
 Rows of a page are written before the drafter reads the page, whichever request reads it: a page that the prefix cache
 hands on may still have rows in the queue. On a CPU, padding and rows of pages that were given up (`drop`) are not
 computed. On CUDA that would need a device sync: padding goes to the scratch page 0, and rows of dropped pages are
-written in the order of the queue, so a page's last owner wins.
+written in the order of the queue, so a page's last owner wins. Pages behind the window of a drafter's layers are given
+up while the request runs; those layers' page numbers are another table's.
 """
 
 from __future__ import annotations
@@ -57,7 +58,8 @@ class DrafterContext:
         """
         self._queues = {role: _Queue(drafter, pools[role]) for role, drafter in drafters.items()}
         self._configs, self._pools, self._dtype = [d.config for d in drafters.values()], [*pools.values()], dtype
-        self._on_cpu = all(pool.k.device.type == "cpu" for pool in self._pools)
+        self._windowed = any(True in pool.pages for pool in self._pools)
+        self._on_cpu = all(pool.device.type == "cpu" for pool in self._pools)
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
         self._to_inject: dict[DrafterRole, CommittedRows] | None = None  # by drafter; None: not inside a captured step
@@ -100,12 +102,15 @@ class DrafterContext:
         return None
 
     @torch.inference_mode()
-    def drop(self, pages: Sequence[int]) -> None:
-        """Drop the rows of these pages, whose K/V is not needed any more; call it before they are written again."""
-        if pages and self._on_cpu:
+    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
+        """Drop the rows of these pages, whose K/V is not needed any more; call it before they are written again.
+
+        `windowed_pages` are those of layers with a window.
+        """
+        if (pages or windowed_pages) and self._on_cpu:
             self._queue_left()
             for queue in self._queues.values():
-                queue.drop(pages)
+                queue.drop(pages, windowed_pages)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
 
@@ -115,14 +120,16 @@ class DrafterContext:
         if self._memory is not None or not self._queues:
             return
         config, pool = self._configs[0], self._pools[0]
-        device, width = pool.k.device, len(config.target_layer_ids) * config.body.hidden_size
+        device, width = pool.device, len(config.target_layer_ids) * config.body.hidden_size
         places = torch.zeros(requests, rows, dtype=torch.long, device=device)
+        table = torch.zeros(requests, pages, dtype=torch.long, device=device)
         self._memory = CommittedRows(
             features=torch.zeros(*places.shape, width, dtype=self._dtype, device=device),
-            page_table=torch.zeros(requests, pages, dtype=torch.long, device=device),
+            page_table=table,
             positions=places,
             keep=torch.zeros_like(places, dtype=torch.bool),
             page_size=pool.page_size,
+            windowed_table=torch.zeros_like(table) if self._windowed else None,
         )
 
     @property
@@ -137,7 +144,7 @@ class DrafterContext:
         """
         self._to_inject = {}
         if self._memory is not None:
-            rows = self._part(requests, self._memory.keep.shape[1])
+            rows = self._memory.first(requests, self._memory.keep.shape[1])
             self._to_inject = dict.fromkeys(self._queues.keys() & set(drafters), rows)
 
     @torch.inference_mode()
@@ -149,7 +156,7 @@ class DrafterContext:
         requests, length = committed.keep.shape
         if length < self._memory.keep.shape[1]:
             self._memory.keep[:requests, length:].zero_()
-        for slot, tensor in zip(self._part(requests, length).tensors, committed.tensors, strict=True):
+        for slot, tensor in zip(self._memory.first(requests, length).tensors, committed.tensors, strict=True):
             slot.copy_(tensor)
 
     @contextmanager
@@ -168,7 +175,7 @@ class DrafterContext:
             if drafters and not injecting:
                 self._memory.keep.zero_()
         yield
-        self._left = self._part(requests, length)
+        self._left = self._memory.first(requests, length)
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -190,23 +197,15 @@ class DrafterContext:
         left, self._left = self._left, None
         queues = [queue for which, queue in self._queues.items() if which not in but]
         if left is not None and queues:
-            features, page_table, positions, keep = (tensor.clone() for tensor in left.tensors)
+            copied = left.map(torch.clone)
             for queue in queues:
-                queue.push(CommittedRows(features, page_table, positions, keep, left.page_size))
+                queue.push(copied)
 
     def _flush(self, drafters: Collection[DrafterRole]) -> None:
         """QUEUED -> INJECTED, of these drafters and of long queues."""
         for which, queue in self._queues.items():
             if which in drafters or queue.holds(MAX_PENDING_ROWS, compact=self._on_cpu):
                 queue.flush(compact=self._on_cpu)
-
-    def _part(self, requests: int, length: int) -> CommittedRows:
-        """View of the first T = `length` rows of the first requests in the memory."""
-        assert self._memory is not None
-        features, page_table, positions, keep = (tensor[:requests] for tensor in self._memory.tensors)
-        return CommittedRows(
-            features[:, :length], page_table, positions[:, :length], keep[:, :length], self._memory.page_size
-        )
 
 
 class _Queue:
@@ -216,7 +215,8 @@ class _Queue:
         self._drafter, self._pool = drafter, pool
         self._entries: list[tuple[int, CommittedRows | ContextRows]] = []  # with the number of the push
         self._pushes = 0
-        self._dropped: dict[int, int] = {}  # page -> pushes before it was dropped, for pages dropped since `compact`
+        #: page -> pushes before it was dropped, for pages dropped since `compact`; of each page table
+        self._dropped: tuple[dict[int, int], dict[int, int]] = {}, {}
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
 
     def push(self, entry: CommittedRows | ContextRows) -> None:
@@ -224,10 +224,11 @@ class _Queue:
         self._pushes += 1
         self.rows += (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
 
-    def drop(self, pages: Sequence[int]) -> None:
-        """Note that rows pushed so far for these pages are not to be computed."""
+    def drop(self, *pages: Sequence[int]) -> None:
+        """Note that rows pushed so far for these pages, of each page table, are not to be computed."""
         if self._entries:
-            self._dropped.update(dict.fromkeys(pages, self._pushes))
+            for dropped, given_up in zip(self._dropped, pages, strict=True):
+                dropped.update(dict.fromkeys(given_up, self._pushes))
 
     def holds(self, rows: int, *, compact: bool) -> bool:
         """Whether so many rows are queued; with `compact` only rows that will be computed count."""
@@ -252,21 +253,36 @@ class _Queue:
         for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
         ):
-            self._pool.write_rows(keys, values, part.pages, part.positions)
+            self._pool.write_rows(keys, values, part.pages, part.positions, part.windowed_pages)
 
     def compact(self) -> None:
         """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
-        parts: list[ContextRows] = []
-        dropped_at = torch.zeros(self._pool.k.shape[1], dtype=torch.long)
-        dropped_at[list(self._dropped)] = torch.tensor(list(self._dropped.values()), dtype=torch.long)
-        for number, entry in self._entries:
-            rows = _rows_of(entry)
-            (chosen,) = ((rows.pages > 0) & (dropped_at[rows.pages] <= number)).nonzero(as_tuple=True)
-            parts.append(ContextRows(*(tensor[chosen] for tensor in rows)))
-        merged = ContextRows(*(torch.cat(tensors) for tensors in zip(*parts, strict=True))) if parts else None
-        self.rows = len(merged.pages) if merged else 0
-        self._entries = [(self._pushes - 1, merged)] if merged and self.rows else []
-        self._dropped = {}
+        dropped_at = {which: _dropped_at(self._dropped[which], count) for which, count in self._pool.pages.items()}
+        parts = [_without_dropped(_rows_of(entry), number, dropped_at) for number, entry in self._entries]
+        self.rows = sum(len(part.pages) for part in parts)
+        self._entries = [(self._pushes - 1, _joined(parts))] if self.rows else []
+        self._dropped = {}, {}
+
+
+def _dropped_at(dropped: Mapping[int, int], count: int) -> Tensor:
+    """[P] int64, pushes before each page was dropped; 0: it was not."""
+    at = torch.zeros(count, dtype=torch.long)
+    at[list(dropped)] = torch.tensor(list(dropped.values()), dtype=torch.long)
+    return at
+
+
+def _without_dropped(rows: ContextRows, number: int, dropped_at: Mapping[bool, Tensor]) -> ContextRows:
+    """The rows of push `number` that a drafter keeps, in any of the pages that its layers have: [P] by page table."""
+    features, positions, *tables = (tensor for tensor in rows if tensor is not None)
+    for which, at in dropped_at.items():
+        tables[which] = torch.where(at[tables[which]] <= number, tables[which], 0)
+    (chosen,) = torch.stack([tables[which] for which in dropped_at]).amax(0).nonzero(as_tuple=True)
+    return ContextRows(features[chosen], positions[chosen], *(table[chosen] for table in tables))
+
+
+def _joined(parts: Sequence[ContextRows]) -> ContextRows:
+    columns = zip(*([tensor for tensor in part if tensor is not None] for part in parts), strict=True)
+    return ContextRows(*(torch.cat(column) for column in columns))
 
 
 def _rows_of(entry: CommittedRows | ContextRows) -> ContextRows:

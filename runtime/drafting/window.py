@@ -2,14 +2,16 @@
 
 A drafter that was trained on short texts drafts worse behind long ones. Keys carry the positions at which they were
 computed, so that pages in between can be left out of the table and nothing else changes: the target reads them all.
+A layer that was trained with a window of its own does not see the first ones behind a cut: they are out of its reach.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+
+from d2sd.modeling.kv_pool import Rows
 
 # Shape letters: B requests, M pages a request, W pages of a window.
 
@@ -31,10 +33,17 @@ class Window:
         first = min(FIRST_PAGES, pages - 1)
         return Window(first, pages - first)
 
-    def pages(self, page_table: Tensor, context_len: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
-        """page_table [B, M] and context_len [B] of what is read: [B, min(M, W)], and its tokens."""
-        used = (context_len + page_size - 1) // page_size
+    def cut(self, rows: Rows, page_size: int) -> Rows:
+        """The same rows over what is read of their context: page tables [B, min(M, W)], and its tokens."""
+        table, windowed = rows.page_table, rows.windowed_table
+        used = (rows.context_len + page_size - 1) // page_size
         left_out = (used - self.first - self.last).clamp(min=0)
-        column = torch.arange(min(page_table.shape[1], self.first + self.last), device=page_table.device)
-        shift = torch.where(column < self.first, 0, left_out[:, None])
-        return page_table.gather(1, column + shift), context_len - left_out * page_size
+        column = torch.arange(min(table.shape[1], self.first + self.last), device=table.device)
+        columns = column + torch.where(column < self.first, 0, left_out[:, None])
+        return replace(
+            rows,
+            page_table=table.gather(1, columns),
+            context_len=rows.context_len - left_out * page_size,
+            windowed_table=None if windowed is None else windowed.gather(1, columns),
+            cut=self.first * page_size,
+        )

@@ -41,19 +41,27 @@ class Follower:
     def on_free_memory(self) -> None:
         self._group.least(self._runner.free_memory())
 
-    def on_allocate(self, pages: int, page_size: int) -> None:
-        self._runner.allocate(pages, page_size)
+    def on_allocate(self, pages: int, page_size: int, windowed_pages: int | None) -> None:
+        self._runner.allocate(pages, page_size, windowed_pages)
 
     def on_keep_text(self) -> None:
         self._runner.keep_text()
         default_scores(self._runner.block_size - 1, self._runner.device)  # made now, not inside a captured step
 
-    def on_drop(self, pages: tuple[int, ...]) -> None:
-        self._runner.drop(pages)
+    def on_drop(self, pages: tuple[int, ...], windowed_pages: tuple[int, ...]) -> None:
+        self._runner.drop(pages, windowed_pages)
 
-    def on_prefill(self, tokens: Tensor, lengths: tuple[int, ...], page_table: Tensor, context_len: Tensor) -> None:
+    def on_prefill(
+        self,
+        tokens: Tensor,
+        lengths: tuple[int, ...],
+        page_table: Tensor,
+        context_len: Tensor,
+        windowed_table: Tensor | None,
+    ) -> None:
         device = self._runner.device
-        self._runner.prefill(tokens.to(device), lengths, page_table.to(device), context_len.to(device))
+        windowed = None if windowed_table is None else windowed_table.to(device)
+        self._runner.prefill(tokens.to(device), lengths, page_table.to(device), context_len.to(device), windowed)
 
     def on_prompt_logits(self, hidden: Tensor) -> None:
         self._runner.prompt_logits(hidden.to(self._runner.device))

@@ -54,9 +54,9 @@ class LeadingRunner(ModelRunner):
         """Let the other ranks run what this one is about to run."""
         send(self.group, kind, *values)
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        self.send("allocate", pages, page_size)
-        super().allocate(pages, page_size)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+        self.send("allocate", pages, page_size, windowed_pages)
+        super().allocate(pages, page_size, windowed_pages)
 
     def free_memory(self) -> int:
         """The least of all ranks'."""
@@ -67,14 +67,21 @@ class LeadingRunner(ModelRunner):
         self.send("keep_text")
         super().keep_text()
 
-    def drop(self, pages: Sequence[int]) -> None:
-        if pages and not self.static_shapes:  # else it does nothing
-            self.send("drop", tuple(pages))
-        super().drop(pages)
+    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
+        if (pages or windowed_pages) and not self.static_shapes:  # else it does nothing
+            self.send("drop", tuple(pages), tuple(windowed_pages))
+        super().drop(pages, windowed_pages)
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
-        self.send("prefill", tokens, tuple(lengths), page_table, context_len)
-        return super().prefill(tokens, lengths, page_table, context_len)
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        page_table: Tensor,
+        context_len: Tensor,
+        windowed_table: Tensor | None = None,
+    ) -> Tensor:
+        self.send("prefill", tokens, tuple(lengths), page_table, context_len, windowed_table)
+        return super().prefill(tokens, lengths, page_table, context_len, windowed_table)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         self.send("prompt_logits", hidden)

@@ -128,6 +128,7 @@ class _Pages(KVPool):
         self.layers_k, self.layers_v = (
             [given[f"{kind}_pages_{layer}"] for layer in range(body.num_layers)] for kind in "kv"
         )
+        self._views = body.views
 
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)

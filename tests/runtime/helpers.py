@@ -45,17 +45,35 @@ _KINDS = (
 )
 
 
+Models = tuple[Decoder, Drafter, Drafter, FlexHead]
+
+#: Windows of the layers of the target and of both drafters.
+WINDOWS: dict[str, tuple[tuple[int | None, ...], ...]] = {
+    "none": ((), (), ()),
+    "drafters": ((), (6,), (9,)),
+    "mixed drafters": ((), (6, None), (None, 9)),
+    "mixed target": ((7, None), (), ()),
+    "mixed": ((None, 7), (3, None), (9,)),
+    "all": ((7, 5), (6,), (6,)),
+}
+
+
 @cache
-def models() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
+def models(windows: str = "none") -> Models:
     """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
-    target = tiny_decoder("qwen3", layers=2, head_dim=16)  # which the compiled kernels take
-    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
-    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    of_target, of_first, of_second = WINDOWS[windows]
+    target = tiny_decoder("qwen3", layers=2, head_dim=16, windows=of_target)  # which the compiled kernels take
+    config = target.config
+    first = tiny_drafter(config, block_size=BLOCK, layers=max(1, len(of_first)), attention={"windows": of_first})
+    layers = max(1, len(of_second))
+    second = tiny_drafter(
+        config, block_size=BLOCK, layers=layers, role="variable_prefix", seed=2, attention={"windows": of_second}
+    )
     return target, first, second, tiny_flex(target, block_size=BLOCK)
 
 
-def copies() -> tuple[Decoder, Drafter, Drafter, FlexHead]:
-    return deepcopy(models())
+def copies(windows: str = "none") -> Models:
+    return deepcopy(models(windows))
 
 
 @cache
@@ -75,26 +93,37 @@ def some_requests() -> tuple[Request, ...]:
 
 @cache
 def plain(
-    prompt: tuple[int, ...], sampling: SamplingParams, length: int, stop_tokens: frozenset[int] = frozenset()
+    prompt: tuple[int, ...],
+    sampling: SamplingParams,
+    length: int,
+    stop_tokens: frozenset[int] = frozenset(),
+    windows: str = "none",
 ) -> tuple[int, ...]:
-    return tuple(plain_text(models()[0], prompt, sampling, length, stop_tokens))
+    return tuple(plain_text(models(windows)[0], prompt, sampling, length, stop_tokens))
 
 
-def expected(request: Request) -> list[int]:
+def expected(request: Request, windows: str = "none") -> list[int]:
     """The request's answer by the oracle; stop tokens do not end it."""
-    return list(_longer(request)[: request.max_new_tokens])
+    return list(_longer(request, windows)[: request.max_new_tokens])
 
 
-def _longer(request: Request) -> tuple[int, ...]:
-    return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens)
+def _longer(request: Request, windows: str) -> tuple[int, ...]:
+    of_target = next(name for name, one in WINDOWS.items() if one[0] == WINDOWS[windows][0])  # it alone writes the text
+    return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens, of_target)
+
+
+def texts_of(requests: SequenceOf[Request], windows: str = "none") -> dict[int, tuple[int, ...]]:
+    """The plain text of each request by its seed, a block longer than what it asks for."""
+    texts = {r.seed: r.prompt + _longer(r, windows) for r in requests}
+    assert len(texts) == len(requests)
+    return texts
 
 
 def cheater(
     requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3, alone: bool = False
 ) -> CheatingRunner:
     """Knows the plain text of all `requests`; with `alone` the first drafter is the only one."""
-    texts = {r.seed: r.prompt + _longer(r) for r in requests}
-    assert len(texts) == len(requests)
+    texts = texts_of(requests)
     target, first, second, flex = copies()
     second_or_none, flex_or_none = (None, None) if alone else (second, flex)
     return CheatingRunner(
@@ -102,8 +131,8 @@ def cheater(
     )
 
 
-def honest() -> ModelRunner:
-    return runner_of(*copies())
+def honest(windows: str = "none") -> ModelRunner:
+    return runner_of(*copies(windows))
 
 
 def make_engine(
@@ -155,25 +184,31 @@ def run_staggered(
 
 
 def free_pages(engine: Engine) -> int:
-    return engine.scheduler.pages.free
+    return sum(group.pages.free for group in engine.scheduler.groups)
 
 
 def all_pages(engine: Engine) -> int:
     """Pages that may be handed out."""
-    return engine.scheduler.page_count - 1
+    return sum(group.pages.count - 1 for group in engine.scheduler.groups)
 
 
-def poison(runner: ModelRunner, pages: int | slice) -> None:
-    for pool in runner.pools:
-        pool.k[:, pages] = torch.nan
-        pool.v[:, pages] = torch.nan
+def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[bool] = (False, True)) -> None:
+    """Fill pages of these numbers with NaN; `tables`: of `page_table`, of `windowed_table`, or of both."""
+    for part in (part for pool in runner.pools for part in pool._parts if part.windowed in tables):
+        part.k[:, pages] = torch.nan
+        part.v[:, pages] = torch.nan
 
 
-def committed(pool: KVPool, table: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """K and V [L, S, Hkv, D] of the leading tokens."""
-    places = torch.arange(length)
-    page, slot = table[places // pool.page_size], places % pool.page_size
-    return pool.k[:, page, slot], pool.v[:, page, slot]
+def check_pool(pool: KVPool, tables: dict[bool, Tensor], k: Tensor, v: Tensor) -> None:
+    """The pages of a request hold k, v [L, S, Hkv, D] of its tokens, but for those behind a window that are freed."""
+    for part in pool._parts:
+        places = torch.arange(k.shape[1])
+        pages = tables[part.windowed][places // pool.page_size]
+        assert part.windowed or pages.all()
+        kept = places[pages > 0]
+        for stored, wanted in ((part.k, k), (part.v, v)):
+            found = stored[:, pages[kept], kept % pool.page_size]
+            torch.testing.assert_close(found, wanted[list(part.layers)][:, kept], atol=1e-4, rtol=0)
 
 
 def afterwards(owner: object, name: str, then: Callable[..., None]) -> None:
@@ -190,9 +225,10 @@ def afterwards(owner: object, name: str, then: Callable[..., None]) -> None:
 def poison_what_is_given_up(runner: ModelRunner) -> None:
     """Pages hold NaN until they are written, and again when they are dropped."""
 
-    def dropped(pages: SequenceOf[int]) -> None:
-        for page in pages:
-            poison(runner, slice(page, page + 1))
+    def dropped(pages: SequenceOf[int], windowed_pages: SequenceOf[int] = ()) -> None:
+        for windowed, given_up in ((False, pages), (True, windowed_pages)):
+            for page in given_up:
+                poison(runner, slice(page, page + 1), (windowed,))
 
     poison(runner, slice(None))
     afterwards(runner.context, "drop", dropped)
@@ -203,19 +239,18 @@ def sync_drafters(runner: ModelRunner) -> None:
     runner.context.inject(runner.drafters)
 
 
-def check_pages(runner: ModelRunner, table: Tensor, tokens: list[int]) -> None:
+def check_pages(
+    runner: ModelRunner, table: Tensor, tokens: list[int], windowed_table: Tensor | None = None, windows: str = "none"
+) -> None:
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
-    target, *drafters, _ = models()
+    target, *drafters, _ = models(windows)
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
-    k, v = committed(runner.pools[0], table, len(tokens))
-    torch.testing.assert_close(k, out.k[:, 0], atol=1e-4, rtol=0)
-    torch.testing.assert_close(v, out.v[:, 0], atol=1e-4, rtol=0)
+    tables = {False: table} if windowed_table is None else {False: table, True: windowed_table}
+    check_pool(runner.pools[0], tables, out.k[:, 0], out.v[:, 0])
     for drafter, pool in zip(drafters, runner.pools[1:], strict=True):
-        keys, values = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
-        k, v = committed(pool, table, len(tokens))
-        torch.testing.assert_close(k, keys[:, 0], atol=1e-4, rtol=0)
-        torch.testing.assert_close(v, values[:, 0], atol=1e-4, rtol=0)
+        k, v = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
+        check_pool(pool, tables, k[:, 0], v[:, 0])
 
 
 def gumbel_scores(logits: Tensor, depth: Tensor, context_len: Tensor, depths: int, sampling: Sampling) -> Tensor:

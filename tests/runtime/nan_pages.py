@@ -17,12 +17,19 @@ from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 class NaNScratch(ModelRunner):
     """Page 0, where padding writes, holds NaN after every write."""
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        super().allocate(pages, page_size)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+        super().allocate(pages, page_size, windowed_pages)
         afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
-        hidden = super().prefill(tokens, lengths, page_table, context_len)
+    def prefill(
+        self,
+        tokens: Tensor,
+        lengths: Sequence[int],
+        page_table: Tensor,
+        context_len: Tensor,
+        windowed_table: Tensor | None = None,
+    ) -> Tensor:
+        hidden = super().prefill(tokens, lengths, page_table, context_len, windowed_table)
         poison(self, 0)
         return hidden
 
@@ -34,8 +41,8 @@ class NaNScratch(ModelRunner):
 class NaNPages(NaNScratch, CheatingRunner):
     """All pages hold NaN until they are written, and again when they are given up."""
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        super().allocate(pages, page_size)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+        super().allocate(pages, page_size, windowed_pages)
         poison_what_is_given_up(self)
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:

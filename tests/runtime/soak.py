@@ -131,8 +131,8 @@ def cut(answer: SequenceOf[int], request: Request) -> tuple[list[int], str]:
 class Poisoned(Knowing):
     """Free pages hold NaN."""
 
-    def allocate(self, pages: int, page_size: int) -> None:
-        super().allocate(pages, page_size)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+        super().allocate(pages, page_size, windowed_pages)
         poison_what_is_given_up(self)
 
 

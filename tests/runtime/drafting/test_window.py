@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from d2sd.modeling.kv_pool import Rows
 from d2sd.policies import PolicyName
 from d2sd.runtime.drafting.window import Window
 from tests.runtime.helpers import STEADY, expected, honest, make_engine, run_staggered, some_requests
@@ -21,7 +22,8 @@ def test_the_first_pages_and_the_last(lengths: list[int], first: int, last: int,
     used = [-(-length // PAGE) for length in lengths]
     width = max(max(used), 1) + spare
     table = torch.arange(1, 1 + len(lengths) * width).view(len(lengths), width)
-    pages, context = Window(first, last).pages(table, torch.tensor(lengths), PAGE)
+    rows = Window(first, last).cut(Rows.chain(1, table, torch.tensor(lengths)), PAGE)
+    pages, context = rows.page_table, rows.context_len
     assert pages.shape == (len(lengths), min(width, first + last))
     for row, length in enumerate(lengths):
         wanted = [

@@ -1,0 +1,76 @@
+"""Pages behind the window of a layer are freed and used again, and nothing that is written or drafted changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.sequence import Sequence
+from tests.choosing import chosen
+from tests.runtime.cheating import CheatingRunner
+from tests.runtime.helpers import (
+    BLOCK,
+    WINDOWS,
+    all_pages,
+    copies,
+    expected,
+    free_pages,
+    make_engine,
+    run_staggered,
+    some_requests,
+    texts_of,
+)
+from tests.runtime.nan_pages import NaNPages
+
+KINDS = [kind for kind in WINDOWS if kind != "none"]
+POLICIES: tuple[PolicyName, ...] = ("off", "chain", "hybrid", "flex_tree", "flex_parallel")
+SLOW = pytest.mark.slow
+
+
+def longest(windows: str) -> int:
+    return max(window for one in WINDOWS[windows] for window in one if window is not None)
+
+
+def windowed_pages(sequence: Sequence) -> int:
+    """Pages that it has of layers with a window."""
+    return sum(page > 0 for page in sequence.windowed_pages)
+
+
+def watched(engine: Engine, window: int) -> Engine:
+    """The engine; after every step no request has more pages than it may, and those that the next row sees."""
+    most = engine.limits.pages_within(window, BLOCK)
+    step, size = engine.step, engine.limits.page_size
+
+    def checked() -> list:  # type: ignore[type-arg]
+        outputs = step()
+        for one in engine.scheduler.running:
+            assert windowed_pages(one) <= most
+            seen = range(max(0, one.cached - window + 1) // size, -(-one.cached // size))
+            assert all(one.windowed_pages[page] for page in seen)
+        return outputs
+
+    engine.step = checked  # type: ignore[method-assign]
+    return engine
+
+
+def cheating(windows: str, kind: type[CheatingRunner] = CheatingRunner) -> CheatingRunner:
+    return kind(*copies(windows), texts_of(some_requests(), windows))
+
+
+SAMPLED = {(kind, policy) for policy in POLICIES for kind in chosen(policy, KINDS, 2)}
+
+
+@pytest.mark.parametrize(
+    ("windows", "policy"),
+    [pytest.param(kind, policy, marks=[] if (kind, policy) in SAMPLED else SLOW) for kind in KINDS for policy in NAMES],
+)
+@pytest.mark.parametrize("pages", [None, 17])
+def test_the_text_is_that_of_plain_decoding(windows: str, policy: PolicyName, pages: int | None) -> None:
+    """All pages hold NaN until they are written, and again when they are freed; also where requests are preempted."""
+    requests = some_requests()
+    engine = make_engine(cheating(windows, NaNPages), policy, max_batch=8, pages=pages, prefill_chunk=5)
+    sequences = run_staggered(watched(engine, longest(windows)), requests, gap=1)
+    assert [s.answer for s in sequences] == [expected(r, windows) for r in requests]
+    assert free_pages(engine) == all_pages(engine)
+    assert (sum(s.stats.preemptions for s in sequences) > 0) == (pages is not None)
