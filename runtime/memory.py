@@ -73,7 +73,7 @@ def plan_kv_memory(
     if budget is None:
         return KVMemory(whole, full, full, within, most)
     pages = budget // page_bytes - 1  # less the scratch page
-    if windowed is not None and pages > most:
+    if windowed is not None and pages >= most:
         pages = (budget - (1 + most) * within) // whole - 1 if whole else full
     pages = min(full, pages)
     needed = limits.pages_for(1 + block_size)

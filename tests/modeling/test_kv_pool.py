@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -146,3 +147,57 @@ def test_chunks_follow_each_context_one_behind_the_other() -> None:
     assert rows.attn_mask.spans() == [slice(0, 3), slice(3, 4), slice(4, 6)]
     assert rows.positions.tolist() == [[0, 1, 2, 1, 3, 4]]
     assert rows.pages.tolist() == [7, 7, 7, 2, 9, 4]
+
+
+WINDOWED = {
+    "none": (None, None, None, None),
+    "all": (4, 6, 6, 4),
+    "every other": (4, None, 6, None),
+    "first and last": (4, None, None, 4),
+    "uneven": (None, 5, 5, None),
+    "most": (4, 4, None, 5),
+}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("windows", WINDOWED.values(), ids=WINDOWED)
+def test_layers_with_a_window_may_have_pages_of_their_own(windows: tuple[int | None, ...], fp8: bool) -> None:
+    """Two prompts, a tree and the next tokens; pages behind all windows are page 0, and all free ones hold NaN."""
+    model = tiny_decoder(layers=4, windows=windows)
+    body, tokens, tree = model.config.body, random_tokens(model, 2, 24), ancestor_mask(random_tree(6, seed=3))
+    scales = (torch.linspace(0.01, 0.04, 4), torch.linspace(0.02, 0.03, 4)) if fp8 else None
+    table = 1 + torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(2, 6)
+    context, found = torch.tensor([11, 9]), []
+    for windowed_pages in (None, 8):
+        pool, own = KVPool(body, 13, 4, torch.float32, "cpu", scales, windowed_pages), None
+        if windowed_pages is not None:
+            own = torch.tensor([[5, 2, 7, 0, 0, 0], [1, 6, 3, 0, 0, 0]])
+        for pages in pool.tensors:
+            pages.copy_(torch.full(pages.shape, torch.nan))
+        prompts = torch.cat([tokens[0, :11], tokens[1, :9]])[None]
+        chunks = Chunks.of(context.tolist(), table, torch.zeros(2, dtype=torch.long), 4, own)
+        outs = [model(prompts, chunks, pool)]
+        pool.write_rows(outs[0].k[:, 0], outs[0].v[:, 0], chunks.pages, chunks.positions[0], chunks.windowed_pages)
+        if own is not None:  # tokens 0 .. 3 of each are behind the windows; their pages are those of the next tokens
+            own = torch.tensor([[0, 2, 7, 5, 4, 0], [0, 6, 3, 1, 0, 0]])
+            for pages in (pages for part in pool._parts if part.windowed for pages in (part.k, part.v)):
+                for page in (0, 5, 1, 4):
+                    pages[:, page].copy_(torch.full(pages[:, 0].shape, torch.nan))
+        rows = replace(
+            Rows(context[:, None] + tree.sum(-1) - 1, tree.expand(2, 6, 6), table, context), windowed_table=own
+        )
+        outs.append(model(tokens[:, 11:17], rows, pool))
+        path, places = torch.tensor([[0, 1], [0, 2]]), context[:, None] + torch.arange(2)
+        keep = torch.ones(2, 2, dtype=torch.bool)
+        pool.write(outs[1].k, outs[1].v, table, places, keep, path, windowed_table=own)
+        after = replace(Rows.chain(2, table, context + 2), windowed_table=own)
+        outs.append(model(tokens[:, 17:19], after, pool))
+        found.append(outs)
+        assert set(pool.pages) == ({window is not None for window in windows} if windowed_pages else {False})
+        part = pool.from_layer(1, 3)
+        for index in range(2):
+            assert part.context(index, after).k_pages.data_ptr() == pool.context(1 + index, after).k_pages.data_ptr()
+            assert torch.equal(part.page_table(after, index), pool.page_table(after, 1 + index))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one.hidden, other.hidden)
+        assert not one.hidden.isnan().any()

@@ -192,6 +192,18 @@ def all_pages(engine: Engine) -> int:
     return sum(group.pages.count - 1 for group in engine.scheduler.groups)
 
 
+class OneTable(ModelRunner):
+    """All layers have the pages of one table: none is freed before its request ends."""
+
+    longest_window = None
+
+
+def windowed_bound(engine: Engine) -> int:
+    """Most pages that a request may have of layers with a window."""
+    windows = [group.window for group in engine.scheduler.groups if group.window is not None]
+    return engine.limits.pages_within(windows[0], BLOCK) if windows else 0
+
+
 def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[bool] = (False, True)) -> None:
     """Fill pages of these numbers with NaN; `tables`: of `page_table`, of `windowed_table`, or of both."""
     for part in (part for pool in runner.pools for part in pool._parts if part.windowed in tables):

@@ -1,10 +1,11 @@
 """A long random run of an engine whose host is one step late, against the answers of one that is never late.
 
-    python -m tests.runtime.soak STEPS [SEED]
+    python -m tests.runtime.soak STEPS [SEED [WINDOWS]]
 
 Requests arrive, stop, are cancelled, preempted and find cached prefixes while policies take turns; some need the host
 between two steps. Graphs are recorded operators (recorded_graphs.py). Between two steps the memory of the graphs, their
-inputs, the state of rows that are gone and all free pages are overwritten.
+inputs, the state of rows that are gone and all free pages are overwritten. WINDOWS are those of the models' layers, a
+name in helpers.py.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
     BUDGET,
+    OneTable,
     all_pages,
     check_pages,
     copies,
     free_pages,
-    honest,
     make_engine,
     poison,
     poison_what_is_given_up,
+    windowed_bound,
 )
 from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.tiny import prepared
 
 LONGEST, VOCABULARY = 22, 64
 POLICIES: tuple[PolicyName, ...] = (
@@ -96,8 +99,8 @@ class Thirds:
 
 
 @cache
-def pool() -> dict[Request, list[int]]:
-    """Requests and their longest answers, by today's engine: plain decoding, operator by operator."""
+def pool(windows: str = "none") -> dict[Request, list[int]]:
+    """Requests and their longest answers, by an engine that decodes plainly, operator by operator; it frees no page."""
     dice, found = random.Random(11), list[Request]()
     for index in range(40):
         prompt = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 16)))
@@ -108,7 +111,7 @@ def pool() -> dict[Request, list[int]]:
         if index % 8 == 4:
             params = replace(params, **_FENCED[index // 8 % len(_FENCED)])
         found.append(Request(prompt, LONGEST, params, grammar=Thirds() if index % 13 == 6 else None))
-    answers = make_engine(honest(), "off", max_batch=8).generate(found)
+    answers = make_engine(OneTable(*prepared(copies(windows)[0])), "off", max_batch=8).generate(found)
     return {request: sequence.answer for request, sequence in zip(found, answers, strict=True)}
 
 
@@ -142,6 +145,7 @@ class Soak:
 
     seed: int
     rerun: bool  # the graphs: run again, or recorded operators, which are checked more and slower
+    windows: str = "none"
     engine: Engine = field(init=False)
     graphs: RecordedGraphs = field(init=False)
     policies: list[Policy] = field(init=False)
@@ -151,9 +155,12 @@ class Soak:
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        texts = {r.seed: [*r.prompt, *answer, *[0] * BLOCK] for r, answer in pool().items()}
+        self.pool = pool(self.windows)
+        texts = {r.seed: [*r.prompt, *answer, *[0] * BLOCK] for r, answer in self.pool.items()}
         self.graphs = RecordedGraphs(rerun=self.rerun)
-        made = make_engine(Poisoned(*copies(), texts), "off", max_batch=4, pages=20, decode=decode)
+        runner = Poisoned(*copies(self.windows), texts)
+        made = make_engine(runner, "off", max_batch=4, pages=20, decode=decode)
+        self.most = windowed_bound(made)
         self.engine = self.graphs.guard(made)
         self.engine.runner.keep_text()
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
@@ -189,7 +196,9 @@ class Soak:
 
     def _submit(self) -> None:
         dice = self.dice
-        request, answer = dice.choices(list(pool().items()), [1 if needs_host(request) else 6 for request in pool()])[0]
+        request, answer = dice.choices(
+            list(self.pool.items()), [1 if needs_host(request) else 6 for request in self.pool]
+        )[0]
         stop_tokens = frozenset(dice.sample(range(VOCABULARY), dice.choice((0, 0, 1, 3, 12))))
         stop: tuple[str, ...] = ()
         if dice.random() < 0.25:
@@ -209,10 +218,17 @@ class Soak:
         for output in self.engine.step():
             self._check(output)
         self.seen["late"] += self.engine._launched is not None
+        running = self.engine.scheduler.running
         if self.dice.random() < 0.02:
-            for one in [one for one in self.engine.scheduler.running if one.cached]:
-                check_pages(self.engine.runner, torch.tensor(one.pages), one.tokens[: one.cached])
+            for one in [one for one in running if one.cached]:
+                tables = torch.tensor(one.pages), torch.tensor(one.windowed_pages) if one.windowed_pages else None
+                tokens = one.tokens[: one.cached]
+                check_pages(self.engine.runner, tables[0], tokens, tables[1], self.windows)
         poison(self.engine.runner, slice(0, 1))
+        held = [sum(page > 0 for page in one.windowed_pages) for one in running]
+        assert max(held, default=0) <= self.most, "pages behind the window are kept"
+        self.seen["most windowed pages"] = max(self.seen["most windowed pages"], *held, 0)
+        self.seen["freed behind windows"] += sum(one.windowed_pages.count(0) for one in running)
 
     def _check(self, output: Output) -> None:
         sequence = output.sequence
@@ -228,8 +244,8 @@ class Soak:
             del self.expected[sequence], self.streamed[sequence]
 
 
-def main(steps: str, seed: str = "1") -> None:
-    start, soak = time.perf_counter(), Soak(int(seed), rerun=True)
+def main(steps: str, seed: str = "1", windows: str = "none") -> None:
+    start, soak = time.perf_counter(), Soak(int(seed), rerun=True, windows=windows)
     while soak.engine.stats.steps < int(steps):
         done = soak.run(min(int(steps), soak.engine.stats.steps + 1000))
         print(f"{done['steps']} steps, {time.perf_counter() - start:.0f} s: {dict(done)}", flush=True)

@@ -13,7 +13,7 @@ from d2sd.errors import RecipeError, RequestError
 from d2sd.recipe import Recipe
 from d2sd.runtime import memory as module
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.memory import KVMemory, free_memory, plan_kv_memory
+from d2sd.runtime.memory import KVMemory, WindowedLayers, free_memory, plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import (
@@ -39,6 +39,37 @@ def planned(kv_memory: float | int | None, free: int | None = None) -> KVMemory:
 def test_needs_no_torch() -> None:
     code = "import sys, d2sd.runtime.memory, d2sd.runtime.scheduler, d2sd.policies; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("kv_memory", "share", "pages", "windowed"),
+    [
+        (None, 600, FULL, 3 * 6),
+        (21 * 400 + 18 * 600 + 1000, 600, FULL, 18),
+        (21 * 400 + 18 * 600 + 999, 600, FULL - 1, 18),
+        (19 * 400 + 18 * 600 + 1000, 600, 19, 18),
+        (15_000, 600, 14, 14),  # a request has no more of these than of the others
+        (8_000, 600, 7, 7),
+        (19_000, 1000, FULL, 18),  # all layers have a window: the others' pages hold nothing
+        (18_999, 1000, 17, 17),
+    ],
+)
+def test_pages_of_layers_with_a_window(kv_memory: int | None, share: int, pages: int, windowed: int) -> None:
+    """A window of 5 tokens: 4 of them, a chunk of 8 and a step of 4 lie in 5 pages."""
+    limits = Limits(3, 21, 4, 8, kv_memory)
+    assert limits.pages_within(5, 4) == 5
+    layers = WindowedLayers(9, share)  # a page more
+    assert layers.pages(limits, 4) == 6
+    found = plan_kv_memory(limits, 4, PAGE_BYTES, None, layers)
+    assert (found.pages, found.windowed_pages, found.windowed_pool_pages) == (pages, windowed, windowed + 1)
+    assert found.total_bytes == (1 + pages) * (PAGE_BYTES - share) + (1 + windowed) * share
+    assert kv_memory is None or found.total_bytes <= kv_memory
+
+
+def test_windows_as_long_as_the_context_need_no_more_pages_than_it() -> None:
+    limits = Limits(3, 21, 4, 8)
+    assert WindowedLayers(10**6, 10).pages(limits, 4) == 7
+    assert plan_kv_memory(limits, 4, PAGE_BYTES, None, WindowedLayers(10**6, 10)).windowed_pages == FULL
 
 
 @pytest.mark.parametrize(

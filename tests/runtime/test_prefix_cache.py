@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from d2sd.runtime.pages import PageAllocator, extend_keys
+from d2sd.errors import RequestError
+from d2sd.runtime.pages import PageAllocator, PageGroup, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
@@ -131,30 +133,39 @@ def add(scheduler: Scheduler, number: int, prompt: list[int], new: int = 8, **op
     return one
 
 
+def held(group: PageGroup, one: Sequence) -> list[int]:
+    """The pages of a request in a group, 0 for those that are freed."""
+    return one.pages if group.window is None else one.windowed_pages
+
+
 class Pools:
     """Record what the models' pools would hold: for each written place the whole prefix it was computed from."""
 
     def __init__(self, scheduler: Scheduler, page_size: int) -> None:
         self.scheduler, self.page_size = scheduler, page_size
-        self.holds: dict[tuple[int, int], tuple[int, ...]] = {}
+        self.holds: dict[tuple[int | None, int, int], tuple[int, ...]] = {}  # of layers with this window
 
     def write(self, one: Sequence, positions: range, tokens: list[int]) -> None:
-        for position in positions:
-            page = one.pages[position // self.page_size]
-            assert self.scheduler.pages._references[page] == 1, "a shared page is never written"
-            self.holds[page, position % self.page_size] = tuple(tokens[: position + 1])
+        for group, position in product(self.scheduler.groups, positions):
+            page = held(group, one)[position // self.page_size]
+            assert group.pages._references[page] == 1, "a shared page is never written"
+            self.holds[group.window, page, position % self.page_size] = tuple(tokens[: position + 1])
 
     def check(self, one: Sequence) -> None:
-        for position in range(min(one.cached, len(one.tokens))):
-            place = one.pages[position // self.page_size], position % self.page_size
-            assert self.holds[place] == tuple(one.tokens[: position + 1])
+        """Every token that the next row sees is there."""
+        for group in self.scheduler.groups:
+            first = 0 if group.window is None else max(0, one.cached - group.window + 1)
+            for position in range(first, min(one.cached, len(one.tokens))):
+                place = held(group, one)[position // self.page_size], position % self.page_size
+                assert self.holds[group.window, place[0], place[1]] == tuple(one.tokens[: position + 1])
 
     def step(self, dice: random.Random) -> None:
         """Step as the engine does, with tokens 0 and 1 as answers."""
         schedule = self.scheduler.schedule()
-        for page in schedule.discarded:  # before anything is written
-            for slot in range(self.page_size):
-                self.holds.pop((page, slot), None)
+        discarded = schedule.discarded, schedule.windowed_discarded
+        for group, pages in zip(self.scheduler.groups, discarded, strict=False):  # before anything is written
+            for page, slot in product(pages, range(self.page_size)):
+                self.holds.pop((group.window, page, slot), None)
         for one, count in schedule.prefill:
             self.check(one)
             self.write(one, range(one.cached, one.cached + count), one.tokens)
@@ -172,11 +183,20 @@ class SharedPrefixes(RuleBasedStateMachine):
     """Prompts of few tokens, so that prefixes and answers are shared often, in pools of any tightness."""
 
     @initialize(
-        batch=st.integers(1, 5), page_size=st.integers(1, 4), chunk=st.integers(1, 16), spare=st.integers(0, 30)
+        batch=st.integers(1, 5),
+        page_size=st.integers(1, 4),
+        chunk=st.integers(1, 16),
+        spare=st.integers(0, 30),
+        window=st.none() | st.integers(1, 12),
+        windowed_spare=st.integers(0, 20),
     )
-    def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
+    def start(
+        self, batch: int, page_size: int, chunk: int, spare: int, window: int | None, windowed_spare: int
+    ) -> None:
         self.limits = Limits(batch, 64, page_size, chunk)
-        self.scheduler = Scheduler(self.limits, BLOCK, 1 + -(-(16 + 9 + BLOCK) // page_size) + spare)
+        most = 1 + -(-(16 + 9 + BLOCK) // page_size)
+        windowed = 1 + self.limits.pages_within(window or 0, BLOCK) + windowed_spare
+        self.scheduler = Scheduler(self.limits, BLOCK, most + spare, windowed, window)
         self.pools = Pools(self.scheduler, page_size)
         self.everybody: list[Sequence] = []
 
@@ -213,19 +233,24 @@ class SharedPrefixes(RuleBasedStateMachine):
 
     @invariant()
     def pages_have_their_owners(self) -> None:
-        pages, running = self.scheduler.pages, self.scheduler.running
-        owned = [page for one in running for page in one.pages]
-        assert all(pages._references[page] == owned.count(page) for page in range(self.scheduler.page_count))
-        assert sorted([*set(owned), *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.page_count))
-        assert all(not one.pages for one in self.everybody if one not in running)
-        assert all(len(one.pages) == len(set(one.pages)) for one in running)
+        running = self.scheduler.running
+        for group in self.scheduler.groups:
+            pages, own = group.pages, [[page for page in held(group, one) if page] for one in running]
+            owned = [page for one in own for page in one]
+            assert all(pages._references[page] == owned.count(page) for page in range(pages.count))
+            assert sorted([*set(owned), *pages._free, *pages.cache.idle]) == list(range(1, pages.count))
+            assert all(not held(group, one) for one in self.everybody if one not in running)
+            assert all(len(one) == len(set(one)) for one in own)
+            if group.window is not None:
+                assert all(len(one) <= self.limits.pages_within(group.window, BLOCK) for one in own)
 
     @invariant()
     def tenants_share_nothing(self) -> None:
-        owners: dict[int, set[str]] = {}
+        owners: dict[tuple[int, int], set[str]] = {}
         for one in self.scheduler.running:
-            for page in one.pages:
-                owners.setdefault(page, set()).add(one.request.cache_salt)
+            for group, pages in enumerate((one.pages, one.windowed_pages)):
+                for page in filter(None, pages):
+                    owners.setdefault((group, page), set()).add(one.request.cache_salt)
         assert all(len(salts) == 1 for salts in owners.values())
 
     @invariant()
@@ -244,7 +269,7 @@ class SharedPrefixes(RuleBasedStateMachine):
                     break
                 self.pools.step(random.Random(step))
             assert all(one.finish is not None for one in self.everybody)
-            assert self.scheduler.pages.free == self.scheduler.page_count - 1
+            assert all(group.pages.free == group.pages.count - 1 for group in self.scheduler.groups)
 
 
 SharedPrefixes.TestCase.settings = STEADY
@@ -252,10 +277,16 @@ TestSharedPrefixes = SharedPrefixes.TestCase
 
 
 def made(
-    max_batch: int = 8, chunk: int = 16, pages: int = 80, prefix_cache: bool = True
+    max_batch: int = 8,
+    chunk: int = 16,
+    pages: int = 80,
+    prefix_cache: bool = True,
+    window: int | None = None,
+    windowed: int = 80,
 ) -> tuple[Scheduler, Callable[[], None]]:
     """A scheduler, and a function that steps until it is idle."""
-    scheduler = Scheduler(Limits(max_batch, 64, 4, chunk, None, prefix_cache), BLOCK, 1 + pages)
+    limits = Limits(max_batch, 64, 4, chunk, None, prefix_cache)
+    scheduler = Scheduler(limits, BLOCK, 1 + pages, 1 + windowed, window)
     pools, dice = Pools(scheduler, 4), random.Random(0)
 
     def run() -> None:
@@ -334,6 +365,62 @@ def test_without_room_for_its_misses_a_request_takes_no_hits() -> None:
     assert (late.pages, late.cached) == ([], 0)
     assert scheduler.stats("off").pages_cached == 2
     assert scheduler.stats("off").prefix_queried_tokens == 8 + 16
+
+
+def test_a_prefix_is_known_as_far_as_its_window_is_cached() -> None:
+    """Window of 6 tokens, pages of 4: behind n pages the next row sees two of them."""
+    scheduler, run = made(window=6)
+    prompt = list(range(21))
+    add(scheduler, 0, prompt, 1)
+    run()
+    _, group = scheduler.groups
+    keys = keys_of(prompt)
+    for lost, hits in (([], 20), ([4], 16), ([3], 12), ([0], 12), ([1], 0)):
+        for index in lost:
+            (page,) = group.pages.cache.match(keys[index : index + 1])
+            group.pages.cache.idle.move_to_end(page, last=False)
+            assert group.pages.cache.evict() == page
+            group.pages._free.append(page)
+        again = add(scheduler, 1, prompt, 1)
+        assert scheduler._known(scheduler._prefix_keys(again)) == hits // 4
+        scheduler.remove(again)
+    assert len(scheduler.pages.cache.match(keys)) == 5, "pages of the other layers are cached all the while"
+    again = add(scheduler, 2, prompt, 1)
+    run()
+    assert again.stats.cached_tokens == 0
+
+
+def test_pages_behind_a_window_stay_cached_until_they_are_evicted() -> None:
+    prompt = list(range(41))
+    for windowed, hits in ((40, 40), (9, 0)):
+        scheduler, run = made(max_batch=1, chunk=8, window=6, windowed=windowed)
+        add(scheduler, 0, prompt, 16)
+        run()
+        again = add(scheduler, 1, [*prompt[:20], *range(60, 69)], 1)
+        run()
+        assert again.stats.cached_tokens == min(hits, 20)
+
+
+def test_a_prefix_that_another_computes_is_taken_over_behind_windows() -> None:
+    """Eight prompts begin alike; each computes but its own end, and none keeps more than its window."""
+    scheduler, run = made(chunk=8, window=5, windowed=8 * 6)
+    for number in range(8):
+        add(scheduler, number, [*range(20), *range(100 * number, 100 * number + 6)])
+    run()
+    stats = scheduler.stats("off")
+    assert stats.prefix_hit_tokens == 7 * 20
+    assert stats.preemptions == 0
+
+
+def test_freed_pages_are_used_again() -> None:
+    """A request of 60 tokens in pages for its window alone, and one that could never have them."""
+    scheduler, run = made(chunk=4, window=6, windowed=5, prefix_cache=False)
+    one = add(scheduler, 0, list(range(40)), 20)
+    run()
+    assert one.finish == "length"
+    scheduler, _ = made(chunk=4, window=6, windowed=4)
+    with pytest.raises(RequestError, match="pages"):
+        add(scheduler, 0, list(range(40)), 20)
 
 
 def test_every_page_but_0_is_handed_out_once() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sequence import Sequence
 from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
     WINDOWS,
+    OneTable,
     all_pages,
     copies,
     expected,
@@ -22,6 +26,7 @@ from tests.runtime.helpers import (
     texts_of,
 )
 from tests.runtime.nan_pages import NaNPages
+from tests.tiny import prepared
 
 KINDS = [kind for kind in WINDOWS if kind != "none"]
 POLICIES: tuple[PolicyName, ...] = ("off", "chain", "hybrid", "flex_tree", "flex_parallel")
@@ -74,3 +79,29 @@ def test_the_text_is_that_of_plain_decoding(windows: str, policy: PolicyName, pa
     assert [s.answer for s in sequences] == [expected(r, windows) for r in requests]
     assert free_pages(engine) == all_pages(engine)
     assert (sum(s.stats.preemptions for s in sequences) > 0) == (pages is not None)
+
+
+@pytest.mark.parametrize("windows", ["drafters", "mixed drafters", pytest.param("mixed", marks=SLOW)])
+@pytest.mark.parametrize("cut", [None, Window(1, 3)])
+def test_the_drafts_are_those_of_pages_that_are_kept(windows: str, cut: Window | None) -> None:
+    """Step by step, all log-probabilities of both drafters; also where a recipe leaves out most of the context."""
+    said = []
+    for kind in (ModelRunner, OneTable):
+        runner = kind(*prepared(*copies(windows)[:3]))
+        engine = make_engine(runner, "d2sd", max_batch=10, prefill_chunk=7, prefix_cache=False)
+        runner.window, engine.record_trace = cut, True
+        sequences = [engine.submit(request) for request in some_requests()]
+        found = []
+        while engine.busy:
+            engine.step()
+            if engine.trace is not None and engine.trace.first is not None:
+                assert engine.trace.branches is not None
+                found.append((engine.trace.first.logprob.exp(), engine.trace.branches.prefix_len))
+        assert [s.answer for s in sequences] == [expected(s.request, windows) for s in sequences]
+        said.append(found)
+        freed = kind is ModelRunner
+        assert (engine.memory.windowed_pages > 0) == freed
+    assert len(said[0]) == len(said[1]) > 10
+    for (logprob, prefixes), (other, others) in zip(*said, strict=True):
+        torch.testing.assert_close(logprob, other, atol=1e-5, rtol=1e-5)
+        assert torch.equal(prefixes, others)
