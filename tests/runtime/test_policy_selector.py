@@ -399,6 +399,7 @@ class Scripted:
     blocks: Mapping[DrafterRole, Block] = field(default_factory=lambda: dict.fromkeys(DrafterRole, Block(4, 3)))
     static_shapes: bool = False
     pool_pages: int = 8
+    windowed_pages: None = None
     capture: None = None
 
     @property
@@ -408,7 +409,7 @@ class Scripted:
     def inject(self, drafters: Collection[DrafterRole]) -> None:
         self.settled = tuple(drafters)
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
         raise AssertionError("there are no requests")
 
     def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
