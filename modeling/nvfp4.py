@@ -8,7 +8,9 @@ The first of two numbers is in the low four bits: sign, two bits of exponent, on
 
 from __future__ import annotations
 
+import math
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -38,13 +40,11 @@ def unpacked(packed: Tensor) -> Tensor:
 
 def codes_of(x: Tensor) -> Tensor:
     """The nearest E2M1 code of each number, of two the even one; what exceeds all is the largest. [...] uint8."""
-    numbers = torch.tensor(NUMBERS, device=x.device)
-    halves = (numbers[1:] + numbers[:-1]) / 2
-    size = x.abs().contiguous()
-    above = torch.bucketize(size, halves)  # a tie goes to the lower code
-    tie = above.clamp(max=len(halves) - 1)
-    above = torch.where((size == halves[tie]) & (above % 2 == 1), above + 1, above)
-    return (above + 8 * torch.signbit(x)).to(torch.uint8)
+    code, size = 8 * torch.signbit(x).to(torch.uint8), x.abs()
+    for number, (low, high) in enumerate(pairwise(NUMBERS)):  # no table: a CUDA graph cannot capture its copy
+        half = (low + high) / 2
+        code += size > half if number % 2 == 0 else size >= half
+    return code
 
 
 def by_group(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
@@ -52,8 +52,7 @@ def by_group(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     groups = x.float().reshape(*x.shape[:-1], -1, GROUP)
     of_group = (groups.abs().amax(-1) / (NUMBERS[-1] * scale)).clamp(max=LARGEST).to(torch.float8_e4m3fn)
     wide = of_group.float() * scale
-    # A group whose scale rounds to zero is zero.
-    codes = codes_of(torch.where(wide[..., None] > 0, groups / wide[..., None], 0.0))
+    codes = codes_of(groups / wide.masked_fill(wide == 0, math.inf)[..., None])  # a scale of zero: a group of zeros
     return codes.flatten(-2), of_group
 
 

@@ -74,9 +74,9 @@ class ScaledFp8Linear(ComputedLinear):
         if not use_fp8_gemm(x):
             return None
         rows, scale = self.rounding()(x)
-        out_scale = self.scales().expand(1, self.out_features).contiguous()
+        out_scale = self.scales().repeat(1, self.out_features // self.weight_scale.numel())
         if x.dtype == torch.bfloat16:  # what PyTorch's row-wise product writes
-            scale = scale.contiguous()
+            scale = scale.clone(memory_format=torch.contiguous_format)
             out: Tensor = torch._scaled_mm(
                 rows, self.weight.t(), scale_a=scale, scale_b=out_scale, out_dtype=torch.bfloat16
             )
@@ -149,7 +149,7 @@ class BlockFp8Linear(ComputedLinear):
         out = F.scaled_mm(
             rows,
             self.weight.t(),
-            scale.t().contiguous().t(),
+            scale.t().clone(memory_format=torch.contiguous_format).t(),
             ScalingType.BlockWise1x128,
             padded.t(),
             ScalingType.BlockWise128x128,
