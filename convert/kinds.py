@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from d2sd.convert.checkpoint import dflash, flexdraft
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
-from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_quantization
+from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_drafter_quantization
 from d2sd.convert.checkpoint.unsupported import refuse_tensors
 from d2sd.convert.checkpoint.weights import (
     Rename,
@@ -174,7 +174,7 @@ class DrafterKind(Generic[Config, Model]):
 
 
 def _quantization(directory: Path) -> Quantization | None:
-    return read_quantization(directory, HFConfig.read(directory))
+    return read_drafter_quantization(directory, HFConfig.read(directory))
 
 
 DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(

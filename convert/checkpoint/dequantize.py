@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from d2sd.convert.checkpoint.weights import check_values
 from d2sd.errors import CheckpointError
@@ -16,12 +16,12 @@ from d2sd.modeling.quantized import QuantizedLinear
 Files = Iterator[tuple[str, dict[str, Tensor]]]
 
 
-def dequantized(files: Files, model: nn.Module, dtype: torch.dtype, where: Path) -> Files:
+def dequantized(files: Files, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, where: Path) -> Files:
     """The tensors with a `weight` in `dtype` in place of those of each quantized layer, in the last one's file.
 
-    `model` is on the meta device, with quantized layers. Scales of K/V are left out: K/V are in `dtype` too.
+    `layers` are on the meta device; one may stand for several of the same shape. Scales of K/V are left out: K/V are
+    in `dtype` too.
     """
-    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)}
     waiting: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
     for file, tensors in files:
         out: dict[str, Tensor] = {}

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.attention import layer_fields
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig, rope_fields
-from d2sd.convert.checkpoint.quantization import FILE, KEY, read_quantization
+from d2sd.convert.checkpoint.quantization import FILE, KEY, read_drafter_quantization
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, Role, RopeConfig
 from d2sd.modeling.drafters.interface import DraftConfig
@@ -216,7 +216,7 @@ def check_block_size(config: DraftConfig, block_size: int, where: Path) -> None:
 
 def refuse_fp8(directory: Path, config: HFConfig, layers: Iterable[str], what: str, *, expected: str, fix: str) -> None:
     """Refuse a drafter with FP8 in one of `layers`, or of K/V."""
-    quantization = read_quantization(directory, config)
+    quantization = read_drafter_quantization(directory, config)
     narrow = quantization.of(layers) if quantization else []
     if narrow or (quantization and quantization.kv):
         raise CheckpointError(

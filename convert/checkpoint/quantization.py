@@ -15,10 +15,19 @@ from d2sd.convert.checkpoint import schemes
 from d2sd.convert.checkpoint.dialects import read_dialect
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.schemes import EVERY, Quantization
+from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.errors import CheckpointError
 from d2sd.modeling.quantized import Scheme
 
-__all__ = ["FILE", "KEY", "Quantization", "described", "read_quantization", "refuse_unserved"]
+__all__ = [
+    "FILE",
+    "KEY",
+    "Quantization",
+    "described",
+    "read_drafter_quantization",
+    "read_quantization",
+    "refuse_unserved",
+]
 
 FILE, KEY = "hf_quant_config.json", "quantization_config"
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}
@@ -51,16 +60,39 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     return separate
 
 
-def refuse_unserved(quantization: Quantization | None, where: Path, precision: str, size: str | None = None) -> None:
-    """Raise `CheckpointError` for a scheme without a product; `precision` and `size` describe both ways to hold it."""
-    if quantization is not None and quantization.unserved is not None:
+def read_drafter_quantization(directory: Path, config: HFConfig) -> Quantization | None:
+    """`read_quantization` for a drafter, of which only FP8 is served that ModelOpt describes or could."""
+    quantization = read_quantization(directory, config)
+    if quantization is not None and any(scheme != schemes.FP8 for scheme, _ in quantization.groups):
+        raise CheckpointError(
+            "Drafters in this quantization are not served.",
+            where=f"{directory}: {FILE} or {KEY}",
+            found=quantization.text,
+            expected="FP8 with one calibrated scale a tensor, as ModelOpt writes it",
+            fix="name the drafter before it was quantized",
+        )
+    return quantization
+
+
+def refuse_unserved(
+    quantization: Quantization | None, shapes: Shapes, where: Path, precision: str, size: str | None = None
+) -> None:
+    """Raise `CheckpointError` for tensors `shapes` of a target without a product.
+
+    `precision` and `size` describe both ways to hold them.
+    """
+    if quantization is None:
+        return
+    experts = any(".experts." in name and stored_as(name, shapes) != "unquantized" for name in shapes)
+    unserved = f"experts in {quantization.text}" if experts else quantization.unserved
+    if unserved is not None:
         raise CheckpointError(
             "d2sd has no product for this quantization.",
             where=f"{where}: {KEY}",
-            found=quantization.unserved + (f", {size} as stored" if size else ""),
-            expected="FP8 or NVFP4, of weights and inputs",
-            fix=f"set target.dequantize to true, to read its weights in {precision}; or name an FP8 checkpoint of this "
-            "model",
+            found=unserved + (f", {size} as stored" if size else ""),
+            expected="FP8 or NVFP4, of weights and inputs, and experts in 16 bits",
+            fix=f"set target.dequantize to true, to read its weights in {precision}; or name "
+            + ("the checkpoint before it was quantized" if experts else "an FP8 checkpoint of this model"),
         )
 
 

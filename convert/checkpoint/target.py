@@ -36,7 +36,7 @@ from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import linear_names, make_fp8_cache
-from d2sd.modeling.quantized import make_quantized
+from d2sd.modeling.quantized import QuantizedLinear, Scheme, make_quantized
 from d2sd.modeling.tensor_parallel import Shard, cut
 from d2sd.progress import Progress, silent
 
@@ -60,7 +60,11 @@ _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype"
 
 def target_shapes(config: DecoderConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once."""
-    return _experts(config).stored(expected_shapes(_empty(config, quantization)))
+    shapes = _experts(config).stored(expected_shapes(_empty(config, quantization)))
+    for name, layer in _quantized_experts(config, quantization).items():
+        del shapes[f"{name}.weight"]
+        shapes |= {f"{name}.{tensor}": shape for tensor, shape in expected_shapes(layer).items()}
+    return shapes
 
 
 def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization | None:
@@ -75,11 +79,12 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
     quantization = read_quantization(directory, raw)
-    refuse_unserved(quantization, directory / "config.json", str(dtype).removeprefix("torch."))
+    stored, precision = target_shapes(config, quantization), str(dtype).removeprefix("torch.")
+    refuse_unserved(quantization, stored, directory / "config.json", precision)
     module = _empty(config, quantization)
     shapes, experts = expected_shapes(module), _experts(config)
     cuts = {} if shard is None else cut(module, shard)
-    read = read_tensors(directory, experts.stored(shapes), dtype, _rename(config), cuts)
+    read = read_tensors(directory, stored, dtype, _rename(config), cuts)
     fill(module, experts.placed((tensors for _, tensors in read), shapes))
     return module
 
@@ -104,9 +109,10 @@ def write_target(
     shapes, rename = target_shapes(config, quantization), _rename(config)
     files = read_tensors(source, shapes, DTYPES[precision], rename)
     if not dequantize:
-        refuse_unserved(quantization, source / "config.json", precision)
+        refuse_unserved(quantization, shapes, source / "config.json", precision)
     elif quantization is not None:
-        files, quantization = dequantized(files, _empty(config, quantization), DTYPES[precision], source), None
+        layers = _quantized_layers(config, quantization)
+        files, quantization = dequantized(files, layers, DTYPES[precision], source), None
     own_names = {rename(name): name for name in read_headers(source)}
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -176,6 +182,31 @@ def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
             if quantization.kv:
                 make_fp8_cache(module)
     return module
+
+
+def _quantized_layers(config: DecoderConfig, quantization: Quantization) -> dict[str, QuantizedLinear]:
+    """The layers of a checkpoint that are quantized, on the meta device, by their names in it without `model.`."""
+    modules = _empty(config, quantization).named_modules()
+    layers = {name: layer for name, layer in modules if isinstance(layer, QuantizedLinear)}
+    return layers | _quantized_experts(config, quantization)
+
+
+def _quantized_experts(config: DecoderConfig, quantization: Quantization | None) -> dict[str, QuantizedLinear]:
+    """Those of single experts, which our module stacks; one layer stands for all of a shape."""
+    if quantization is None:
+        return {}
+    parts = _experts(config).parts.items()
+    shapes = {
+        name.removesuffix(".weight"): part.shape
+        for name, part in parts
+        if name.endswith("_proj.weight") and len(part.shape) == 2
+    }
+    schemes = quantization.schemes(shapes, "model.")
+    made: dict[tuple[Scheme, tuple[int, ...]], QuantizedLinear] = {}
+    with torch.device("meta"):
+        for scheme, shape in {(scheme, shapes[name]) for name, scheme in schemes.items()}:
+            made[scheme, shape] = scheme.empty(shape[1], shape[0], bias=False)
+    return {name: made[scheme, shapes[name]] for name, scheme in schemes.items()}
 
 
 def _rename(config: DecoderConfig) -> Rename:

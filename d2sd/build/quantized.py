@@ -58,7 +58,9 @@ def choose(
     )
     if choice.dequantize:
         return choice
-    refuse_unserved(quantization, where, f"{recipe.precision} ({size_text(choice.plain)})", size_text(choice.stored))
+    refuse_unserved(
+        quantization, shapes, where, f"{recipe.precision} ({size_text(choice.plain)})", size_text(choice.stored)
+    )
     if recipe.engines is not None and any(scheme != FP8 for scheme, _ in quantization.groups):
         raise RecipeError(
             "Graphs hold FP8 with one calibrated scale a tensor alone.",

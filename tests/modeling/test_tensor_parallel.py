@@ -17,6 +17,8 @@ from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.layers import Layer
+from d2sd.modeling.nvfp4 import Nvfp4Linear
+from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
 from d2sd.modeling.tensor_parallel import Cut, Shard, check_divisible, cut
 from tests.convert.helpers import write_target_dir
 from tests.tiny import in_fp8, tiny_decoder
@@ -147,3 +149,47 @@ def test_blocks_over_the_border_are_refused() -> None:
     with pytest.raises(D2SDError, match="cannot be divided") as raised:
         cut(whole, Shard(0, 2))
     assert "layers.2.mlp.down_proj.block_scale" in str(raised.value)
+
+
+def test_quantized_layers_are_cut_between_blocks_and_groups() -> None:
+    """By rows and by columns: a rank's scales are those of its part, and what is cut knows its size."""
+    whole = decoder()
+    body = whole.config.body
+    rows, columns = body.intermediate_size, body.hidden_size
+    layers = {
+        "layers.0.mlp.up_proj": ScaledFp8Linear(columns, rows, False),
+        "layers.0.mlp.down_proj": ScaledFp8Linear(rows, columns, False),
+        "layers.1.mlp.up_proj": Nvfp4Linear(columns, rows, False, divisors=True),
+        "layers.1.mlp.down_proj": Nvfp4Linear(rows, columns, False, divisors=False),
+    }
+    for name, layer in layers.items():
+        parent, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(parent), last, layer)
+    cut(whole, Shard(1, 2))
+
+    def made(layer: int) -> tuple[Any, Any]:
+        mlp = whole.layers[layer].get_submodule("mlp")
+        return mlp.get_submodule("up_proj"), mlp.get_submodule("down_proj")
+
+    up, down = made(0)
+    assert (up.weight.shape, up.weight_scale.shape, up.out_features) == (
+        (rows // 2, columns),
+        (rows // 2, 1),
+        rows // 2,
+    )
+    assert (down.weight.shape, down.weight_scale.shape) == ((columns, rows // 2), (columns, 1))
+    assert down.in_features == rows // 2
+    up, down = made(1)
+    assert (up.weight_packed.shape, up.weight_scale.shape) == ((rows // 2, columns // 2), (rows // 2, columns // 16))
+    assert (down.weight.shape, down.weight_scale.shape) == ((columns, rows // 4), (columns, rows // 32))
+    assert (up.out_features, down.in_features) == (rows // 2, rows // 2)
+
+
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+def test_a_block_of_two_ranks_is_refused(name: str) -> None:
+    """192 rows are one block and a half: the border of the ranks is in the first."""
+    whole = decoder(hidden=96)  # twice as wide in the MLP
+    sizes = (96, 192) if name == "up_proj" else (192, 96)
+    setattr(whole.get_submodule("layers.0.mlp"), name, BlockFp8Linear(*sizes, False))
+    with pytest.raises(D2SDError, match=r"quantized layer cannot be divided(.|\n)*of 128"):
+        cut(whole, Shard(0, 2))

@@ -52,8 +52,8 @@ class Published:
         """What is stored, before it was quantized; blocks and groups do not divide all sizes."""
         return tiny_decoder("qwen3", layers=LAYERS, hidden=self.hidden, tie=False)
 
-    def write(self, folder: Path) -> Path:
-        decoder = self.decoder()
+    def write(self, folder: Path, decoder: Decoder | None = None) -> Path:
+        decoder = decoder or self.decoder()
         write_target_dir(folder, decoder)
         tensors: Tensors = {}
         for name, tensor in hf_tensors(decoder).items():

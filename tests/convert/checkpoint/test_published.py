@@ -20,6 +20,7 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, read_quantization
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.convert.checkpoint.weights import INDEX
+from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, linear_names
@@ -27,7 +28,7 @@ from d2sd.modeling.native import pack
 from d2sd.modeling.quantized import QuantizedLinear
 from tests.convert.checkpoint.published import LAYOUTS, SERVED, Published, Tensors
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
-from tests.tiny import full_logits, random_tokens
+from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 each = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
@@ -306,3 +307,32 @@ def test_layers_split_over_shards_are_dequantized(folders: Folders, tmp_path: Pa
     assert {path.name for path in (tmp_path / "out" / "split").glob("*.safetensors")} == {"model-2.safetensors"}
     found, expected = (load_target(tmp_path / "out" / f.name, torch.bfloat16).state_dict() for f in (split, source))
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+def test_quantized_experts_are_dequantized_or_refused(name: str, tmp_path: Path) -> None:
+    """Of the names and shapes of Qwen3-30B-A3B-FP8; the second of these layers is dense."""
+    layout, decoder = BY_NAME[name], tiny_decoder("qwen3_moe", layers=2, tie=False)
+    source = layout.write(tmp_path / "source", decoder)
+    named = r"(?s)no product.*experts in .*target\.dequantize.*before it was quantized"
+    with pytest.raises(CheckpointError, match=named):
+        write_target(source, tmp_path / "out", "bf16")
+    write_target(source, tmp_path / "out", "fp32", dequantize=True)
+    found, stored = load_file(tmp_path / "out" / "model.safetensors"), load_file(source / "model.safetensors")
+    layers = {layer.rpartition(".")[0] for layer in stored if "_proj." in layer}
+    assert sum(".experts." in layer for layer in layers) == 6 * 3
+    for layer in layers:
+        own = {name.removeprefix(f"{layer}."): t for name, t in stored.items() if name.startswith(f"{layer}.")}
+        weight = found[f"{layer}.weight"]
+        torch.testing.assert_close(weight.double(), layout.plain(own, *weight.shape), rtol=3e-7, atol=0)
+    plain = load_target(tmp_path / "out", torch.float32)
+    assert not any(isinstance(module, QuantizedLinear) for module in plain.modules())
+
+
+@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4-modelopt", "awq"])
+def test_a_drafter_in_another_scheme_is_refused(name: str, tmp_path: Path) -> None:
+    drafter = tiny_drafter(tiny_decoder().config)
+    DFLASH.write(tmp_path, drafter.config, drafter.state_dict())
+    edit_json(tmp_path / "config.json", KEY, BY_NAME[name].config)
+    with pytest.raises(CheckpointError, match=r"Drafters in this(.|\n)*before it was quantized"):
+        DFLASH.load(tmp_path, torch.float32)
