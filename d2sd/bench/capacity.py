@@ -156,14 +156,17 @@ def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
     of the memory; the rest is for activations. Raises D2SDError if a request of max_context does not fit.
     """
     free = GPUS[gpu] * 4 // 5 - plan.weight_bytes
-    page = limits.page_size * sum(part.kv_token_bytes for part in plan.parts)
-    needed = limits.pages_for(limits.max_context + plan.recipe.tree.block_size)
-    if free // page < needed:
+    page, block = limits.page_size * sum(part.kv_token_bytes for part in plan.parts), plan.recipe.tree.block_size
+    needed, windowed = limits.pages_for(limits.max_context + block) * page, plan.windowed
+    if windowed is not None:
+        needed -= (limits.pages_for(limits.max_context + block) - windowed.pages(limits, block)) * windowed.page_bytes
+    if free < needed:
         raise D2SDError(
             f"The model does not fit on one {gpu}.",
             where=plan.recipe.name,
-            found=f"{plan.weight_bytes / 1e9:.1f} GB of weights, and {needed * page / 1e9:.1f} GB of K/V for a request",
+            found=f"{plan.weight_bytes / 1e9:.1f} GB of weights, and {needed / 1e9:.1f} GB of K/V for a request",
             expected=f"at most {GPUS[gpu] * 0.8 / 1e9:.0f} GB, four fifths of its memory",
             fix="choose a larger GPU, fp8, or a lower limits.max_context",
         )
-    return min(free // page - 1, plan_kv_memory(limits, plan.recipe.tree.block_size, page, free).pages)
+    fitting = plan_kv_memory(replace(limits, kv_memory=free), block, page, windowed=windowed)
+    return min(fitting.pages, plan_kv_memory(limits, block, page, free, windowed).pages)

@@ -127,8 +127,9 @@ class Roofline:
             stored -= round(body.expert_weights * size * (1 - share) ** (batch * rows))
             weights -= round(body.expert_weights * (1 - share))
         products = 2 * batch * rows * (narrow / peaks.fp8 + (weights - narrow) / half)
-        attention = 4 * batch * rows * context * body.num_heads * body.head_dim * body.num_layers / half
-        read = stored + batch * context * part.kv_token_bytes
+        seen = part.seen(context)
+        attention = 4 * batch * rows * seen * body.num_heads * body.head_dim / half
+        read = stored + batch * seen * part.kv_token_bytes // body.num_layers
         if logits:
             products += 2 * batch * logits * self._head_weights(part) / half
             read += self._head_weights(part) * size

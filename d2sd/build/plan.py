@@ -26,7 +26,7 @@ from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, Recipe, SecondSource, Source
-from d2sd.runtime.memory import KVMemory, plan_kv_memory
+from d2sd.runtime.memory import KVMemory, WindowedLayers, plan_kv_memory
 from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
@@ -54,6 +54,16 @@ class Part:
     @property
     def body(self) -> BodyConfig:
         return self.config.body
+
+    @property
+    def windowed_token_bytes(self) -> int:
+        """Of `kv_token_bytes`, those of layers with a window: they have pages of their own, freed behind it."""
+        return self.kv_token_bytes * sum(window is not None for window in self.body.windows) // self.body.num_layers
+
+    def seen(self, context: int) -> int:
+        """Tokens of a context that a row behind it sees, summed over the layers."""
+        windows = self.body.windows or (None,) * self.body.num_layers
+        return sum(context if window is None else min(context, window - 1) for window in windows)
 
     @property
     def draft_config(self) -> DraftConfig:
@@ -103,16 +113,32 @@ class Plan:
     def kv_memory(self) -> KVMemory:
         """Size of the K/V pools when serving with all models; of a share of memory the largest that it may be."""
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
-        return plan_kv_memory(Limits.of(limits), self.recipe.tree.block_size, limits.page_size * token)
+        block, page_bytes = self.recipe.tree.block_size, limits.page_size * token
+        return plan_kv_memory(Limits.of(limits), block, page_bytes, windowed=self.windowed)
+
+    @property
+    def windowed(self) -> WindowedLayers | None:
+        """The layers with a window, of all models that have pages."""
+        parts = [part for part in self.parts if part.windowed_token_bytes]
+        windows = [window for part in parts for window in part.body.windows if window is not None]
+        if not windows:
+            return None
+        token = sum(part.windowed_token_bytes for part in parts)
+        return WindowedLayers(max(windows), self.recipe.limits.page_size * token)
 
     def kv_bytes(self, part: Part) -> int:
         """Size of the K/V pools of one model."""
-        return self.kv_memory().pool_pages * self.recipe.limits.page_size * part.kv_token_bytes
+        memory, windowed = self.kv_memory(), part.windowed_token_bytes
+        tokens = memory.pool_pages * (part.kv_token_bytes - windowed) + (memory.windowed_pool_pages or 0) * windowed
+        return self.recipe.limits.page_size * tokens
 
     @property
     def request_bytes(self) -> int:
         """K/V of one request of max_context tokens, of all models."""
-        return self.recipe.limits.max_context * sum(part.kv_token_bytes for part in self.parts)
+        limits, windowed = Limits.of(self.recipe.limits), self.windowed
+        whole = sum(part.kv_token_bytes - part.windowed_token_bytes for part in self.parts)
+        pages = 0 if windowed is None else windowed.pages(limits, self.recipe.tree.block_size) * windowed.page_bytes
+        return limits.max_context * whole + pages
 
     def requests_in(self, memory: int) -> int:
         """How many such requests fit next to the weights in four fifths of `memory`; the rest is for activations."""

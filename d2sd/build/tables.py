@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +13,7 @@ from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
 from d2sd.recipe import Recipe
+from d2sd.runtime.request import Limits
 
 #: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
 _CONSOLE = Console(soft_wrap=True)
@@ -109,13 +110,19 @@ def _settings(recipe: Recipe) -> None:
 def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
-        token = f"{part.kv_token_bytes:,} B"
+        token = _token_text([part])
         table.add_row(part.name, _parameters(part), size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part)))
-    token = f"{sum(part.kv_token_bytes for part in plan.parts):,} B"
+    token = _token_text(plan.parts)
     together = "together", "", size_text(plan.weight_bytes), token, size_text(plan.kv_memory().total_bytes)
     for column, text in zip(table.columns, together, strict=True):
         column.footer = text
     return table
+
+
+def _token_text(parts: Sequence[Part]) -> str:
+    """K/V of a token, and what of it is kept within windows alone."""
+    token, windowed = (sum(getattr(part, f"{name}_token_bytes") for part in parts) for name in ("kv", "windowed"))
+    return f"{token:,} B" + (f", {windowed:,} B within windows" if windowed else "")
 
 
 def _parameters(part: Part) -> str:
@@ -140,6 +147,10 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         yield ("", f"{needed}; limits.kv_memory holds fewer, so requests are preempted when pages run out")
     else:
         yield ("", needed)
+    if (windowed := plan.windowed) is not None:
+        most = windowed.pages(Limits.of(limits), block)
+        size = f"{memory.windowed_pages:,} pages of {memory.windowed_page_bytes:,} B of layers with windows"
+        yield ("", f"{size}, {most:,} a request at most: freed behind {windowed.window:,} tokens")
 
 
 def gpu_lines(plan: Plan) -> Iterator[tuple[str, str]]:

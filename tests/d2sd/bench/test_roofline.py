@@ -109,3 +109,14 @@ def test_unknown_tokens_a_step_are_asked_for() -> None:
         arithmetic_costs(ROOFLINE, "auto", 16, 1000)
     with pytest.raises(D2SDError, match=r"(?s)out of range.*1 \.\. 16"):
         arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=17)
+
+
+def test_layers_with_windows_read_no_more_than_those() -> None:
+    """Half of the target's layers see 512 tokens, the row itself among them."""
+    config = DecoderConfig("qwen3", replace(body(36), windows=(512, None) * 18), 151_936, False)
+    windowed = Roofline(replace(PLAN, target=replace(TARGET, config=config)), "H100", 1.0)
+    for context in (100, 511, 512, 8000):
+        for batch in (1, 8):
+            saved = batch * 18 * 4096 * max(0, context - 511) / 3.35e12
+            whole = ROOFLINE.decode_seconds(OFF, batch, context)
+            assert windowed.decode_seconds(OFF, batch, context) == pytest.approx(whole - saved)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from d2sd.build import plan
 from d2sd.build.plan import Plan, make_plan
-from d2sd.build.tables import _memory, show_table
+from d2sd.build.tables import _memory, kv_lines, show_table
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
@@ -25,6 +25,7 @@ from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, RecipeError
+from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -95,6 +96,37 @@ def test_memory_of_experts_is_all_of_them_and_few_are_active(tmp_path: Path) -> 
     assert target.weight_bytes == 2 * target.parameters
     show_table(_memory(plan), Console(file=(out := StringIO()), width=200))
     assert f"{target.parameters:,}, {target.parameters - 2 * 4 * 3 * 32 * 24:,} active" in out.getvalue()
+
+
+def test_layers_with_windows_take_pages_for_their_windows(tmp_path: Path) -> None:
+    """A target of three layers, one without a window; the first drafter's two layers have windows."""
+    found = make_plan(
+        load_recipe(
+            write_project(tmp_path), ["limits={max_batch: 4, max_context: 128, page_size: 8, prefill_chunk: 32}"]
+        )
+    )
+    first = found.drafters[DrafterRole.FIRST]
+    parts = [
+        replace(part, config=replace(part.config, body=replace(part.body, windows=windows)))  # type: ignore[type-var]
+        for part, windows in ((found.parts[0], (9, None, 5)), (first, (17, 12)))
+    ]
+    windowed = replace(found, target=parts[0], drafters=found.drafters | {DrafterRole.FIRST: parts[1]})
+    layer = 2 * 2 * 8 * 4  # keys and values of two heads of 8 in fp32
+    assert [part.kv_token_bytes for part in windowed.parts] == [3 * layer, 2 * layer, 2 * layer]
+    assert [part.windowed_token_bytes for part in windowed.parts] == [2 * layer, 2 * layer, 0]
+    memory, block, chunk = windowed.kv_memory(), found.recipe.tree.block_size, found.recipe.limits.prefill_chunk
+    each = -(-(16 + block + chunk) // 8) + 1  # 16 tokens in front of a row, a chunk and a step; not at pages' edges
+    whole = -(-(128 + block) // 8)
+    assert each < whole
+    assert (memory.pages, memory.windowed_pages) == (4 * whole, 4 * each)
+    assert memory.total_bytes == 8 * layer * ((1 + 4 * whole) * 3 + (1 + 4 * each) * 4)
+    assert sum(windowed.kv_bytes(part) for part in windowed.parts) == memory.total_bytes < found.kv_memory().total_bytes
+    assert windowed.request_bytes == layer * (128 * 3 + 8 * each * 4)
+    show_table(_memory(windowed), Console(file=(out := StringIO()), width=200))
+    assert f"{7 * layer} B, {4 * layer} B within windows" in out.getvalue()
+    told = " ".join(text for _, text in kv_lines(windowed))
+    assert f"{4 * each} pages of {8 * 4 * layer:,} B of layers with windows, {each} a request at most" in told
+    assert "windows" not in " ".join(text for _, text in kv_lines(found))
 
 
 def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:
