@@ -93,7 +93,8 @@ class Experts(FeedForward):
             return self._gathered(rows, pairs).view(*chosen.shape, -1)
         order = pairs.argsort(stable=True)
         numbers = pairs[order]
-        ends = torch.searchsorted(numbers, torch.arange(len(self.gate_up), device=rows.device), right=True).int()
+        every = torch.arange(len(self.gate_up), device=rows.device)
+        ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
         out = rows[order // chosen.shape[1]]
         out = F.grouped_mm(out, self.gate_up.mT, offs=ends)
         out = gated(_biased(out, self.gate_up_bias, numbers), self.config)
@@ -135,7 +136,7 @@ def gated(gate_up: Tensor, config: ExpertsConfig) -> Tensor:
     """[..., 2I], gates before ups -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if config.limit is None:
-        return gate * _sigmoid(gate) * up
+        return (F.silu(gate) if gate.is_cuda else gate * _sigmoid(gate)) * up
     gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
     return (up + 1) * (gate * _sigmoid(ALPHA * gate))
 

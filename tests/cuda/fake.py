@@ -118,8 +118,12 @@ def runner(
     exact: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     roles: Collection[DrafterRole] = tuple(DrafterRole),
+    **changes: Any,
 ) -> ModelRunner:
-    """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head."""
+    """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
+
+    `changes` are of the target's body, without a FlexDraft head.
+    """
     body = BodyConfig(
         hidden_size=64,
         intermediate_size=128,
@@ -152,7 +156,7 @@ def runner(
     torch.set_default_dtype(dtype)
     try:
         with torch.device("cuda"):
-            target = Decoder(DecoderConfig("qwen3", body, VOCABULARY, False))
+            target = Decoder(DecoderConfig("qwen3", replace(body, **changes), VOCABULARY, False))
             deep = replace(body, num_layers=min(drafter_layers, layers - 1))
             head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
             drafting: list[DraftModel] = [drafter("first"), drafter("variable_prefix"), head]
@@ -166,7 +170,8 @@ def runner(
                 model.eval().requires_grad_(False)
     finally:
         torch.set_default_dtype(torch.float32)
-    head.join(target)
+    if not changes:
+        head.join(target)
     drafters = {role: drafting[role] for role in roles}
     prepare_for_inference(target, drafters.values(), exact=exact)
     return ModelRunner(target, drafters, block_size=BLOCK)
@@ -195,6 +200,7 @@ def steps(
     calibrated: bool = False,
     lookup: bool = False,
     window: Window | None = None,
+    **changes: Any,
 ) -> Watch:
     """The second of two decode steps: the first one moves tables of positions to the device, once.
 
@@ -203,7 +209,7 @@ def steps(
     watch = Watch()
     with fake_gpu(watch):
         policy, calibration = policy_of(name, lookup=lookup), None
-        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters)
+        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, **changes)
         made.allocate(64, 16)
         made.window = window
         if policy.copies:

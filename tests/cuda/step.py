@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu.steps import Step, count
+from d2sd.errors import D2SDError
+from d2sd.modeling.config import ExpertsConfig
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.drafting.window import Window
@@ -101,6 +104,46 @@ def test_a_copy_is_a_launch_to_find_it_and_one_to_write_the_text(size: int) -> N
     assert copying.launches - plain.launches == Counter(lookup=1, commit=1)
     assert not plain.launches - copying.launches
     assert copying.copies == []
+
+
+EXPERTS = ExpertsConfig(8, 2, 64, normalized=True)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize(
+    ("extra", "launches"), [({}, 20), ({"bias": True, "limit": 7.0}, 29)], ids=["Qwen3", "gpt-oss"]
+)
+def test_experts_are_launches_in_place_of_an_mlp(extra: dict[str, Any], launches: int, size: int) -> None:
+    """Of static shapes, and nothing is read: a graph captures them."""
+    dense = steps("hybrid", (GREEDY,), size=size, layers=4)
+    watch = steps("hybrid", (GREEDY,), size=size, layers=4, experts=replace(EXPERTS, dense_layers=(2,), **extra))
+    assert watch.copies == []
+    assert watch.launches - dense.launches == Counter(verify=3 * (launches - 3))
+    assert not dense.launches - watch.launches
+
+
+def test_windows_and_sinks_are_no_launches_of_a_layer() -> None:
+    """But one mask a window, for all layers of it."""
+    found = [steps("hybrid", (GREEDY,), layers=n, windows=(8, None) * (n // 2), sinks=True) for n in (2, 4, 8)]
+    assert all(watch.copies == [] for watch in found)
+    more = [watch.launches["verify"] for watch in found]
+    assert more[2] - more[1] == 2 * (more[1] - more[0]) == 4 * 9
+
+
+@pytest.mark.parametrize(("capability", "dtype"), [((8, 9), torch.bfloat16), ((9, 0), torch.float16)])
+def test_experts_without_grouped_products_are_gathered(capability: tuple[int, int], dtype: torch.dtype) -> None:
+    with fake_gpu(watch := Watch(), capability):
+        made = runner(2, 2, fp8=False, dtype=dtype, roles=(), experts=EXPERTS)
+        hidden = torch.zeros(5, 64, dtype=dtype, device="cuda")
+        layers: Any = made.target.compiled
+        with watch:
+            assert layers._layers[0].feed_forward(hidden).shape == (5, 64)
+    assert watch.copies == []
+
+
+def test_experts_are_not_exact() -> None:
+    with fake_gpu(Watch()), pytest.raises(D2SDError, match="batch-invariant step needs fused layers"):
+        runner(2, 2, fp8=False, roles=(), exact=True, experts=EXPERTS)
 
 
 def test_a_window_of_the_context_stays_on_the_device() -> None:
