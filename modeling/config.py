@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.heads import HeadConfig
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss"]
+Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"]
 Role = Literal["first", "variable_prefix"]
 
 
@@ -67,6 +67,12 @@ class BodyConfig:
     causal: tuple[bool, ...] = ()
     sinks: bool = False  # a learned logit a query head, which takes part in each softmax and has no value
     experts: ExpertsConfig | None = None
+    # Gemma
+    activation: Literal["silu", "gelu_tanh"] = "silu"  # of the MLP's gate
+    norm_offset: bool = False  # norms scale by 1 + weight, and round once
+    branch_norms: bool = False  # what attention and MLP add is normalized too
+    query_scale: float = 1.0  # of queries, besides 1/√D
+    local_rope: RopeConfig | None = None  # of layers with a window
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
@@ -87,6 +93,18 @@ class BodyConfig:
             "attention sinks": self.sinks,
             "layers of which some are causal": len(set(self.causal)) > 1,
         }
+        return (*(name for name, there in names.items() if there), *self.beyond_kernels)
+
+    @property
+    def beyond_kernels(self) -> tuple[str, ...]:
+        """Those of `beyond_llama` that compiled and fused layers lack, too."""
+        names = {
+            "GeGLU": self.activation != "silu",
+            "norms of 1 + weight": self.norm_offset,
+            "norms of branches": self.branch_norms,
+            "scaled queries": self.query_scale != 1,
+            "a second RoPE": self.local_rope is not None,
+        }
         return tuple(name for name, there in names.items() if there)
 
     @property
@@ -101,12 +119,13 @@ class BodyConfig:
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:
-    """A target: Llama, Qwen2 or Qwen3."""
+    """A target of any family."""
 
     family: Family
     body: BodyConfig
     vocab_size: int
     tie_word_embeddings: bool
+    embedding_scale: float = 1.0  # of embeddings, not of a head that is tied to them (Gemma)
 
     def __str__(self) -> str:
         return described(self.body, self.vocab_size)
@@ -176,4 +195,5 @@ def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
 def described(body: BodyConfig, vocab_size: int) -> str:
     """The geometry of layers in one line of text."""
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
-    return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}, vocabulary {vocab_size}"
+    experts = "" if body.experts is None else f", {body.experts.chosen} of {body.experts.count} experts"
+    return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}{experts}, vocabulary {vocab_size}"

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
-from d2sd.modeling.layers import Layer, RMSNorm, Rotary
+from d2sd.modeling.layers import CosSin, Rotary, layer_of, norm_of
 from d2sd.modeling.tensor_parallel import SharedHead
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
@@ -26,6 +26,28 @@ class DecoderOutput:
     features: Tensor  # [B, T, n·E], outputs of the auxiliary layers, concatenated in the order of `aux_layer_ids`
     k: Tensor  # [L, B, T, Hkv, D]
     v: Tensor  # [L, B, T, Hkv, D]
+
+
+class Embedding(nn.Embedding):
+    """Embeddings times a scale, which is rounded to their type first, as transformers does."""
+
+    def __init__(self, size: int, hidden: int, scale: float) -> None:
+        super().__init__(size, hidden)
+        self._scale = scale
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) * self.rounded_scale
+
+    @property
+    def rounded_scale(self) -> float:
+        with torch.device("cpu"):
+            return torch.tensor(self._scale).to(self.weight.dtype).item()
+
+
+def embedding_of(config: DecoderConfig) -> nn.Embedding:
+    """The table of a target's embeddings."""
+    size, scale = (config.vocab_size, config.body.hidden_size), config.embedding_scale
+    return nn.Embedding(*size) if scale == 1 else Embedding(*size, scale)
 
 
 class TargetModel(nn.Module):
@@ -50,6 +72,12 @@ class TargetModel(nn.Module):
         """Rows `ids` of the whole head, in a copy."""
         weight = self.head.detach()
         return weight[ids] if self.shared_head is None else self.shared_head.rows(weight, ids)
+
+    @property
+    def embedding(self) -> Tensor:
+        """[V, E], what layers read of each token."""
+        table, weight = self.embed_tokens, self.embed_tokens.weight
+        return weight * table.rounded_scale if isinstance(table, Embedding) else weight
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[..., E] -> [..., V] in fp32, so that the argmax breaks ties at the same precision everywhere."""
@@ -78,10 +106,11 @@ class Decoder(TargetModel):
         super().__init__()
         self.config = config
         body = config.body
-        self.embed_tokens = nn.Embedding(config.vocab_size, body.hidden_size)
-        self.layers = nn.ModuleList(Layer(body, index) for index in range(body.num_layers))
-        self.norm = RMSNorm(body.hidden_size, body.rms_norm_eps)
+        self.embed_tokens = embedding_of(config)
+        self.layers = nn.ModuleList(layer_of(body, index) for index in range(body.num_layers))
+        self.norm = norm_of(body)
         self.rotary = Rotary(body.rope, body.head_dim)
+        self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self.packed_head = None
         self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         if not config.tie_word_embeddings:
@@ -94,18 +123,27 @@ class Decoder(TargetModel):
         if self.compiled is not None:
             out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool, aux_layer_ids)
             return DecoderOutput(*out)
-        cos_sin = self.rotary(rows.positions, x.dtype)
+        angles = self.angles(rows.positions, x.dtype)
         attend = pool.attend(rows)
         aux_outputs: dict[int, Tensor] = {}
         keys, values = [], []
         for index, layer in enumerate(self.layers):
-            x, k, v = layer(x, cos_sin, index, attend)
+            x, k, v = layer(x, angles[index], index, attend)
             keys.append(k)
             values.append(v)
             if index in aux_layer_ids:
                 aux_outputs[index] = x
         features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
         return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values))
+
+    def angles(self, positions: Tensor, dtype: torch.dtype) -> list[CosSin]:
+        """The rotation of rows at `positions` in each layer."""
+        body = self.config.body
+        everywhere = self.rotary(positions, dtype)
+        if self._local_rotary is None:
+            return [everywhere] * body.num_layers
+        local = self._local_rotary(positions, dtype)
+        return [everywhere if window is None else local for window in body.windows]
 
     def full_pass(self, tokens: Tensor, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
         """One causal pass over tokens [B, T] from position 0, without pages."""

@@ -29,17 +29,20 @@ class FeedForward(nn.Module):
 
 
 class MLP(FeedForward):
-    """SwiGLU."""
+    """SwiGLU, or GeGLU."""
 
     def __init__(self, config: BodyConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self._gelu = config.activation == "gelu_tanh"
 
     def products(self) -> tuple[tuple[nn.Module, ...], ...]:
-        return (self.gate_proj, self.up_proj), (self.down_proj,)
+        return () if self._gelu else ((self.gate_proj, self.up_proj), (self.down_proj,))
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.gate_proj(x)
+        gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
+        out: Tensor = self.down_proj(gate * self.up_proj(x))
         return out

@@ -75,7 +75,7 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     for module in quantized:
         if isinstance(module, ComputedLinear):
             module.require(weight.device)
-    unlike = _unlike(eager.layers, context=context, exact=exact)
+    unlike = _unlike(eager.config.body, eager.layers, context=context, exact=exact)
     if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=bool(quantized), unlike=unlike):
         if exact:
             raise D2SDError(
@@ -93,10 +93,12 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(layers: nn.ModuleList, *, context: bool, exact: bool) -> str | None:
-    """Reason the projections cannot be fused: foreign modules, mixed linear types, scales that do not allow it, or
-    experts that have to be exact.
+def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bool) -> str | None:
+    """Reason the projections cannot be fused: other layers, foreign modules, mixed linear types, scales that do not
+    allow it, or experts that have to be exact.
     """
+    if body.beyond_kernels:
+        return " and ".join(body.beyond_kernels)
     for layer in cast("Sequence[Layer]", layers):
         attention = layer.self_attn
         if exact and not layer.mlp.products():

@@ -108,15 +108,25 @@ class Attend(Protocol):
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    def __init__(self, size: int, eps: float, *, offset: bool = False) -> None:
+        """`offset`: scale by 1 + weight in fp32, Gemma's way."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
+        self._offset = offset
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis in fp32 and scale in x's dtype, in Hugging Face's order of rounding."""
         wide = x.float()
-        return self.weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self._offset:
+            return (normed * (1 + self.weight.float())).to(x.dtype)
+        return self.weight * normed.to(x.dtype)
+
+
+def norm_of(config: BodyConfig, size: int | None = None) -> RMSNorm:
+    """A norm of hidden states, or of heads of `size`, as the layers of this geometry have it."""
+    return RMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, offset=config.norm_offset)
 
 
 def feed_forward(config: BodyConfig, index: int) -> FeedForward:
@@ -140,15 +150,17 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(hidden, config.num_kv_heads * size, bias=config.qkv_bias)
         self.v_proj = nn.Linear(hidden, config.num_kv_heads * size, bias=config.qkv_bias)
         self.o_proj = nn.Linear(config.num_heads * size, hidden, bias=config.o_bias)
-        self.q_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(size, config.rms_norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = norm_of(config, size) if config.qk_norm else nn.Identity()
+        self.k_norm = norm_of(config, size) if config.qk_norm else nn.Identity()
+        self._query_scale = config.query_scale
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None)
         self.k_cache: nn.Module = nn.Identity()  # see d2sd.modeling.fp8
         self.v_cache: nn.Module = nn.Identity()
 
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[..., E] -> rotated queries [..., Hq, D]."""
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
+        q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
+        return q if self._query_scale == 1 else q * self._query_scale
 
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """[..., E] -> rotated keys and plain values, each [..., Hkv, D]."""
@@ -171,8 +183,8 @@ class Layer(nn.Module):
         super().__init__()
         self.self_attn = Attention(config)
         self.mlp = feed_forward(config, index)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_layernorm = norm_of(config)
+        self.post_attention_layernorm = norm_of(config)
 
     def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, E] -> (x of the next layer, this layer's k and v of the rows [B, T, Hkv, D])."""
@@ -180,8 +192,34 @@ class Layer(nn.Module):
         normed = self.input_layernorm(x)
         k, v = attention.keys_values(normed, cos_sin)
         heads = attend(index, attention.queries(normed, cos_sin), k, v, sinks=attention.sinks)
-        x = x + self._whole(attention.output(heads))
-        return x + self._whole(self.mlp(self.post_attention_layernorm(x))), k, v
+        return self.behind_attention(x, self._whole(attention.output(heads))), k, v
 
     def _whole(self, branch: Tensor) -> Tensor:
         return branch if self.reduce is None else self.reduce(branch)
+
+    def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
+        """x and what attention adds to it -> x of the next layer."""
+        x = x + branch
+        return x + self._whole(self.mlp(self.post_attention_layernorm(x)))
+
+
+class BranchNormLayer(Layer):
+    """A layer that normalizes what attention and feed-forward network add, too (Gemma).
+
+    `post_attention_layernorm` is the norm of what attention adds; elsewhere that name is of the norm behind the sum.
+    """
+
+    def __init__(self, config: BodyConfig, index: int = 0) -> None:
+        super().__init__(config, index)
+        self.pre_feedforward_layernorm = norm_of(config)
+        self.post_feedforward_layernorm = norm_of(config)
+
+    def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
+        x = x + self.post_attention_layernorm(branch)
+        added: Tensor = self.post_feedforward_layernorm(self._whole(self.mlp(self.pre_feedforward_layernorm(x))))
+        return x + added
+
+
+def layer_of(config: BodyConfig, index: int) -> Layer:
+    """Layer `index` of a target of this geometry."""
+    return BranchNormLayer(config, index) if config.branch_norms else Layer(config, index)

@@ -39,7 +39,7 @@ from d2sd.plugins.cpu.library import PANEL, address
 def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this geometry and type on this machine."""
     size = body.head_dim
-    fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
+    fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD and not body.beyond_kernels
     return fits and dtype in library.TYPES and all(map(_is_plain, layers)) and library.available()
 
 

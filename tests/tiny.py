@@ -22,6 +22,7 @@ from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
@@ -42,9 +43,17 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
         "sinks": True,
         "experts": ExpertsConfig(count=6, chosen=2, intermediate_size=64, normalized=True, bias=True, limit=7.0),
     },
+    "gemma3_text": {
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "norm_offset": True,
+        "branch_norms": True,
+        "query_scale": 0.8,
+        "local_rope": RopeConfig(100.0),
+    },
 }
 #: Windows of its layers in turns.
-FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None)}
+FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
 ROPE = RopeConfig(10000.0)
 #: Heads that score a candidate behind its parent.
@@ -93,7 +102,8 @@ def tiny_decoder(
     if family in FAMILY_WINDOWS:
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
-    decoder = Decoder(DecoderConfig(family, body, vocab, tie))
+    scale = hidden**0.5 if family == "gemma3_text" else 1.0
+    decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
     _randomise(decoder, seed, residual_gain=2.0)
     return decoder
@@ -210,12 +220,14 @@ def runner_of(
 def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
     """Draw every parameter, norms and biases too: one left at 1 or 0 hides that the code forgot to apply it."""
     generator = torch.Generator().manual_seed(seed)
+    offset = any(isinstance(part, RMSNorm) and part._offset for part in model.modules())
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("bias"):
             value = 0.3 * noise
         elif parameter.dim() == 1:
-            value = 1 + 0.3 * noise
+            mean = 1 if not offset else 14 if ".post_" in name else 0  # as strong a write in front of a norm
+            value = mean + 0.3 * noise
         elif name.startswith(("embed_tokens", "lm_head")):
             value = 0.5 * noise  # the head's logits then spread by about 3
         else:

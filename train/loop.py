@@ -49,7 +49,7 @@ class Trainer:
         self.dist = dist or Dist()
         self.step = 0
         assert settings.batch % self.dist.size == 0, "the caller runs Dist.check first"
-        self._head, self._embedding = target.head.detach(), target.embed_tokens.weight.detach()
+        self._head, self._embedding = target.head.detach(), target.embedding.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
         self._wrapped = self.dist.wrap_ddp(self._loss)

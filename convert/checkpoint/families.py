@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from d2sd.convert.checkpoint.experts import ExpertTensors, per_expert, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
-from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family
+from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family, RopeConfig
 
 #: Experts of a layer: real models have up to a few hundred, and names are listed for each.
 MAX_EXPERTS = 4096
@@ -19,12 +19,18 @@ MAX_EXPERTS = 4096
 
 @dataclass(frozen=True, slots=True)
 class TargetFamily:
-    """`read` completes the geometry that all families share, and refuses what the family's model may have besides."""
+    """`read` completes the geometry that all families share, and refuses what the family's model may have besides.
+
+    `rope` is the rotation of layers without a window.
+    """
 
     name: Family  # model_type in config.json
     architecture: str
     read: Callable[[HFConfig, BodyConfig], BodyConfig]
+    rope: Callable[[HFConfig], RopeConfig] = HFConfig.rope
     experts: ExpertTensors | None = None  # names of their tensors
+    scaled_embedding: bool = False  # by √E
+    tied: bool = False  # transformers' default of tie_word_embeddings
 
 
 def _llama(config: HFConfig, body: BodyConfig) -> BodyConfig:
@@ -69,6 +75,43 @@ def _gpt_oss(config: HFConfig, body: BodyConfig) -> BodyConfig:
     return replace(body, qkv_bias=bias, o_bias=bias, sinks=True, windows=windows, experts=experts)
 
 
+def _gemma3(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    config.only("hidden_activation", "gelu_pytorch_tanh")
+    config.only("use_bidirectional_attention", False, None)
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        config.only(key, None)
+    every = max(config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6)), 1)
+    windows = _windows(config, ["sliding_attention"] * (every - 1) + ["full_attention"], body.num_layers)
+    bias = config.get("attention_bias", bool, False)
+    local = _gemma3_rope(config, "sliding_attention", {"rope_theta": config.get("rope_local_base_freq", float, 1e4)})
+    return replace(
+        body,
+        local_rope=local if any(windows) else None,
+        qk_norm=True,
+        qkv_bias=bias,
+        o_bias=bias,
+        windows=windows,
+        activation="gelu_tanh",
+        norm_offset=True,
+        branch_norms=True,
+        query_scale=(body.head_dim / config.get("query_pre_attn_scalar", float)) ** 0.5,
+    )
+
+
+def _gemma3_global(config: HFConfig) -> RopeConfig:
+    old = {"rope_theta": config.get("rope_theta", float, 1e6), "rope_scaling": config.values.get("rope_scaling")}
+    return _gemma3_rope(config, "full_attention", old)
+
+
+def _gemma3_rope(config: HFConfig, kind: str, before: dict[str, object]) -> RopeConfig:
+    """Rotation of a kind of layer: under its name in `rope_parameters` (transformers 5), or by the keys `before`."""
+    new = config.get("rope_parameters", dict, {}).get(kind)
+    values = before if new is None else {"rope_parameters": {"rope_theta": before["rope_theta"]} | new}
+    return HFConfig(
+        values | {"max_position_embeddings": config.values.get("max_position_embeddings")}, config.where
+    ).rope()
+
+
 def _windows(config: HFConfig, pattern: list[str], num_layers: int) -> tuple[int | None, ...]:
     """Windows of the layers by `layer_types`, or by `pattern` in turns where that is missing."""
     types = config.get("layer_types", list, (pattern * num_layers)[:num_layers])
@@ -105,8 +148,9 @@ FAMILIES: dict[str, TargetFamily] = {
         TargetFamily("llama", "LlamaForCausalLM", _llama),
         TargetFamily("qwen2", "Qwen2ForCausalLM", _qwen2),
         TargetFamily("qwen3", "Qwen3ForCausalLM", _qwen3),
-        TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, per_expert),
-        TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, stacked),
+        TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, experts=per_expert),
+        TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, experts=stacked),
+        TargetFamily("gemma3_text", "Gemma3ForCausalLM", _gemma3, _gemma3_global, scaled_embedding=True, tied=True),
     )
 }
 
@@ -124,16 +168,17 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     family = FAMILIES[model_type]
     config.only("architectures", [family.architecture], None)
     config.only("partial_rotary_factor", 1.0, None)
+    body = family.read(config, _common(config, family.rope(config)))
     return DecoderConfig(
         family=family.name,
-        body=family.read(config, _common(config)),
+        body=body,
         vocab_size=config.size("vocab_size"),
-        # transformers' own default
-        tie_word_embeddings=config.get("tie_word_embeddings", bool, False),
+        tie_word_embeddings=config.get("tie_word_embeddings", bool, family.tied),
+        embedding_scale=body.hidden_size**0.5 if family.scaled_embedding else 1.0,
     )
 
 
-def _common(config: HFConfig) -> BodyConfig:
+def _common(config: HFConfig, rope: RopeConfig) -> BodyConfig:
     """The geometry that every family writes with the same keys."""
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     if config.values.get("head_dim") is None and hidden % heads:
@@ -155,7 +200,7 @@ def _common(config: HFConfig) -> BodyConfig:
         num_kv_heads=kv_heads,
         head_dim=config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads),
         rms_norm_eps=config.get("rms_norm_eps", float),
-        rope=config.rope(),
+        rope=rope,
         max_positions=config.size("max_position_embeddings"),
         qk_norm=False,
         qkv_bias=False,

@@ -32,7 +32,7 @@ class TargetBody(nn.Module):
 
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers, self.norm, self._rotary = target.layers, target.norm, target.rotary
+        self.layers, self.norm, self._angles = target.layers, target.norm, target.angles
         self._aux_layer_ids = aux_layer_ids
 
     def forward(
@@ -46,7 +46,7 @@ class TargetBody(nn.Module):
         v_pages: list[Tensor],
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """embedded [B, T, E] -> hidden [B, T, E], normalized; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
-        x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
+        x, angles = embedded, self._angles(positions, embedded.dtype)
         keys, values, aux = [], [], {}
 
         def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
@@ -54,7 +54,7 @@ class TargetBody(nn.Module):
             return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
 
         for index, layer in enumerate(self.layers):
-            x, k, v = layer(x, cos_sin, index, attend)
+            x, k, v = layer(x, angles[index], index, attend)
             keys.append(k)
             values.append(v)
             if index in self._aux_layer_ids:

@@ -31,6 +31,7 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -56,6 +57,27 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         "eos_token_id": 2,
         **rope_fields(body.rope),
         **_expert_fields(body),
+        **_window_fields(body),
+        **_gemma_fields(body),
+    }
+
+
+def _window_fields(body: BodyConfig) -> dict[str, Any]:
+    if not body.windows:
+        return {}
+    return {
+        "sliding_window": next((window for window in body.windows if window), None),
+        "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in body.windows],
+    }
+
+
+def _gemma_fields(body: BodyConfig) -> dict[str, Any]:
+    if body.local_rope is None:
+        return {}
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": body.head_dim / body.query_scale**2,
+        "rope_local_base_freq": body.local_rope.theta,
     }
 
 
@@ -70,8 +92,6 @@ def _expert_fields(body: BodyConfig) -> dict[str, Any]:
             "num_experts_per_tok": experts.chosen,
             "intermediate_size": experts.intermediate_size,
             "swiglu_limit": experts.limit,
-            "sliding_window": next((window for window in body.windows if window), None),
-            "layer_types": [f"{'sliding' if window else 'full'}_attention" for window in body.windows],
         }
     return {
         "num_experts": experts.count,

@@ -28,6 +28,7 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "Qwen3-MoE": ("qwen3_moe", {}),
     "gpt-oss": ("gpt_oss", {}),
     "gpt-oss, in PyTorch": ("gpt_oss", {"head_dim": 8}),  # which the compiled kernels do not take
+    "Gemma 3": ("gemma3_text", {"tie": False}),
 }
 KINDS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9)
 POLICIES = [name for name in NAMES if DrafterRole.FLEX not in FACTS[name].drafters]

@@ -26,7 +26,7 @@ from d2sd.convert.kinds import kind_of
 from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.decoder import TargetModel, embedding_of
 from d2sd.modeling.kv_pool import ContextRows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.trees import Tree
@@ -49,9 +49,10 @@ class SharedTables(TargetModel):
     def __init__(self, config: DecoderConfig, embedding: Tensor, head: Tensor) -> None:
         super().__init__()
         # no layers: its pool has no bytes
-        self.config = replace(config, body=replace(config.body, num_layers=0), tie_word_embeddings=False)
+        body = replace(config.body, num_layers=0, windows=())
+        self.config = replace(config, body=body, tie_word_embeddings=False)
         with torch.device("meta"):
-            self.embed_tokens = nn.Embedding(*embedding.shape)
+            self.embed_tokens = embedding_of(config)
             self.lm_head = nn.Linear(head.shape[1], head.shape[0], bias=False)
         for module, table in ((self.embed_tokens, embedding), (self.lm_head, head)):
             module.weight = nn.Parameter(table.detach()[: config.vocab_size], requires_grad=False)
