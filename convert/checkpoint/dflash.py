@@ -170,6 +170,8 @@ def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
         "role": config.role,
         "mask_token_id": config.mask_token_id,
         "target_layer_ids": list(config.target_layer_ids),
+        **({"sample_from_anchor": True} if config.sample_from_anchor else {}),
+        **({"head": config.head.name} if config.head else {}),
     }
 
 

@@ -17,11 +17,14 @@ from typing import Any
 
 import yaml
 
+from d2sd.convert.checkpoint.dflash import read_drafter_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arguments
 from d2sd.errors import BundleError, RecipeError
 from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
+from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import Policy, make_policy
@@ -62,12 +65,16 @@ _COMMANDS = {
 }
 
 
-def unsupported_reason(recipe: Recipe) -> str | None:
-    """Why TensorRT-LLM cannot serve the bundle of `recipe`; None if it can."""
+def unsupported_reason(recipe: Recipe, first: DraftConfig | None = None) -> str | None:
+    """Why TensorRT-LLM cannot serve the bundle of `recipe` with this first drafter; None if it can."""
     if recipe.drafters.first is None:
         return "there is no drafter"
     if recipe.precision == "fp32":
         return "its drafter attention supports 16-bit numbers only, and precision is fp32"
+    if isinstance(first, DrafterConfig) and first.head:
+        return f"its DFlash runs no {first.head.name} head"
+    if isinstance(first, DrafterConfig) and first.sample_from_anchor:
+        return "the anchor's row of the first drafter proposes, and in its DFlash does not"
     return None
 
 
@@ -213,7 +220,7 @@ def tree_arguments(
 def write_tree_arguments(path: Path, bundle: Path, *, nodes: int | None, max_batch: int | None) -> Policy:
     """Write the arguments of a bundle's tree in a size of its own; returns its policy. Raises `D2SDError`."""
     recipe = load_manifest(bundle).recipe
-    if reason := unsupported_reason(recipe):
+    if reason := unsupported_reason(recipe, read_drafter_config(bundle / "drafter_first")):
         raise BundleError("TensorRT-LLM cannot serve this bundle.", where=bundle, found=reason)
     drafter = HFConfig.read(bundle / "drafter_first")
     values, policy = tree_arguments(drafter, recipe, nodes=nodes, max_batch=max_batch)

@@ -77,7 +77,8 @@ def build(
 
 def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
-    served = unsupported_reason(plan.recipe) is None
+    first = plan.drafters.get(DrafterRole.FIRST)
+    served = unsupported_reason(plan.recipe, first.draft_config if first else None) is None
     engines = EngineBuild.of(plan, work)
     optional = {"calibration": plan.calibration is not None, TRTLLM: served, ELSEWHERE: served}
     stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}

@@ -218,6 +218,7 @@ def evaluate_configs(
             runner = _prefilled_runner(bundle, readers, plain)
             for role in readers:
                 for reading in readings[role]:
+                    readers[role].config = replace(readers[role].config, mask_token_id=reading.mask)  # a head asks it
                     predictions[role][reading] = _predictions(runner, role, reading.mask, plain, bundle)
                     advance(1)
     return predictions

@@ -1,0 +1,126 @@
+"""Recipes whose drafters have heads: their bundles, what they serve, and what is refused when it is planned."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.build import build
+from d2sd.build.plan import make_plan
+from d2sd.build.validate.drafter_config import Hypothesis, evaluate_configs
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
+from d2sd.convert.kinds import DFLASH
+from d2sd.convert.trtllm.llm_args import unsupported_reason
+from d2sd.errors import RecipeError
+from d2sd.manifest import load_manifest
+from d2sd.modeling.config import Role
+from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.policies import DrafterRole, PolicyName
+from d2sd.recipe import load_recipe
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
+from tests.convert.helpers import tree_bytes, write_project
+from tests.tiny import HEADS, tiny_decoder, tiny_drafter
+
+REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
+POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
+
+
+def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
+    """A recipe with drafters of these kinds, of three drafts each."""
+    recipe = write_project(folder, checks={"count": 1, "tokens": 8}, **changes)
+    roles: dict[str, tuple[str, Role]] = {"first": (first, "first"), "second": (second, "variable_prefix")}
+    for name, (head, role) in roles.items():
+        from_anchor = isinstance(HEADS[head], MarkovConfig)
+        drafter = tiny_drafter(
+            tiny_decoder().config,
+            role=role,
+            block_size=4 - from_anchor,
+            head=HEADS[head],
+            sample_from_anchor=from_anchor,
+            seed=len(name),
+        )
+        DFLASH.write(folder / name, drafter.config, drafter.state_dict())
+    return recipe
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("markov", "selector"), pytest.param("selector", "gated markov", marks=pytest.mark.slow)]
+)
+def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str) -> None:
+    """Every check of a build, the same bytes, and the text of plain decoding by every policy."""
+    recipe = project(tmp_path / "project", first, second)
+    build(load_recipe(recipe), tmp_path / "bundle")
+    bundle = load_bundle(tmp_path / "bundle")
+    for name in ("first", "second"):
+        files = {f"drafter_{name}/{file}": content for file, content in tree_bytes(recipe.parent / name).items()}
+        assert files.items() <= tree_bytes(bundle.path).items()
+    manifest = load_manifest(bundle.path)
+    told = {name: drafter.model_dump() for name, drafter in manifest.drafters.items()}
+    heads = {"markov": "dspark", "gated markov": "dspark", "selector": "dflash2"}
+    assert [told[name]["head"] for name in ("first", "second")] == [heads[first], heads[second]]
+    assert [told[name].get("sample_from_anchor", False) for name in told] == [
+        heads[n] == "dspark" for n in (first, second)
+    ]
+    fit = manifest.checks["fit"]
+    assert isinstance(fit, dict)
+    assert fit.keys() == {"first", "second"}
+    plain = [s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)]
+    for policy in POLICIES:
+        assert [s.answer for s in make_engine(bundle, policy=policy).generate(REQUESTS)] == plain
+
+
+def test_a_plan_counts_the_tensors_of_a_head(tmp_path: Path) -> None:
+    recipe = project(tmp_path / "project", "selector", "markov")
+    plan = make_plan(load_recipe(recipe))
+    for role in (DrafterRole.FIRST, DrafterRole.SECOND):
+        loaded = DFLASH.load(recipe.parent / role.key, torch.float32)
+        assert plan.drafters[role].parameters == sum(tensor.numel() for tensor in loaded.state_dict().values())
+
+
+def test_fp16_is_refused_where_convolutions_would_overflow(tmp_path: Path) -> None:
+    recipe = project(tmp_path / "project", "selector", "markov", precision="fp16")
+    with pytest.raises(RecipeError, match=r"exceed the range of fp16(.|\n)*precision(.|\n)*bf16 or fp32"):
+        make_plan(load_recipe(recipe))
+    make_plan(load_recipe(project(tmp_path / "other", "markov", "gated markov", precision="fp16")))
+
+
+def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None:
+    """They would start, draft without it, and hardly ever be right."""
+    recipe = project(tmp_path / "project", "markov", "selector", precision="bf16")
+    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
+    assert sorted(path.name for path in (tmp_path / "bundle").iterdir() if path.is_dir()) == [
+        "drafter_first",
+        "drafter_second",
+        "target",
+    ]
+    config = DFLASH.read_config(tmp_path / "bundle" / "drafter_first")
+    assert unsupported_reason(load_recipe(recipe), config) == "its DFlash runs no dspark head"
+
+
+def test_a_mask_is_tried_with_the_head(tmp_path: Path) -> None:
+    """Another reading of a config drafts as a drafter that has it: the head walks behind masks, not tokens."""
+    recipe = project(tmp_path / "project", "markov", "selector")
+    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
+    bundle = load_bundle(tmp_path / "bundle")
+    plain = make_engine(bundle, policy="off").generate(REQUESTS)
+    ids, role = bundle.drafters[DrafterRole.FIRST].config.target_layer_ids, DrafterRole.FIRST
+
+    def read(folder: Path, mask: int) -> list[list[int]]:
+        own = DFLASH.load(folder, torch.float32)
+        reading = Hypothesis("a mask", ids, mask)
+        found = evaluate_configs(load_bundle(bundle.path), {role: own}, {role: [reading]}, plain)[role][reading]
+        return [found.lengths.tolist(), found.hits.tolist()]
+
+    other = recipe.parent / "other"
+    values = json.loads((recipe.parent / "first" / "config.json").read_text())
+    other.mkdir()
+    (other / "model.safetensors").write_bytes((recipe.parent / "first" / "model.safetensors").read_bytes())
+    values["dflash_config"]["mask_token_id"] = 7
+    (other / "config.json").write_text(json.dumps(values))
+    assert read(recipe.parent / "first", 7) == read(other, 7)
