@@ -20,8 +20,10 @@ from d2sd.errors import RecipeError
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import Role
 from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import load_recipe
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import tree_bytes, write_project
@@ -103,7 +105,7 @@ def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None
     assert unsupported_reason(load_recipe(recipe), config) == "its DFlash runs no dspark head"
 
 
-def test_a_mask_is_tried_with_the_head(tmp_path: Path) -> None:
+def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another reading of a config drafts as a drafter that has it: the head walks behind masks, not tokens."""
     recipe = project(tmp_path / "project", "markov", "selector")
     build(load_recipe(recipe), tmp_path / "bundle", validate=False)
@@ -111,11 +113,21 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path) -> None:
     plain = make_engine(bundle, policy="off").generate(REQUESTS)
     ids, role = bundle.drafters[DrafterRole.FIRST].config.target_layer_ids, DrafterRole.FIRST
 
+    drafted: list[list[int]] = []
+    draft_second = ModelRunner.draft_second
+
+    def watched(*arguments: Any) -> Draft:
+        draft = draft_second(*arguments)
+        drafted.extend(draft.top1.flatten(1).tolist())
+        return draft
+
+    monkeypatch.setattr(ModelRunner, "draft_second", watched)
+
     def read(folder: Path, mask: int) -> list[list[int]]:
+        drafted.clear()
         own = DFLASH.load(folder, torch.float32)
-        reading = Hypothesis("a mask", ids, mask)
-        found = evaluate_configs(load_bundle(bundle.path), {role: own}, {role: [reading]}, plain)[role][reading]
-        return [found.lengths.tolist(), found.hits.tolist()]
+        evaluate_configs(load_bundle(bundle.path), {role: own}, {role: [Hypothesis("a mask", ids, mask)]}, plain)
+        return drafted[:]
 
     other = recipe.parent / "other"
     values = json.loads((recipe.parent / "first" / "config.json").read_text())
@@ -123,4 +135,4 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path) -> None:
     (other / "model.safetensors").write_bytes((recipe.parent / "first" / "model.safetensors").read_bytes())
     values["dflash_config"]["mask_token_id"] = 7
     (other / "config.json").write_text(json.dumps(values))
-    assert read(recipe.parent / "first", 7) == read(other, 7)
+    assert read(recipe.parent / "first", 7) == read(other, 7) != read(recipe.parent / "first", 63)
