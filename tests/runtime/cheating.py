@@ -188,4 +188,4 @@ def _told(draft: Draft, right: Tensor, known: Tensor) -> Draft:
     right, best = right[..., None].expand_as(draft.tokens[..., :1]), draft.tokens[..., :1]
     others = best.where(draft.tokens == right, draft.tokens)
     told = torch.cat([right, others[..., 1:]], -1)
-    return Draft(told.where(known[..., None], draft.tokens), draft.logprob)
+    return Draft(told.where(known[..., None], draft.tokens), draft.logprob, draft.behind)

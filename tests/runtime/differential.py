@@ -39,7 +39,7 @@ from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, free_pages
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import HEADS, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 Models = tuple[Decoder, Drafter, Drafter, FlexHead]
 TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
@@ -51,11 +51,14 @@ FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("
 
 
 def models(dice: random.Random) -> Models:
-    """A random target and its drafters; of half of them one weight is broken, in a place, a row, or everywhere."""
+    """A random target and its drafters, most with heads that score candidates behind their parents; of half of them one
+    weight is broken, in a place, a row, or everywhere.
+    """
     family, seed = dice.choice(FAMILIES), dice.randrange(50)
     target = tiny_decoder(family, layers=2, head_dim=16, tie=dice.random() < 0.5, seed=seed)
-    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
-    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+    heads = random.Random(f"{seed} {family}").choices([None, *HEADS.values()], k=2)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[0])
+    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[1], role="variable_prefix", seed=2)
     made = target, first, second, tiny_flex(target, block_size=BLOCK)
     if dice.random() < 0.5:
         model = made[0] if dice.random() < 0.8 else dice.choice(made)

@@ -10,14 +10,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.onnx.export import export_target
+from d2sd.convert.kinds import DFLASH
+from d2sd.convert.onnx.export import export_drafter, export_target
+from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.exported import PAGE, PAIRS, TAPS, ExportOnce, tiny_pair
 from tests.convert.helpers import tree_bytes
-from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree
+from tests.runtime.helpers import make_engine
+from tests.tiny import HEADS, ancestor_mask, pool_for, prepared, random_tokens, random_tree, tiny_drafter
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
 pytestmark = pytest.mark.export
@@ -133,3 +139,33 @@ def test_equal_models_give_equal_files(
     assert b"/site-packages/" not in text
     assert str(tmp_path).encode() not in text
     assert b"d2sd/convert" not in text
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "selector" else pytest.mark.full) for name in HEADS]
+)
+def test_a_graph_with_a_head_writes_the_text_of_plain_decoding(tmp_path: Path, name: str) -> None:
+    """Convolutions are part of the graph, and begin again at every branch; the head is run outside of it."""
+    target, _ = tiny_pair("qwen3", torch.float32)
+    roles: tuple[Role, ...] = ("first", "variable_prefix")
+    plain = [tiny_drafter(target.config, target_layer_ids=TAPS, role=role, head=HEADS[name]) for role in roles]
+    graphs = []
+    for drafter in plain:
+        file = tmp_path / drafter.config.role / "drafter.onnx"
+        export_drafter(DFLASH.graph_body(drafter), drafter.config, torch.float32, PAGE, file)
+        graphs.append(GraphDrafter(drafter, OnnxSession(file), PAGE))
+        pool, table, lengths = context(drafter, [5, 0, 24], torch.float32)
+        of_block = torch.arange(3).repeat_interleave(4)
+        attn_mask = (of_block[:, None] == of_block).expand(3, -1, -1)
+        rows = Rows(lengths[:, None] + torch.arange(4).repeat(3), attn_mask, table, lengths)
+        embedded = target.embed_tokens(random_tokens(target, 3, 12))
+        close(graphs[-1].draft(embedded, rows, pool), drafter.draft(embedded, rows, pool))
+    requests = [Request((5, 9, 1, 33), 20, SamplingParams(seed=1)), Request((60, 3), 20, SamplingParams(1.0, seed=2))]
+    answers, proposed = [], []
+    for drafters in (graphs, plain):
+        engine = make_engine(ModelRunner(*prepared(target, *drafters)), "hybrid")
+        answers.append([sequence.answer for sequence in engine.generate(requests)])
+        proposed.append(engine.stats.steps)
+    off = make_engine(ModelRunner(target, {}), "off", row_budget=1)
+    assert answers[0] == answers[1] == [sequence.answer for sequence in off.generate(requests)]
+    assert proposed[0] == proposed[1]
