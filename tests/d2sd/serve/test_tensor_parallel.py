@@ -1,0 +1,102 @@
+"""`d2sd serve --tensor-parallel 2`: what it answers, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from d2sd import LLM, SamplingParams
+
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
+
+
+class Served:
+    """A server in a process of its own."""
+
+    def __init__(self, process: subprocess.Popen[str], url: str) -> None:
+        self.process, self.http = process, httpx.Client(base_url=url, timeout=30)
+
+    def others(self) -> list[int]:
+        """Ids of the processes of the other ranks."""
+        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
+        ids = [int(number) for file in children for number in file.read_text().split()]
+        return [number for number in ids if b"rank_process" in Path(f"/proc/{number}/cmdline").read_bytes()]
+
+
+@contextmanager
+def serving(bundle: Path) -> Iterator[Served]:
+    command = [sys.executable, "-m", "d2sd.cli", "serve", str(bundle), "--port", "0", "--tensor-parallel", "2"]
+    command[2:3] = ["from d2sd.cli.main import main; main()"]
+    command[1] = "-c"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        url = None
+        for line in process.stderr:
+            if found := re.search(r"serving .* at (http://[0-9.:]+)", line):
+                url = found[1]
+            if url and "startup complete" in line:
+                break
+        assert url is not None
+        served = Served(process, url)
+        try:
+            yield served
+        finally:
+            process.kill()
+            end = time.monotonic() + 10
+            while any(Path(f"/proc/{number}").exists() for number in served.others()):
+                assert time.monotonic() < end
+                time.sleep(0.05)
+
+
+def gone(numbers: list[int], seconds: float) -> bool:
+    """Whether these processes end in time; one that its parent has not waited for yet has ended."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        states = [Path(f"/proc/{number}/stat") for number in numbers]
+        if all(not state.exists() or ") Z" in state.read_text() for state in states):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_killed_rank_ends_the_server(tiny_bundle: Path) -> None:
+    """The client of a stream gets an error, the process ends with code 2, and its last words name the rank."""
+    with serving(tiny_bundle) as served:
+        body = {"model": "tiny", "prompt": "w1 w2", "max_tokens": 12, "temperature": 0}
+        answer = served.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        with LLM(tiny_bundle) as llm:
+            assert answer == llm.generate("w1 w2", SamplingParams(max_tokens=12))[0].text
+        (other,) = served.others()
+        with served.http.stream("POST", "/v1/completions", json=body | {"stream": True, "n": 8}) as stream:
+            os.kill(other, signal.SIGKILL)
+            began = time.monotonic()
+            text = "".join(stream.iter_text())  # it ends
+        assert "[DONE]" in text or "error" in text
+        _, last = served.process.communicate(timeout=10)
+        assert time.monotonic() - began < 10
+        assert served.process.returncode == 2
+        assert "Rank 1 of 2 has ended" in last
+        assert "signal 9" in last
+
+
+def test_signals(tiny_bundle: Path) -> None:
+    """SIGTERM ends all processes with exit code 0; a rank does not outlive rank 0."""
+    with serving(tiny_bundle) as served:
+        others = served.others()
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(10) == 0
+        assert gone(others, 5)
+    with serving(tiny_bundle) as served:
+        others = served.others()
+        served.process.kill()
+        assert gone(others, 5)

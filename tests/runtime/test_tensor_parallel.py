@@ -1,0 +1,153 @@
+"""Ranks that share a target give the tokens of one process. Here they are threads, with groups of their own.
+
+`tests/d2sd/bundle/test_ranks.py` has the processes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from threading import Thread
+
+import pytest
+
+from d2sd.errors import D2SDError
+from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.tensor_parallel import Group, Shard, connect, cut
+from d2sd.policies import NAMES, DrafterRole
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.parallel.follower import END, Follower
+from d2sd.runtime.parallel.join import join
+from d2sd.runtime.parallel.leader import LeadingRunner, LeadingSteps
+from d2sd.runtime.parallel.messages import send
+from d2sd.runtime.request import Limits
+from d2sd.runtime.sequence import Output
+from d2sd.runtime.speculation.policy import make_policy
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, copies, expected, run_staggered, some_requests
+from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.tiny import prepared
+
+#: Pages for two or three requests: one of those that run has to be preempted.
+LIMITS = Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=16, kv_memory=None, prefix_cache=True)
+REQUESTS = some_requests()[:6]
+#: All policies without a FlexDraft head, which reads the target's own pages.
+SHARED = tuple(name for name in NAMES if not name.startswith("flex"))
+
+Models = tuple[TargetModel, dict[DrafterRole, DraftModel]]
+
+
+class Threads:
+    """The ranks of the target of `helpers.models`: this thread is rank 0."""
+
+    def __init__(self, size: int, folder: Path, *, captured: bool) -> None:
+        self._errors: list[BaseException] = []
+        self._folder, self._captured = folder, captured
+        self._threads = [Thread(target=self._follow, args=(Shard(rank, size),), daemon=True) for rank in range(1, size)]
+        for thread in self._threads:
+            thread.start()
+        self._models, self.group = self._joined(Shard(0, size))
+
+    def _joined(self, shard: Shard) -> tuple[Models, Group]:
+        target, first, second, _ = copies()
+        cut(target, shard)
+        group = join(shard, self._folder, "cpu")
+        connect(target, group)
+        return prepared(target, first, second), group
+
+    def _follow(self, shard: Shard) -> None:
+        try:
+            models, group = self._joined(shard)
+            runner = ModelRunner(*models)
+            if self._captured:
+                runner.capture, runner.static_shapes = RecordedGraphs(rerun=True), True
+            Follower(runner, DecodeSteps(runner, LIMITS), group).run()
+        except BaseException as error:
+            self._errors.append(error)
+            raise
+
+    def engine(self, pages: int | None = None) -> Engine:
+        """The engine that all follow. Drafters and graphs are those of `helpers`."""
+        runner = LeadingRunner(*self._models, BLOCK, self)
+        policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+        engine = Engine(runner, policy, LIMITS, make_steps=LeadingSteps)
+        return RecordedGraphs(rerun=True).guard(engine) if self._captured else engine
+
+    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
+        """Threads do not end."""
+
+    def close(self) -> None:
+        send(self.group, END)
+        for thread in self._threads:
+            thread.join(10)
+        assert not self._errors
+
+
+def take_turns(engine: Engine) -> None:
+    """Let every two steps be another policy's."""
+    made = [make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET, lookup=True) for name in SHARED]
+    engine.allow(made)
+    step, steps = engine.step, 0
+
+    def next_policy() -> list[Output]:
+        nonlocal steps
+        engine.policy = made[steps // 2 % len(made)]
+        steps += 1
+        return step()
+
+    engine.step = next_policy  # type: ignore[method-assign]
+
+
+def check_answers(engine: Engine) -> None:
+    """Requests join and leave, then again with prefixes in the cache."""
+    for seed in (1, 2):
+        order = list(range(len(REQUESTS)))
+        random.Random(seed).shuffle(order)
+        sequences = run_staggered(engine, REQUESTS, order=order, gap=2)
+        assert [s.answer for s in sequences] == [expected(r) for r in REQUESTS]
+    assert engine.stats.prefix_hit_tokens > 0
+
+
+def check_bytes(engine: Engine, group: Group) -> None:
+    """The bytes that a step exchanges are those of the formulas in docs/parallel.md."""
+    target, size, captured = engine.runner.target.config, group.shard.size, engine.runner.capture is not None
+    engine.record_trace = True
+    pending = [engine.submit(request) for request in REQUESTS[:3]]
+    while any(s.pending for s in pending):
+        engine.step()
+    counted = 2 if captured else 1  # these graphs run their function again, which counts too
+    checked = 0
+    while True:
+        before = group.bytes.copy()
+        engine.step()
+        if any(s.finish is not None for s in pending):
+            break
+        trace, added, pages = engine.trace, group.bytes - before, max(len(s.pages) for s in pending)
+        assert trace is not None
+        requests, nodes = trace.tree.tokens.shape
+        hidden, layers = target.body.hidden_size, target.body.num_layers
+        assert added["all_reduce"] == counted * 2 * layers * requests * nodes * hidden * 4
+        verified = requests * nodes if captured else int(trace.tree.valid.sum())
+        first = 0 if not trace.policy.drafters else requests * (BLOCK - 1)
+        second = 0 if trace.branches is None else requests * trace.branches.tokens.shape[1] * (BLOCK - 1)
+        assert added["gather"] == counted * (verified + first + second) * size * -(-target.vocab_size // size) * 4
+        of_request = [8, 8 * pages, 8, 1, 4, 4, 8, 4, 8] + ([1, 8, 8, 64] if captured else [])
+        assert added["broadcast"] == 4096 + sum(-(-requests * one // 8) * 8 for one in of_request)
+        checked += 1
+    assert checked > 3
+    while engine.busy:
+        engine.step()
+
+
+@pytest.mark.parametrize(("size", "captured"), [(2, True), (4, False), pytest.param(2, False, marks=pytest.mark.slow)])
+def test_ranks_give_the_tokens_of_one(size: int, captured: bool, tmp_path: Path) -> None:
+    """Four ranks of two K/V heads: every head is two ranks'. Captured, steps run ahead of the host, as on CUDA."""
+    ranks = Threads(size, tmp_path, captured=captured)
+    engine = ranks.engine()
+    take_turns(engine)
+    check_answers(engine)
+    check_bytes(engine, ranks.group)
+    ranks.close()
