@@ -147,6 +147,11 @@ class ModelRunner:
     def on_failure(self, report: Callable[[D2SDError], None]) -> None:
         """Call `report`, in any thread, when a process ends that the runner needs; it needs none."""
 
+    @property
+    def exchanged(self) -> Mapping[str, int]:
+        """Bytes exchanged with other processes so far, by collective."""
+        return {}
+
     def close(self) -> None:
         """Free what other processes have for it."""
 

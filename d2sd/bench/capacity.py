@@ -111,7 +111,7 @@ def compute(
         policy=policy,
         served={size: cost.policy for size, cost in costs.items()},
         tokens_per_step={cost.policy: cost.tokens for cost in costs.values()},
-        gpus=math.ceil(demand.rate / most_rate),
+        gpus=math.ceil(demand.rate / most_rate) * plan.ranks,
         most_rate=most_rate,
         weight_bytes=plan.weight_bytes,
         pages=pages,

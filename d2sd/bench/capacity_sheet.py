@@ -6,7 +6,7 @@ from pydantic import BaseModel
 
 from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
 from d2sd.bench.markdown import table
-from d2sd.bench.roofline import LAYER_SECONDS, PEAKS
+from d2sd.bench.roofline import EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS
 from d2sd.build.plan import GPUS, Plan
 from d2sd.recipe import Policy
 
@@ -19,6 +19,7 @@ class Sheet(BaseModel):
     precision: str
     gpu: str
     max_batch: int
+    ranks: int = 1  # GPUs that share the target
     efficiency: float
     demand: Demand
     options: list[Option]
@@ -45,7 +46,13 @@ class Sheet(BaseModel):
 
     def _assumptions(self) -> list[str]:
         peaks = PEAKS[self.gpu]
+        shared = (
+            f"{self.ranks} GPUs share the target (--tensor-parallel): each figure of a GPU but their number is of the "
+            f"{self.ranks} together, each byte of one. A sum over them takes {1e6 * EXCHANGE_SECONDS:.0f} µs and its "
+            f"bytes at {LINK / 1e9:.0f} GB/s; a layer has two."
+        )
         return [
+            *([shared] if self.ranks > 1 else []),
             f"A step reaches {self.efficiency:g} of the {self.gpu}'s peaks: {peaks.bandwidth / 1e12:g} TB/s, and "
             f"{peaks.half / 1e12:g} TFLOP/s in 16 bits ({peaks.fp8 / 1e12:g} in FP8, {peaks.fp32 / 1e12:g} in fp32). "
             f"Each pass reads its weights once and the K/V of its context; a layer takes {1e6 * LAYER_SECONDS:.0f} µs "
@@ -81,6 +88,7 @@ def make_sheet(
         precision=recipe.precision + (" with FP8" if recipe.fp8 else ""),
         gpu=gpu,
         max_batch=batch,
+        ranks=plan.ranks,
         efficiency=efficiency,
         demand=demand,
         options=options,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from d2sd.build.plan import Part, Plan
+from d2sd.build.shares import table_weights
 from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, policy_of_tree
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
@@ -32,6 +33,8 @@ from d2sd.runtime.step_times import Forecast, StepTimes
 EFFICIENCY = 0.8
 #: Seconds of a small kernel behind another in a CUDA graph, 1.5 to 2.5 µs.
 NODE_SECONDS = 2e-6
+#: Seconds of a small sum over the GPUs of one machine, and bytes a second that each sends over NVLink 4.
+EXCHANGE_SECONDS, LINK = 10e-6, 450e9
 #: Seconds of the small kernels of one layer: ten launches (`d2sd.modeling.fused`).
 LAYER_SECONDS = 10 * NODE_SECONDS
 
@@ -106,7 +109,16 @@ class Roofline:
         """
         products, read = self._work(part, batch, rows, context, logits)
         slowest = max(products, read / PEAKS[self.gpu].bandwidth)
-        return slowest / self.efficiency + part.body.num_layers * LAYER_SECONDS
+        kernels = part.body.num_layers * LAYER_SECONDS
+        return slowest / self.efficiency + kernels + self._exchange_seconds(part, batch * rows, batch * logits)
+
+    def _exchange_seconds(self, part: Part, rows: int, logits: int) -> float:
+        """Sums of the target's layers over GPUs that share it, and the logits that they gather."""
+        if self.plan.ranks == 1:
+            return 0.0
+        sums = 0 if part.role is not None else 2 * part.body.num_layers
+        size = sums * rows * part.body.hidden_size + logits * part.config.vocab_size
+        return sums * EXCHANGE_SECONDS + size * self._size / (LINK * self.efficiency)
 
     @property
     def _size(self) -> int:
@@ -120,7 +132,7 @@ class Roofline:
         stored, weights = part.weight_bytes, part.parameters
         narrow = min((weights * size - stored) / (size - 1), weights) if size > 1 else 0  # weights in FP8, or narrower
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
-            tables = part.config.vocab_size * body.hidden_size * (1 if part.config.tie_word_embeddings else 2)
+            tables = table_weights(part.config, self.plan.ranks)
             stored, weights = stored - tables * size, weights - tables
         if (experts := body.experts) is not None:  # of the experts, those are read that a row chose
             share = experts.chosen / experts.count
@@ -138,7 +150,8 @@ class Roofline:
     def _head_weights(self, part: Part) -> int:
         """Weights of the head over the vocabulary or the draft vocabulary."""
         ids = None if part.role is None else part.draft_config.draft_vocabulary
-        return (part.config.vocab_size if ids is None else len(ids)) * part.body.hidden_size
+        rows = -(-part.config.vocab_size // self.plan.ranks) if ids is None else len(ids)
+        return rows * part.body.hidden_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,7 @@ class Plan:
     drafters: dict[DrafterRole, Part]
     calibration: CalibrationFile | None = None
     missing: tuple[Source, ...] = ()
+    ranks: int = 1  # GPUs that share the target, of one of which the sizes are (`d2sd.build.shares`)
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from d2sd.build.plan import GPUS, Part, Plan
+from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
 from d2sd.build.validate.drafter_config import EXPLANATION
+from d2sd.errors import D2SDError
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
 from d2sd.recipe import Recipe
@@ -56,6 +58,7 @@ def show_plan(plan: Plan, output: Path) -> None:
         _line("engines", f"by {settings.builder} for {', '.join(settings.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
         _lines(gpu_lines(plan))
+        _lines(shared_lines(plan))
 
 
 def show_manifest(bundle: Path, manifest: Manifest) -> None:
@@ -165,3 +168,18 @@ def gpu_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         left = f"{size_text(memory - needed)} left" if needed < memory else f"{size_text(needed - memory)} too much"
         most = f"the weights and {plan.requests_in(memory):,} such requests"
         yield (f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")
+
+
+def shared_lines(plan: Plan) -> Iterator[tuple[str, str]]:
+    """GPUs that share the target (`--tensor-parallel`): what one of them holds, and what they exchange."""
+    for size in SIZES:
+        try:
+            own = of_one_gpu(plan, size)
+        except D2SDError:
+            continue
+        rows = plan.recipe.tree.row_budget
+        yield (
+            f"{size} GPUs",
+            f"{size_text(own.weight_bytes)} of weights and {size_text(own.kv_memory().total_bytes)} of K/V each; "
+            f"to verify {rows} rows they exchange {size_text(step_bytes(own, rows))}",
+        )

@@ -17,6 +17,7 @@ from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.kinds import kind_of
+from d2sd.errors import BundleError
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
@@ -71,6 +72,14 @@ def _shared(path: Path, manifest: Manifest, size: int, device: str) -> Bundle:
     """Load rank 0's part of a target while other processes load theirs."""
     check_divisible(parse_target_config(HFConfig.read(path / "target")), size)
     check_device(rank_device(device, size - 1))
+    if manifest.recipe.exact and size > 2:
+        raise BundleError(
+            "Sums of more than two ranks are not batch-invariant.",
+            where="exact",
+            found=f"{size} ranks",
+            expected="at most 2",
+            fix="build it without `exact`",
+        )
     ranks = Ranks(path.resolve(), size, device)
     try:
         bundle = assemble(path, manifest, Shard(0, size))

@@ -11,6 +11,8 @@ from d2sd.bench.capacity import Demand, Slo, read_plan
 from d2sd.bench.capacity_sheet import make_sheet
 from d2sd.bench.roofline import EFFICIENCY
 from d2sd.build.plan import GPUS
+from d2sd.build.shares import of_one_gpu
+from d2sd.cli.options import tensor_parallel_option
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
@@ -29,6 +31,7 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option("--output-tokens", type=_TOKENS, required=True, help="Of its answer (OSL).")
 @click.option("--ttft", type=_SECONDS, required=True, help="Seconds to the first token, at most.")
 @click.option("--itl", type=_SECONDS, required=True, help="Seconds from token to token, mean of a request, at most.")
+@tensor_parallel_option
 @click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
 @click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
@@ -42,7 +45,8 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
 def capacity(
     source: Path, gpu: str, rate: float, prompt_tokens: int, output_tokens: int, ttft: float, itl: float,
-    max_batch: int | None, policy: Policy | None, tau: float | None, efficiency: float, out: Path | None,
+    tensor_parallel: int, max_batch: int | None, policy: Policy | None, tau: float | None, efficiency: float,
+    out: Path | None,
 ) -> None:  # fmt: skip
     """Compute how many GPUs serve a load within latency targets, with and without speculation.
 
@@ -59,7 +63,7 @@ def capacity(
     demand = Demand(
         rate=rate, prompt_tokens=prompt_tokens, output_tokens=output_tokens, targets=Slo(ttft=ttft, itl=itl)
     )
-    plan = read_plan(source)
+    plan = of_one_gpu(read_plan(source), tensor_parallel)
     sheet = make_sheet(plan, gpu, demand, max_batch, policy, tau=tau, efficiency=efficiency)
     if out is not None:
         write_text(out, sheet.markdown() if out.suffix == ".md" else sheet.model_dump_json(indent=1) + "\n")

@@ -13,9 +13,16 @@ from d2sd.bench.speculation_table import show_stats
 from d2sd.bundle.backends import BackendName
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
-from d2sd.cli.options import FilePath, backend_option, bundle_argument, device_option, policy_option
+from d2sd.cli.options import (
+    FilePath,
+    backend_option,
+    bundle_argument,
+    device_option,
+    policy_option,
+    tensor_parallel_option,
+)
 from d2sd.cli.report import Reporting
-from d2sd.io import check_writable
+from d2sd.io import check_writable, size_text
 from d2sd.progress import bar
 from d2sd.recipe import Policy
 from d2sd.runtime.sampling_params import SamplingParams
@@ -45,12 +52,13 @@ from d2sd.viz.record import Recording
 )
 @click.option("--html", type=FilePath, help="Write a page that shows every step to this file.")
 @device_option
+@tensor_parallel_option
 @backend_option
 def generate(
     bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
     raw: bool, stats: bool, tree_svg: Path | None, html: Path | None, device: str,
-    backend: BackendName,
+    tensor_parallel: int, backend: BackendName,
 ) -> None:  # fmt: skip
     """Generate text from the bundle at BUNDLE.
 
@@ -63,7 +71,7 @@ def generate(
     for path in (tree_svg, html):
         if path is not None:
             check_writable(path)
-    loaded = load_bundle(bundle, progress=bar)
+    loaded = load_bundle(bundle, progress=bar, tensor_parallel=tensor_parallel, device=device)
     defaults = loaded.recipe.sampling
     options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     sampling = SamplingParams(**{n: getattr(defaults, n) if value is None else value for n, value in options.items()})
@@ -82,6 +90,8 @@ def generate(
     if recordings:
         write_pictures(list(recordings.values()), tree_svg, html)
     if stats:
+        for what, size in engine.runner.exchanged.items():
+            click.echo(f"exchanged by {what}: {size_text(size // engine.clock.steps)} a step", err=True)
         baseline = make_engine(loaded, policy="off", device=device, backend=backend, max_batch=batch)
         # the same requests to the same lengths: the batch shrinks and the context grows as they did above
         with bar("timing plain decoding", sum(len(s.answer) for s in sequences)) as advance:

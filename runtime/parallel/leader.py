@@ -94,6 +94,10 @@ class LeadingRunner(ModelRunner):
     def on_failure(self, report: Callable[[D2SDError], None]) -> None:
         self.others.on_failure(report)
 
+    @property
+    def exchanged(self) -> Mapping[str, int]:
+        return dict(self.group.bytes)
+
     def close(self) -> None:
         self.others.close()
 

@@ -29,12 +29,12 @@ FLAGS = {
     "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
-        *("--stop", "--raw", "--stats", "--tree-svg", "--html", "--device", "--executor"),
+        *("--stop", "--raw", "--stats", "--tree-svg", "--html", "--device", "--tensor-parallel", "--executor"),
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--device", "--out"},
     "capacity": {
         *("source", "--gpu", "--rate", "--prompt-tokens", "--output-tokens", "--ttft", "--itl", "--max-batch"),
-        *("--policy", "--tau", "--efficiency", "--out"),
+        *("--policy", "--tau", "--efficiency", "--out", "--tensor-parallel"),
     },
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},

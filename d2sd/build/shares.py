@@ -1,0 +1,61 @@
+"""A plan for GPUs that share the target: sizes of one of them, and the bytes of a decode step that they exchange."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from d2sd.build.plan import Part, Plan
+from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.modeling.config import BodyConfig, DecoderConfig
+from d2sd.modeling.tensor_parallel import Shard, check_divisible
+
+#: Numbers of GPUs that a plan shows, where the target can be divided so.
+SIZES = (2, 4, 8)
+
+
+def of_one_gpu(plan: Plan, size: int) -> Plan:
+    """The plan of one of `size` GPUs that share the target. Raises D2SDError if they cannot.
+
+    Weights are counted at the bytes that one has on average: of what is cut, the cut part.
+    """
+    if size == 1 or plan.target is None:
+        return plan
+    part, config = plan.target, plan.target.config
+    assert isinstance(config, DecoderConfig)
+    check_divisible(config, size)
+    body, itemsize = Shard(0, size).body(config.body), DTYPES[plan.recipe.precision].itemsize
+    tables, own_tables = (table_weights(config, ranks) for ranks in (1, size))
+    layers = part.parameters - tables
+    own = layers - _cut_weights(config.body) + _cut_weights(body)
+    weights = round((part.weight_bytes - tables * itemsize) * own / layers) + own_tables * itemsize
+    share = Part(
+        name=part.name,
+        source=part.source,
+        config=replace(config, body=body),
+        parameters=own + own_tables,
+        weight_bytes=weights,
+        kv_token_bytes=part.kv_token_bytes * body.num_kv_heads // config.body.num_kv_heads,
+        has_weights=part.has_weights,
+    )
+    return replace(plan, target=share, ranks=size)
+
+
+def table_weights(config: DecoderConfig, ranks: int) -> int:
+    """Weights of embedding and head in one of `ranks` processes; a tied head is the embedding."""
+    rows = config.vocab_size if config.tie_word_embeddings else config.vocab_size + -(-config.vocab_size // ranks)
+    return rows * config.body.hidden_size
+
+
+def _cut_weights(body: BodyConfig) -> int:
+    """Weights of the products of all layers, and biases of q, k and v."""
+    inputs, outputs = body.hidden_size, body.head_dim * (body.num_heads + 2 * body.num_kv_heads)
+    attention = inputs * (outputs + body.num_heads * body.head_dim) + (outputs if body.qkv_bias else 0)
+    return body.num_layers * (attention + 3 * inputs * body.intermediate_size)
+
+
+def step_bytes(plan: Plan, rows: int, drafts: int = 0) -> int:
+    """Bytes of the sums and logits of a step that verifies `rows` rows and drafts by the logits of `drafts` rows."""
+    assert plan.target is not None
+    config, itemsize = plan.target.config, DTYPES[plan.recipe.precision].itemsize
+    sums = 2 * config.body.num_layers * rows * config.body.hidden_size
+    return itemsize * (sums + (rows + drafts) * plan.ranks * -(-config.vocab_size // plan.ranks))

@@ -1,0 +1,65 @@
+"""The plan of one of several GPUs: bytes of the tensors that a rank loads, and what capacity makes of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2sd.bench.capacity import Demand, Slo
+from d2sd.bench.capacity_sheet import make_sheet
+from d2sd.build.plan import make_plan
+from d2sd.build.shares import of_one_gpu, step_bytes
+from d2sd.build.tables import shared_lines
+from d2sd.convert.checkpoint.target import load_target
+from d2sd.errors import D2SDError
+from d2sd.modeling.tensor_parallel import Shard
+from d2sd.recipe import load_recipe
+from tests.convert.helpers import write_project
+from tests.tiny import tiny_decoder
+
+DEMAND = Demand(rate=3, prompt_tokens=20, output_tokens=30, targets=Slo(ttft=1, itl=1))
+
+
+@pytest.mark.parametrize("tie", [True, False])
+@pytest.mark.parametrize("size", [2, 4])
+def test_bytes_are_those_of_a_rank(size: int, tie: bool, tmp_path: Path) -> None:
+    """Four ranks of two K/V heads: each has a whole one."""
+    recipe = load_recipe(write_project(tmp_path, tiny_decoder("qwen2", tie=tie)))
+    plan = make_plan(recipe)
+    own = of_one_gpu(plan, size)
+    part = load_target(tmp_path / "target", torch.float32, Shard(0, size))
+    assert own.target is not None
+    assert plan.target is not None
+    assert own.target.weight_bytes == sum(tensor.nbytes for tensor in part.state_dict().values())
+    assert own.target.parameters == sum(tensor.numel() for tensor in part.state_dict().values())
+    assert own.target.kv_token_bytes == plan.target.kv_token_bytes // 2
+    assert own.drafters == plan.drafters
+    assert step_bytes(own, 3, 5) == 4 * (2 * 3 * 3 * 32 + 8 * 64)
+
+
+def test_a_plan_shows_the_numbers_that_divide(tmp_path: Path) -> None:
+    lines = dict(shared_lines(make_plan(load_recipe(write_project(tmp_path)))))
+    assert list(lines) == ["2 GPUs", "4 GPUs"]
+    assert "each; to verify 16 rows they exchange" in lines["2 GPUs"]
+
+
+def test_capacity_counts_all_gpus(tmp_path: Path) -> None:
+    """Tiny models are all waiting: sums make a step longer, and a group of two is two GPUs."""
+    plan = make_plan(load_recipe(write_project(tmp_path)))
+    one, two = (
+        make_sheet(of_one_gpu(plan, size), "H100", DEMAND, None, "off", tau=None, efficiency=0.8) for size in (1, 2)
+    )
+    assert two.options[0].gpus == 2 * one.options[0].gpus
+    assert two.options[0].sustained.itl - one.options[0].sustained.itl == pytest.approx(6 * 10e-6, rel=0.1)
+    assert "2 GPUs share the target" in two.markdown()
+    assert "share the target" not in one.markdown()
+
+
+def test_what_cannot_be_divided_is_refused(tmp_path: Path) -> None:
+    plan = make_plan(load_recipe(write_project(tmp_path)))
+    with pytest.raises(D2SDError, match="4 query heads"):
+        of_one_gpu(plan, 3)
+    assert of_one_gpu(replace(plan, target=None), 2).target is None
