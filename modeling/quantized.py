@@ -37,6 +37,9 @@ def carrier(dtype: torch.dtype) -> torch.dtype:
 class QuantizedLinear(nn.Module):
     """W [out, in] in the tensors of a scheme, which have the names of its checkpoints. Inference only: no gradient."""
 
+    #: Name of the plain tensor below the layer's; "": the layer's own.
+    weight_name = "weight"
+
     def __init__(self, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
         self.in_features, self.out_features = in_features, out_features
@@ -166,9 +169,9 @@ class Scheme:
     #: The product that serves it; None: it is dequantized, or refused.
     product: str | None = None
 
-    def empty(self, in_features: int, out_features: int, bias: bool) -> QuantizedLinear:
-        """A layer of this scheme without values."""
-        return self.layer(in_features, out_features, bias, **dict(self.options))
+    def empty(self, in_features: int, out_features: int, bias: bool, *count: int) -> QuantizedLinear:
+        """A layer of this scheme without values; `count` of the experts that are one tensor."""
+        return self.layer(in_features, out_features, bias, *count, **dict(self.options))
 
 
 def make_quantized(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:

@@ -35,9 +35,15 @@ def dequantized(files: Files, layers: Mapping[str, QuantizedLinear], dtype: torc
             parts[kind] = tensor
             if parts.keys() == layers[layer].state_dict().keys() - {"bias"}:
                 weight = _weight(layers[layer], waiting.pop(layer), f"{where}: {layer}").to(dtype)
-                check_values(weight, "unquantized", f"{where}: {layer}.weight, dequantized")
-                out[f"{layer}.weight"] = weight
+                plain = plain_name(layer, layers[layer])
+                check_values(weight, "unquantized", f"{where}: {plain}, dequantized")
+                out[plain] = weight
         yield file, out
+
+
+def plain_name(name: str, layer: QuantizedLinear) -> str:
+    """Name of the tensor that the layer `name` is dequantized to."""
+    return f"{name}.{layer.weight_name}" if layer.weight_name else name
 
 
 def _weight(layer: QuantizedLinear, tensors: Mapping[str, Tensor], where: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Readers of `quantization_config` by its `quant_method`: compressed-tensors, fp8 (DeepSeek, Qwen), awq, gptq.
+"""Readers of `quantization_config` by its `quant_method`: compressed-tensors, fp8 (DeepSeek, Qwen), awq, gptq, mxfp4.
 
 Every key that changes numbers is checked. Others, which say how the checkpoint was made, are not.
 """
@@ -141,6 +141,14 @@ def _gptq(part: HFConfig) -> Quantization:
     return Quantization((), False, ("gptq", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
 
 
+def _mxfp4(part: HFConfig) -> Quantization:
+    """gpt-oss: experts alone."""
+    part.only("dequantize", False, None)
+    ignored = tuple(name if "*" in name else f"{name}*" for name in _patterns(part, "modules_to_not_convert"))
+    groups = ((schemes.MXFP4, ("*.mlp.experts.*",)),)
+    return Quantization(ignored, False, ("mxfp4", "unknown"), groups, "wildcard", part.values)
+
+
 def _group_size(part: HFConfig) -> int | None:
     """-1 is all inputs."""
     return None if part.values.get("group_size") == -1 else part.size("group_size")
@@ -151,6 +159,7 @@ _READERS: Mapping[str, Callable[[HFConfig], Quantization]] = {
     "fp8": _fp8,
     "awq": _awq,
     "gptq": _gptq,
+    "mxfp4": _mxfp4,
 }
 
 

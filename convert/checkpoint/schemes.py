@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from d2sd.modeling.fp8 import Fp8Linear
+from d2sd.modeling.mxfp4 import Mxfp4Experts
 from d2sd.modeling.nvfp4 import Nvfp4Linear, Nvfp4Weights
 from d2sd.modeling.packed_int import AwqLinear, GptqLinear, PackedIntLinear
 from d2sd.modeling.quantized import Scheme
@@ -42,6 +43,8 @@ FP8_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=True, ca
 FP8_TENSOR_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=False, calibrated=False)
 NVFP4 = _row("NVFP4", Nvfp4Linear, _FP4, divisors=False)
 NVFP4_COMPRESSED = _row("NVFP4", Nvfp4Linear, _FP4, divisors=True)
+#: gpt-oss's experts, all of a layer in one tensor.
+MXFP4 = _row("MXFP4", Mxfp4Experts, None)
 NVFP4_WEIGHTS = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=False)
 NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=True)
 

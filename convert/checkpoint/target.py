@@ -13,12 +13,13 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.checkpoint.dequantize import dequantized
+from d2sd.convert.checkpoint.dequantize import dequantized, plain_name
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
+from d2sd.convert.checkpoint.schemes import MXFP4
 from d2sd.convert.checkpoint.weights import (
     DTYPES,
     INDEX,
@@ -53,6 +54,7 @@ _TOKENIZER_FILES = (
 )
 #: Scales of K and V: ModelOpt's, compressed-tensors' own and those of its first versions.
 _KV_SCALE = re.compile(r"\b(?:([kv])_proj\.(?:\1_scale|output_scale)|(?<=self_attn\.)([kv])_scale)$")
+_MXFP4 = re.compile(r"(?<=mlp\.experts\.)(gate_up_proj|down_proj)_(blocks|scales)$")
 _KV_CACHE = re.compile(r"\b([kv])_cache\.scale$")
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
@@ -62,7 +64,7 @@ def target_shapes(config: DecoderConfig, quantization: Quantization | None = Non
     """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once."""
     shapes = _experts(config).stored(expected_shapes(_empty(config, quantization)))
     for name, layer in _quantized_experts(config, quantization).items():
-        del shapes[f"{name}.weight"]
+        del shapes[plain_name(name, layer)]
         shapes |= {f"{name}.{tensor}": shape for tensor, shape in expected_shapes(layer).items()}
     return shapes
 
@@ -195,17 +197,23 @@ def _quantized_experts(config: DecoderConfig, quantization: Quantization | None)
     """Those of single experts, which our module stacks; one layer stands for all of a shape."""
     if quantization is None:
         return {}
-    parts = _experts(config).parts.items()
-    shapes = {
-        name.removesuffix(".weight"): part.shape
-        for name, part in parts
-        if name.endswith("_proj.weight") and len(part.shape) == 2
-    }
+    products = {name.removesuffix(".weight"): part.shape for name, part in _experts(config).parts.items()}
+    shapes = {name: shape for name, shape in products.items() if name.endswith("_proj")}
     schemes = quantization.schemes(shapes, "model.")
+    for name, scheme in schemes.items():
+        if (len(shapes[name]) == 3) != (scheme == MXFP4):
+            raise CheckpointError(
+                "Experts of this family are not read in this quantization.",
+                where=f"model.{name}",
+                found=scheme.name,
+                expected=MXFP4.name if len(shapes[name]) == 3 else "a quantization of linear layers",
+            )
     made: dict[tuple[Scheme, tuple[int, ...]], QuantizedLinear] = {}
     with torch.device("meta"):
         for scheme, shape in {(scheme, shapes[name]) for name, scheme in schemes.items()}:
-            made[scheme, shape] = scheme.empty(shape[1], shape[0], bias=False)
+            *count, first, last = shape  # stacked ones are stored [X, in, out], others [out, in]
+            size = (first, last) if count else (last, first)
+            made[scheme, shape] = scheme.empty(*size, False, *count)
     return {name: made[scheme, shapes[name]] for name, scheme in schemes.items()}
 
 
@@ -216,6 +224,7 @@ def _rename(config: DecoderConfig) -> Rename:
         if name == "lm_head.weight":
             return None if config.tie_word_embeddings else name  # see _check_tied_head
         ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"
+        ours = _MXFP4.sub(r"\1.\2", ours)
         return _KV_SCALE.sub(lambda found: f"{found[1] or found[2]}_cache.scale", ours)
 
     return rename

@@ -34,6 +34,7 @@ _STORED: dict[str, tuple[tuple[str, ...], int | None]] = {
     "FP4": (("U8",), 1),  # two numbers a byte
     "integers": (("I32",), 4),
     "shape": (("I64",), 8),
+    "exponents": (("U8",), 1),
     "scale": (("F32", "BF16", "F16"), 4),
     "FP8 scale": (("F8_E4M3",), 1),
     "group scale": (("F32", "BF16", "F16"), 4),
@@ -50,6 +51,8 @@ _KINDS: tuple[tuple[str, str | None, str], ...] = (
     ("weight_scale", "weight_global_scale", "FP8 scale"),
     ("weight_scale", "weight_packed", "group scale"),
     ("weight_shape", None, "shape"),
+    ("blocks", "scales", "FP4"),
+    ("scales", "blocks", "exponents"),
     ("scales", "qweight", "group scale"),
     *((name, None, "integers") for name in ("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "g_idx")),
     *((name, None, "scale") for name in ("weight_scale_inv", "weight_scale_2")),

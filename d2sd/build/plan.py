@@ -269,6 +269,11 @@ _REFUSED = {
     "attention sinks": {"engines": "Attention in TensorRT engines has no sinks."},
     "layers of which some are causal": {"engines": "A TensorRT engine has one mask for all layers."},
 }
+#: What is done without for a target with `BodyConfig.beyond_kernels`.
+_UNFUSED = {
+    "engines": "Layers of this family are not exported to TensorRT engines.",
+    "exact": "On CUDA the batch-invariant step is fused layers, which this family does not have.",
+}
 
 
 def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> None:
@@ -276,7 +281,7 @@ def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> No
     fp8 = recipe.fp8 is not None and recipe.fp8.target
     asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
     for feature in body.beyond_llama:
-        for key, reason in _REFUSED[feature].items():
+        for key, reason in _REFUSED.get(feature, _UNFUSED).items():
             if asked[key]:
                 fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
                 raise RecipeError(reason, where=f"recipe: {key}", found=found, fix=fix)

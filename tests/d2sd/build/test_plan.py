@@ -86,6 +86,21 @@ def test_engines_have_neither_windows_nor_sinks(
         make_plan(load_recipe(recipe, ["engines={compute: [portable]}"]))
 
 
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [("engines={compute: [portable]}", "engines"), ("exact=true", "exact"), ("limits.page_size=16", "")],
+)
+def test_layers_that_are_not_fused_are_refused_where_they_have_to_be(tmp_path: Path, change: str, key: str) -> None:
+    recipe = load_recipe(write_project(tmp_path, tiny_decoder("gemma3_text"), precision="bf16"), [change])
+    if not key:
+        assert make_plan(recipe).parts
+        return
+    with pytest.raises(
+        RecipeError, match=rf"where: recipe: {key}\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove {key}"
+    ):
+        make_plan(recipe)
+
+
 def test_memory_of_experts_is_all_of_them_and_few_are_active(tmp_path: Path) -> None:
     recipe = write_project(tmp_path, tiny_decoder("qwen3_moe"), precision="bf16")
     plan = make_plan(load_recipe(recipe))

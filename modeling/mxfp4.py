@@ -1,0 +1,50 @@
+"""Experts in MXFP4 (OCP Microscaling), gpt-oss's: E2M1 numbers of which 32 inputs share a power of two.
+
+    W[expert, output, input] = value(blocks, low bits first) * 2^(scales - 127)
+
+They are dequantized, not computed: bf16 holds every value exactly.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.quantized import QuantizedLinear
+
+# Shape letters: X experts, O outputs, G groups of 32 inputs.
+
+#: Inputs that share a scale; two a byte.
+GROUP = 32
+#: The values of E2M1 by their bits, the sign the highest.
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+
+
+class Mxfp4Experts(QuantizedLinear):
+    """One product of all experts: `blocks` [X, O, G, 16] and `scales` [X, O, G], both uint8.
+
+    Its plain tensor is [X, in, O], as gpt-oss stores it, and has the layer's own name.
+    """
+
+    weight_name = ""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, count: int) -> None:
+        super().__init__(in_features, out_features, bias)
+        groups = -(-in_features // GROUP)
+        self.store("blocks", (count, out_features, groups, GROUP // 2), torch.uint8)
+        self.store("scales", (count, out_features, groups), torch.uint8)
+
+    def fault(self) -> tuple[str, object, object] | None:
+        fits = self.in_features % GROUP == 0
+        return None if fits else ("blocks", f"{self.in_features} inputs", f"a multiple of {GROUP}")
+
+    def dequantized(self) -> Tensor:
+        blocks, scales = self.get_buffer("blocks"), self.get_buffer("scales")
+        count, outputs, groups = scales.shape
+        out = torch.empty(count, groups * GROUP, outputs, dtype=torch.bfloat16)
+        values = torch.tensor([*VALUES, *(-value for value in VALUES)])
+        for expert in range(count):  # one at a time: a layer of 120B is gigabytes
+            codes = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], -1).flatten(-2)
+            weight = torch.ldexp(values[codes.int()], scales[expert, ..., None].int() - 127)
+            out[expert] = weight.flatten(-2).T
+        return out
