@@ -148,7 +148,7 @@ class Source(Part):
 
 
 class Target(Source):
-    """The model whose distribution is served: a Llama, Qwen2 or Qwen3 folder, or, by `pypi`, a GGUF."""
+    """The model whose distribution is served: a folder of one of docs/models.md, or, by `pypi`, a GGUF."""
 
     #: Arguments of the chat template, such as enable_thinking: false; others keep the template's defaults.
     template: dict[str, bool | int | str] = {}

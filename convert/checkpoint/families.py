@@ -142,6 +142,14 @@ def _expert_counts(config: HFConfig) -> tuple[int, int]:
     return count, config.size("num_experts_per_tok", limit=count)
 
 
+_RECURRENT = "its layers have a recurrent state, which d2sd does not run; choose a target of one of these families"
+_GEMMA4 = "its global layers have heads of another size, which d2sd does not run; choose a target of these families"
+#: What to do instead of targets that are asked for.
+_UNREAD = {
+    "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it",
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _GEMMA4),
+    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _RECURRENT),
+}
 FAMILIES: dict[str, TargetFamily] = {
     family.name: family
     for family in (
@@ -163,7 +171,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
             "This architecture is not supported.",
             "model_type",
             ", ".join(FAMILIES),
-            "choose a target of one of these families; hybrid layers, whose state is recurrent, are in none",
+            _UNREAD.get(model_type, "choose a target of one of these families"),
         )
     family = FAMILIES[model_type]
     config.only("architectures", [family.architecture], None)
