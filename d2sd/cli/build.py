@@ -25,7 +25,8 @@ from d2sd.recipe import load_recipe
 def build(recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None, verbose: bool) -> None:
     """Build the serving bundle that RECIPE describes.
 
-    A plan needs no more of a checkpoint than its config.json. An interrupted build resumes where it stopped.
+    A plan needs no more of a checkpoint than its config.json, and of a shipped recipe nothing. An interrupted build
+    resumes where it stopped.
 
     For example:
 

@@ -136,22 +136,81 @@ def test_every_path_is_one_that_the_headers_commands_fill(name: str) -> None:
         assert trained.path(text).resolve() == ROOT / "training" / "prompts.jsonl"
 
 
+#: What a recipe needs of these checkpoints has to be as the recipe says; shrunken ones are not.
+UNDESCRIBED = ["target.geometry=null", "drafters.first.geometry=null"]
+QWEN3_8B = [
+    "hf download Qwen/Qwen3-8B --revision b968826d9c46dd6066d109eabc6255188de91218 --exclude 'original/*' "
+    "--exclude 'metal/*' --local-dir checkpoints/Qwen3-8B",
+    "hf download z-lab/Qwen3-8B-DFlash-b16 --revision 9b41424b7109f9c5413454f481b09a82b85333f4 "
+    "--local-dir checkpoints/Qwen3-8B-DFlash-b16",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_alone_is_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plans: dict[tuple[str, str], Plan], name: str
+) -> None:
+    """The same sizes as with the files, and what would be downloaded."""
+    monkeypatch.chdir(tmp_path)
+    told = run("build", name, "--plan")
+    assert not [*tmp_path.iterdir()]
+    alone = make_plan(load_recipe(Path(name)), weights=False)
+    whole = plans[name, "bf16"]
+    for found, expected in zip(alone.parts, whole.parts, strict=False):  # without the second drafter
+        for field in ("parameters", "weight_bytes", "kv_token_bytes", "stored_bytes"):
+            assert getattr(found, field) == getattr(expected, field)
+        assert f"about {found.stored_bytes / 1e9:.2f} GB of" in told
+    assert len(re.findall("hf download .*", told)) == len(alone.missing) == 2
+    assert re.search(r"H100 80 GB +[\d.]+ GB left", told)
+
+
 def test_without_checkpoints_the_downloads_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    plan = ["build", "qwen3-8b", "--plan"]
     load = ["--gpu", "H100", "--rate", "1", "--prompt-tokens", "9", "--output-tokens", "9", "--ttft", "1", "--itl", "1"]
-    for arguments in (plan, ["capacity", "qwen3-8b", *load]):
-        told = CliRunner().invoke(main, arguments)
-        assert told.exit_code == 2
-        assert re.findall("hf download .*", told.stderr) == [
-            "hf download Qwen/Qwen3-8B config.json --local-dir checkpoints/Qwen3-8B",
-            "hf download z-lab/Qwen3-8B-DFlash-b16 config.json --local-dir checkpoints/Qwen3-8B-DFlash-b16",
-        ]
+    assert "H100" in run("capacity", "qwen3-8b", *load, "--policy", "ddtree", "--tau", "3")
+    assert re.findall("hf download .*", run("build", "qwen3-8b", "--plan")) == QWEN3_8B
     whole = CliRunner().invoke(main, ["build", "qwen3-8b"])
-    assert re.findall("hf download .*", whole.stderr) == [
-        "hf download Qwen/Qwen3-8B --exclude 'original/*' --local-dir checkpoints/Qwen3-8B",
-        "hf download z-lab/Qwen3-8B-DFlash-b16 --local-dir checkpoints/Qwen3-8B-DFlash-b16",
+    assert whole.exit_code == 2
+    assert re.findall("hf download .*", whole.stderr) == QWEN3_8B
+    undescribed = [word for override in UNDESCRIBED for word in ("--set", override)]
+    planned = CliRunner().invoke(main, ["build", "qwen3-8b", "--plan", *undescribed])
+    assert planned.exit_code == 2
+    assert [line.split(" --")[0] for line in re.findall("hf download .*", planned.stderr)] == [
+        "hf download Qwen/Qwen3-8B",
+        "hf download z-lab/Qwen3-8B-DFlash-b16",
     ]
+    assert planned.stderr.count(" config.json --local-dir") == 2
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("target.geometry.hidden_size=5120", ["target.geometry", "body.hidden_size 4096", "body.hidden_size 5120"]),
+        ("drafters.first.geometry.block_size=8", ["drafters.first.geometry", "block_size 16", "block_size 8"]),
+        ("drafters.first.geometry.rope_theta=5.0", ["drafters.first.geometry", "rope.theta 5.0"]),
+    ],
+)
+def test_a_checkpoint_is_the_one_of_the_recipe(project: Path, override: str, told: list[str]) -> None:
+    recipe = project / "recipes" / "qwen3-8b.yaml"
+    for plan in (["--plan"], []):  # before anything is built, too
+        arguments = ["build", str(recipe), *plan, "--out", str(project / "out"), "--set", override]
+        refused = CliRunner().invoke(main, arguments)
+        assert refused.exit_code == 2
+        for part in ("not the one that the recipe describes", "config.json and recipe: ", *told):
+            assert part in refused.stderr
+    assert not (project / "out").exists()
+
+
+def test_a_geometry_that_is_refused_is_named_by_its_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for override, key in (
+        ("target.geometry.num_hidden_layers=0", "recipe: target.geometry: num_hidden_layers"),
+        ("drafters.first.geometry.is_causal=3", "recipe: drafters.first.geometry: is_causal"),
+    ):
+        refused = CliRunner().invoke(main, ["build", "qwen3-8b", "--plan", "--set", override])
+        assert refused.exit_code == 2
+        assert f"where: {key}" in refused.stderr
+        assert "/tmp" not in refused.stderr
 
 
 def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dict[tuple[str, str], Plan]) -> None:
@@ -172,7 +231,7 @@ def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dic
     failed = CliRunner().invoke(main, ["build", str(recipe), "--out", str(tmp_path / "out")])
     assert failed.exit_code == 2
     assert "found" not in failed.stderr
-    assert f"hf download Qwen/Qwen3-8B --exclude 'original/*' --local-dir {tmp_path}" in failed.stderr
+    assert "hf download Qwen/Qwen3-8B --revision" in failed.stderr
     assert not (tmp_path / "out").exists()
 
 
@@ -192,7 +251,10 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     ]
     assert [part.weight_bytes for part in bf16.parts] == [2 * part.parameters for part in fp8.parts]
     sizes = [36 * (attention + mlp) + 2 * target_rest, *[drafter_fp8 + 2 * drafter_rest] * 2]
-    assert [part.weight_bytes for part in fp8.parts] == sizes == [part.weight_bytes for part in kv.parts]
+    sizes = [size + 8 * layers for size, layers in zip(sizes, (36 * 7, 36, 36), strict=True)]  # and two scales a layer
+    assert [part.weight_bytes for part in fp8.parts] == sizes
+    scales = [part.weight_bytes - size for part, size in zip(kv.parts, sizes, strict=True)]
+    assert scales == [4 * 2 * 36, 0, 0]  # of K and V
     token = 2 * 8 * 128  # K and V of a layer
     assert [part.kv_token_bytes for part in bf16.parts] == [72 * token, 10 * token, 10 * token]
     assert [part.kv_token_bytes for part in fp8.parts] == [72 * token, 10 * token, 10 * token]
@@ -274,7 +336,7 @@ def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision:
     """As shipped, with the first drafter alone, and with the second as the header says; smaller in tokens only."""
     write_shrunken(lay_out(tmp_path) / "checkpoints", name)
     overrides = ["limits.max_batch=2", "limits.max_context=256", "sampling.max_new_tokens=8", "checks.count=1"]
-    overrides += [PRECISIONS[precision]]
+    overrides += [PRECISIONS[precision], *UNDESCRIBED]
     overrides += ["fp8.count=2", "fp8.tokens=8"] if precision != "bf16" else []
     overrides += [second(name)] if drafters == "both" else []
     sets = [word for override in overrides for word in ("--set", override)]
