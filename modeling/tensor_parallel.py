@@ -14,7 +14,7 @@ afterwards, so all ranks draft, build and accept the same trees, and none of tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.errors import D2SDError
+from d2sd.modeling.experts import Experts
 from d2sd.modeling.quantized import QuantizedLinear
 
 if TYPE_CHECKING:
@@ -64,8 +65,12 @@ class Shard:
     def body(self, body: BodyConfig) -> BodyConfig:
         """The geometry of this part of the layers."""
         first, last = self.part(body.num_kv_heads)
+        experts = body.experts
+        if experts is not None:
+            experts = replace(experts, intermediate_size=experts.intermediate_size // self.size)
         return replace(
             body,
+            experts=experts,
             num_heads=body.num_heads // self.size,
             num_kv_heads=last - first,
             intermediate_size=body.intermediate_size // self.size,
@@ -75,7 +80,8 @@ class Shard:
 def check_divisible(config: DecoderConfig, size: int) -> None:
     """Raise D2SDError unless `size` ranks can share a target of this geometry."""
     body = config.body
-    for name, units in (("query heads", body.num_heads), ("columns of the MLP", body.intermediate_size)):
+    columns = [body.intermediate_size] + ([body.experts.intermediate_size] if body.experts else [])
+    for name, units in (("query heads", body.num_heads), *(("columns of the MLP", each) for each in columns)):
         if units % size:
             _refuse(f"The target's {units} {name} cannot be divided among the ranks.", size, f"a divisor of {units}")
     if body.num_kv_heads % size and size % body.num_kv_heads:
@@ -84,8 +90,6 @@ def check_divisible(config: DecoderConfig, size: int) -> None:
             size,
             f"a divisor or a multiple of {body.num_kv_heads}",
         )
-    if getattr(body, "experts", None) is not None:
-        _refuse("Experts cannot be divided among the ranks yet.", size, "1, for a mixture of experts")
 
 
 def _refuse(what: str, size: int, expected: str) -> NoReturn:
@@ -120,12 +124,12 @@ def cut(model: Decoder, shard: Shard) -> dict[str, Cut]:
         "self_attn.k_proj": (0, kv_heads),
         "self_attn.v_proj": (0, kv_heads),
         "self_attn.o_proj": (1, heads),
-        "mlp.gate_proj": (0, columns),
-        "mlp.up_proj": (0, columns),
-        "mlp.down_proj": (1, columns),
     }
-    for index, layer in enumerate(model.layers):
-        for name, (axis, units) in axes.items():
+    mlp = {"mlp.gate_proj": (0, columns), "mlp.up_proj": (0, columns), "mlp.down_proj": (1, columns)}
+    for index, layer in enumerate(cast("Iterable[Layer]", model.layers)):
+        if isinstance(layer.mlp, Experts):
+            _cut_experts(layer.mlp, shard)
+        for name, (axis, units) in (axes if isinstance(layer.mlp, Experts) else axes | mlp).items():
             module = layer.get_submodule(name)
             cuts |= _cut_module(module, f"layers.{index}.{name}", axis, units, shard)
         sinks = layer.get_submodule("self_attn")
@@ -136,6 +140,18 @@ def cut(model: Decoder, shard: Shard) -> dict[str, Cut]:
         cuts |= _cut_tensor(model.lm_head, "lm_head", "weight", Cut(0, model.vocab_rows.start, model.vocab_rows.stop))
     model.config = replace(config, body=shard.body(body))
     return cuts
+
+
+def _cut_experts(experts: Experts, shard: Shard) -> None:
+    """Cut every expert as an MLP is cut; the router stays. A checkpoint's parts are `ExpertMap.cuts`."""
+    inner = experts.config.intermediate_size
+    first, last = shard.part(inner)
+    experts.config = replace(experts.config, intermediate_size=last - first)
+    for name in ("gate_up", "gate_up_bias"):
+        if (joint := getattr(experts, name)) is not None:  # all gates, then all ups
+            part = torch.cat([joint[:, first:last], joint[:, inner + first : inner + last]], 1)
+            setattr(experts, name, nn.Parameter(part.detach(), requires_grad=False))
+    experts.down = nn.Parameter(experts.down[..., first:last].detach().clone(), requires_grad=False)
 
 
 def _cut_module(module: nn.Module, path: str, axis: int, units: int, shard: Shard) -> dict[str, Cut]:
@@ -263,17 +279,16 @@ def connect(model: Decoder, group: Group) -> None:
     """Let a target that was `cut`, and loaded, exchange what its layers and its head compute."""
     for layer in cast("Iterable[Layer]", model.layers):
         layer.reduce = group.all_reduce
-        for linear in (layer.self_attn.o_proj, layer.mlp.get_submodule("down_proj")):
-            bias = getattr(linear, "bias", None)
-            if bias is not None and group.shard.rank > 0:  # added once
-                bias.data = torch.zeros_like(bias)
+    if group.shard.rank > 0:
+        drop_biases(model)
     model.shared_head = SharedHead(group, model.config.vocab_size)
 
 
-def step_bytes(
-    config: DecoderConfig, size: int, rows: int, logits: int, itemsize: int, head_itemsize: int
-) -> Mapping[str, int]:
-    """Bytes that a step exchanges: `rows` of the target's pass, `logits` rows of the target's and the drafters'."""
-    layers, hidden = config.body.num_layers, config.body.hidden_size
-    width = -(-config.vocab_size // size) * size
-    return {"all_reduce": 2 * layers * rows * hidden * itemsize, "gather": logits * width * head_itemsize}
+def drop_biases(model: Decoder) -> None:
+    """Set the biases behind sums to 0: rank 0 adds them."""
+    for layer in cast("Iterable[Layer]", model.layers):
+        mlp = layer.mlp
+        down = mlp.down_bias if isinstance(mlp, Experts) else mlp.get_submodule("down_proj").bias
+        for bias in (layer.self_attn.o_proj.bias, down):
+            if isinstance(bias, Tensor):
+                bias.data = torch.zeros_like(bias)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.weights import Shapes
 from d2sd.modeling.config import BodyConfig, ExpertsConfig
+from d2sd.modeling.tensor_parallel import Cut
 
 # Shape letters: X experts, E hidden, I intermediate.
 
@@ -99,6 +100,15 @@ class ExpertMap:
         joined = {part.ours for part in self.parts.values()}
         alone = {name: shape for name, shape in shapes.items() if name not in joined}
         return alone | {name: part.shape for name, part in self.parts.items()}
+
+    def cuts(self, whole: ExpertMap, rank: int) -> dict[str, Cut]:
+        """The parts of the stored tensors of `whole` of which a rank's, these, are made."""
+        cuts = {}
+        for name, part in self.parts.items():
+            for axis, (all_of_it, own) in enumerate(zip(whole.parts[name].shape, part.shape, strict=True)):
+                if own != all_of_it:
+                    cuts[name] = Cut(axis, rank * own, (rank + 1) * own)
+        return cuts
 
     def placed(self, read: Iterable[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
         """Our module's tensors, of these `shapes`, from a checkpoint's, file by file; each part is copied once."""

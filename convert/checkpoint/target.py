@@ -84,10 +84,12 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
     stored, precision = target_shapes(config, quantization), str(dtype).removeprefix("torch.")
     refuse_unserved(quantization, stored, directory / "config.json", precision)
     module = _empty(config, quantization)
-    shapes, experts = expected_shapes(module), _experts(config)
     cuts = {} if shard is None else cut(module, shard)
+    experts = _experts(module.config)
+    if shard is not None:
+        cuts |= experts.cuts(_experts(config), shard.rank)
     read = read_tensors(directory, stored, dtype, _rename(config), cuts)
-    fill(module, experts.placed((tensors for _, tensors in read), shapes))
+    fill(module, experts.placed((tensors for _, tensors in read), expected_shapes(module)))
     return module
 
 

@@ -47,10 +47,14 @@ def table_weights(config: DecoderConfig, ranks: int) -> int:
 
 
 def _cut_weights(body: BodyConfig) -> int:
-    """Weights of the products of all layers, and biases of q, k and v."""
+    """Weights of what is cut in all layers: products, and biases of their outputs."""
     inputs, outputs = body.hidden_size, body.head_dim * (body.num_heads + 2 * body.num_kv_heads)
     attention = inputs * (outputs + body.num_heads * body.head_dim) + (outputs if body.qkv_bias else 0)
-    return body.num_layers * (attention + 3 * inputs * body.intermediate_size)
+    attention += body.num_heads if body.sinks else 0
+    dense = body.num_layers if body.experts is None else len(body.experts.dense_layers)
+    biases = 0 if body.experts is None or not body.experts.bias else 2 * body.experts.count  # of gates and ups
+    biases *= 0 if body.experts is None else body.experts.intermediate_size * (body.num_layers - dense)
+    return body.num_layers * attention + dense * 3 * inputs * body.intermediate_size + body.expert_weights + biases
 
 
 def step_bytes(plan: Plan, rows: int, drafts: int = 0) -> int:

@@ -15,11 +15,12 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import D2SDError
+from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.nvfp4 import Nvfp4Linear
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
-from d2sd.modeling.tensor_parallel import Cut, Shard, check_divisible, cut
+from d2sd.modeling.tensor_parallel import Cut, Shard, check_divisible, cut, drop_biases
 from tests.convert.helpers import write_target_dir
 from tests.tiny import in_fp8, tiny_decoder
 
@@ -82,15 +83,38 @@ def test_a_rank_reads_its_part_alone(rank: int, size: int, tmp_path: Path, monke
     assert (body.num_heads, body.num_kv_heads, body.intermediate_size) == (8 // size, max(4 // size, 1), 64 // size)
 
 
-@pytest.mark.parametrize("tie", [True, False])
-def test_parts_add_up_to_the_whole(tie: bool) -> None:
-    """All branches summed in every layer, and the logits side by side: the whole target's, but for rounding."""
-    whole = tiny_decoder("llama", heads=4, kv_heads=2, vocab=67, tie=tie)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_every_family_is_read_in_parts(family: Family, tmp_path: Path) -> None:
+    """As a whole target is cut that has been read; what stands for all of a layer, such as a router, is whole."""
+    whole = tiny_decoder(family, tie=False)
+    folder = write_target_dir(tmp_path, whole)
+    for rank in range(2):
+        part = deepcopy(whole)
+        cut(part, Shard(rank, 2))
+        read = load_target(folder, torch.float32, Shard(rank, 2))
+        assert read.config == part.config
+        found, expected = read.state_dict(), part.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("family", "tie"),
+    [("llama", True), ("llama", False), ("qwen3_moe", False), ("gpt_oss", False), ("gemma3_text", True)],
+)
+def test_parts_add_up_to_the_whole(family: Family, tie: bool) -> None:
+    """All branches summed in every layer, and the logits side by side: the whole target's, but for rounding.
+
+    The biases of o and of the experts' downs are rank 0's.
+    """
+    whole = tiny_decoder(family, heads=4, kv_heads=2, vocab=67, tie=tie)
     tokens = torch.tensor([[3, 9, 27, 81 % 67]])
     size = 4
     parts = [deepcopy(whole) for _ in range(size)]
     for rank, part in enumerate(parts):
         cut(part, Shard(rank, size))
+        if rank > 0:
+            drop_biases(part)
     summed: list[list[Tensor]] = []
 
     def run(rank: int) -> Tensor:

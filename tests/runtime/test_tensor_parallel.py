@@ -9,11 +9,13 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 import pytest
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.decoder import Decoder, TargetModel
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.tensor_parallel import Group, Shard, connect, cut
 from d2sd.policies import NAMES, DrafterRole
@@ -27,11 +29,10 @@ from d2sd.runtime.parallel.messages import send
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sequence import Output
 from d2sd.runtime.speculation.policy import make_policy
-from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, copies, expected, run_staggered, some_requests
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, copies, expected, make_engine, run_staggered, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import prepared
+from tests.tiny import prepared, runner_of, tiny_decoder, tiny_drafter
 
-#: Pages for two or three requests: one of those that run has to be preempted.
 LIMITS = Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=16, kv_memory=None, prefix_cache=True)
 REQUESTS = some_requests()[:6]
 #: All policies without a FlexDraft head, which reads the target's own pages.
@@ -41,18 +42,20 @@ Models = tuple[TargetModel, dict[DrafterRole, DraftModel]]
 
 
 class Threads:
-    """The ranks of the target of `helpers.models`: this thread is rank 0."""
+    """The ranks of a target, by default that of `helpers`: this thread is rank 0."""
 
-    def __init__(self, size: int, folder: Path, *, captured: bool) -> None:
+    def __init__(
+        self, size: int, folder: Path, *, captured: bool = False, models: Callable[[], tuple[Any, ...]] = copies
+    ) -> None:
         self._errors: list[BaseException] = []
-        self._folder, self._captured = folder, captured
+        self._folder, self._captured, self._make = folder, captured, models
         self._threads = [Thread(target=self._follow, args=(Shard(rank, size),), daemon=True) for rank in range(1, size)]
         for thread in self._threads:
             thread.start()
         self._models, self.group = self._joined(Shard(0, size))
 
     def _joined(self, shard: Shard) -> tuple[Models, Group]:
-        target, first, second, _ = copies()
+        target, first, second, *_ = self._make()
         cut(target, shard)
         group = join(shard, self._folder, "cpu")
         connect(target, group)
@@ -69,8 +72,8 @@ class Threads:
             self._errors.append(error)
             raise
 
-    def engine(self, pages: int | None = None) -> Engine:
-        """The engine that all follow. Drafters and graphs are those of `helpers`."""
+    def engine(self) -> Engine:
+        """The engine that all follow."""
         runner = LeadingRunner(*self._models, BLOCK, self)
         policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
         engine = Engine(runner, policy, LIMITS, make_steps=LeadingSteps)
@@ -150,4 +153,20 @@ def test_ranks_give_the_tokens_of_one(size: int, captured: bool, tmp_path: Path)
     take_turns(engine)
     check_answers(engine)
     check_bytes(engine, ranks.group)
+    ranks.close()
+
+
+def experts() -> tuple[Decoder, Drafter, Drafter]:
+    """Experts with biases, sinks, and layers with windows, whose pages are their own."""
+    target = tiny_decoder("gpt_oss", layers=2)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
+    return target, first, tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
+
+
+def test_experts_windows_and_sinks(tmp_path: Path) -> None:
+    alone = make_engine(runner_of(*experts()), "off", max_batch=4)
+    expected = [s.answer for s in alone.generate(REQUESTS)]
+    ranks = Threads(2, tmp_path, models=experts)
+    engine = ranks.engine()
+    assert [s.answer for s in run_staggered(engine, REQUESTS, gap=2)] == expected
     ranks.close()

@@ -15,6 +15,7 @@ from d2sd.build.shares import of_one_gpu, step_bytes
 from d2sd.build.tables import shared_lines
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import D2SDError
+from d2sd.modeling.config import Family
 from d2sd.modeling.tensor_parallel import Shard
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
@@ -23,11 +24,12 @@ from tests.tiny import tiny_decoder
 DEMAND = Demand(rate=3, prompt_tokens=20, output_tokens=30, targets=Slo(ttft=1, itl=1))
 
 
-@pytest.mark.parametrize("tie", [True, False])
-@pytest.mark.parametrize("size", [2, 4])
-def test_bytes_are_those_of_a_rank(size: int, tie: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "tie", "size"), [("qwen2", True, 2), ("qwen2", False, 4), ("qwen3_moe", False, 2), ("gpt_oss", False, 4)]
+)
+def test_bytes_are_those_of_a_rank(family: Family, tie: bool, size: int, tmp_path: Path) -> None:
     """Four ranks of two K/V heads: each has a whole one."""
-    recipe = load_recipe(write_project(tmp_path, tiny_decoder("qwen2", tie=tie)))
+    recipe = load_recipe(write_project(tmp_path, tiny_decoder(family, tie=tie)))
     plan = make_plan(recipe)
     own = of_one_gpu(plan, size)
     part = load_target(tmp_path / "target", torch.float32, Shard(0, size))

@@ -74,6 +74,7 @@ def test_settings_have_no_empty_key(keys: tuple[str, ...]) -> None:
         "max_batch=1" + "0" * 23,
         "max_waiting=1" + "0" * 23,
         "stream_interval=0",
+        "tensor_parallel=0",
     ],
 )
 def test_parameters_of_triton_are_bounded(value: str) -> None:
