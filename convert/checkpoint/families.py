@@ -82,6 +82,9 @@ def _gemma3(config: HFConfig, body: BodyConfig) -> BodyConfig:
         config.only(key, None)
     every = max(config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6)), 1)
     windows = _windows(config, ["sliding_attention"] * (every - 1) + ["full_attention"], body.num_layers)
+    scalar = config.get("query_pre_attn_scalar", float)
+    if not 0 < scalar <= MAX_SIZE:
+        raise config.refuse("The scale of queries is out of range.", "query_pre_attn_scalar", f"up to {MAX_SIZE}")
     bias = config.get("attention_bias", bool, False)
     local = _gemma3_rope(config, "sliding_attention", {"rope_theta": config.get("rope_local_base_freq", float, 1e4)})
     return replace(
@@ -94,7 +97,7 @@ def _gemma3(config: HFConfig, body: BodyConfig) -> BodyConfig:
         activation="gelu_tanh",
         norm_offset=True,
         branch_norms=True,
-        query_scale=(body.head_dim / config.get("query_pre_attn_scalar", float)) ** 0.5,
+        query_scale=(body.head_dim / scalar) ** 0.5,
     )
 
 
@@ -105,8 +108,9 @@ def _gemma3_global(config: HFConfig) -> RopeConfig:
 
 def _gemma3_rope(config: HFConfig, kind: str, before: dict[str, object]) -> RopeConfig:
     """Rotation of a kind of layer: under its name in `rope_parameters` (transformers 5), or by the keys `before`."""
-    new = config.get("rope_parameters", dict, {}).get(kind)
-    values = before if new is None else {"rope_parameters": {"rope_theta": before["rope_theta"]} | new}
+    kinds = HFConfig(config.get("rope_parameters", dict, {}), f"{config.where}: rope_parameters")
+    new = kinds.get(kind, dict, {})
+    values = {"rope_parameters": {"rope_theta": before["rope_theta"]} | new} if new else before
     return HFConfig(
         values | {"max_position_embeddings": config.values.get("max_position_embeddings")}, config.where
     ).rope()

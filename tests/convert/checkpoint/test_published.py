@@ -1,338 +1,164 @@
-"""Published quantized checkpoints: what is read, served and dequantized, against `published.py`'s definitions."""
+"""config.json as it is published on the hub: geometry, and numbers of parameters that the model cards state."""
 
 from __future__ import annotations
 
-import json
-import shutil
-from collections.abc import Callable
-from copy import deepcopy
-from functools import cache
-from pathlib import Path
+import math
 from typing import Any
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
 
-from d2sd.convert.checkpoint.dialects import read_dialect
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.quantization import KEY, read_quantization
-from d2sd.convert.checkpoint.target import load_target, write_target
-from d2sd.convert.checkpoint.weights import INDEX
-from d2sd.convert.kinds import DFLASH
+from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.errors import CheckpointError
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Cache, linear_names
-from d2sd.modeling.native import pack
-from d2sd.modeling.quantized import QuantizedLinear
-from tests.convert.checkpoint.published import LAYOUTS, SERVED, Published, Tensors
-from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
-from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
+from d2sd.modeling.config import DecoderConfig, ExpertsConfig, RopeConfig
 
-BY_NAME = {layout.name: layout for layout in LAYOUTS}
-each = pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
-each_served = pytest.mark.parametrize("layout", SERVED, ids=lambda layout: layout.name)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Published], Path]:
-    """The checkpoint of a layout, written once."""
-    made: dict[str, Path] = {}
-
-    def folder(layout: Published) -> Path:
-        if layout.name not in made:
-            made[layout.name] = layout.write(tmp_path_factory.mktemp("published"))
-        return made[layout.name]
-
-    return folder
-
-
-Folders = Callable[[Published], Path]
-
-
-def layers_of(folder: Path) -> dict[str, Tensors]:
-    """Tensors of each quantized layer, by the layer's name in our module."""
-    found: dict[str, Tensors] = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        layer, _, kind = name.removeprefix("model.").rpartition(".")
-        if layer.endswith("_proj"):
-            found.setdefault(layer, {})[kind] = tensor
-    return found
-
-
-@cache
-def plain_model(layout: Published, folder: Path) -> tuple[Decoder, dict[str, Tensors]]:
-    """The model of a checkpoint in fp64 with plain layers, dequantized by the definition."""
-    decoder, stored = layout.decoder(), layers_of(folder)
-    decoder.to(torch.bfloat16).double()
-    for name, tensors in stored.items():
-        layer = decoder.get_submodule(name)
-        assert isinstance(layer, nn.Linear)
-        layer.weight.data = layout.plain(tensors, layer.out_features, layer.in_features)
-    return decoder, stored
-
-
-@each
-def test_dequantized_weights_are_the_definition(layout: Published, folders: Folders, tmp_path: Path) -> None:
-    source = folders(layout)
-    expected, _ = plain_model(layout, source)
-    write_target(source, tmp_path / "out", "fp32", dequantize=True)
-    found = load_target(tmp_path / "out", torch.float32)
-    assert KEY not in json.loads((tmp_path / "out" / "config.json").read_text())
-    assert not any(isinstance(module, QuantizedLinear | Fp8Cache) for module in found.modules())
-    tensors = found.state_dict()
-    assert tensors.keys() == expected.state_dict().keys()
-    for name, tensor in expected.state_dict().items():
-        torch.testing.assert_close(tensors[name].double(), tensor, rtol=3e-7, atol=0)
-
-
-@each
-def test_without_a_product_both_ways_out_are_named(layout: Published, folders: Folders, tmp_path: Path) -> None:
-    source = folders(layout)
-    if layout.rounded is not None:
-        write_target(source, tmp_path / "out", "bf16")
-        return
-    for attempt in (
-        lambda: write_target(source, tmp_path / "out", "bf16"),
-        lambda: load_target(source, torch.bfloat16),
-    ):
-        with pytest.raises(CheckpointError, match=r"(?s)no product.*target\.dequantize.*FP8 checkpoint"):
-            attempt()
-    assert not (tmp_path / "out").exists()
-
-
-@each_served
-def test_logits_are_those_of_dequantized_weights_and_rounded_inputs(layout: Published, folders: Folders) -> None:
-    folder = folders(layout)
-    reference, stored = deepcopy(plain_model(layout, folder))
-    for name, tensors in stored.items():
-
-        def rounded(_: nn.Module, x: tuple[Tensor], tensors: Tensors = tensors) -> Tensor:
-            assert layout.rounded is not None
-            return layout.rounded(tensors, x[0].flatten(0, -2)).view(x[0].shape)
-
-        reference.get_submodule(name).register_forward_pre_hook(rounded)
-    if layout.kv:
-        for layer in reference.layers:
-            for kind, scale in zip("kv", layout.kv.values(), strict=True):
-                cache = Fp8Cache()
-                cache.scale = scale[0]
-                setattr(layer.self_attn, f"{kind}_cache", cache)
-    found = load_target(folder, torch.float32)
-    layers = [layer for layer in found.modules() if isinstance(layer, QuantizedLinear)]
-    assert len(layers) == 7
-    tokens = random_tokens(found, 2, 7)
-    expected = full_logits(reference, tokens)
-    torch.testing.assert_close(full_logits(found, tokens), expected, rtol=0, atol=2e-4)
-    pack(found)
-    assert not any(isinstance(layer, QuantizedLinear) for layer in found.modules())
-    torch.testing.assert_close(full_logits(found, tokens), expected, rtol=0, atol=2e-4)
+QWEN3_30B = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+GPT_OSS_20B = {
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "eos_token_id": 200002,
+    "experts_per_token": 4,
+    "head_dim": 64,
+    "hidden_act": "silu",
+    "hidden_size": 2880,
+    "initial_context_length": 4096,
+    "intermediate_size": 2880,
+    "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072,
+    "model_type": "gpt_oss",
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "tie_word_embeddings": False,
+    "vocab_size": 201088,
+}
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "attention_bias": False,
+    "attn_logit_softcapping": None,
+    "eos_token_id": [1, 106],
+    "final_logit_softcapping": None,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "model_type": "gemma3_text",
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rms_norm_eps": 1e-06,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "vocab_size": 262144,
+}
+#: Parameters, and those that take part in a row.
+PUBLISHED = {
+    "Qwen3-30B-A3B": (QWEN3_30B, 30_532_122_624, 3_353_032_704),
+    "gpt-oss-20b": (GPT_OSS_20B, 20_914_757_184, 4_188_541_824),
+    "gemma-3-1b": (GEMMA_3_1B, 999_885_952, 999_885_952),
+}
 
 
-@each_served
-def test_a_copy_keeps_the_scheme(layout: Published, folders: Folders, tmp_path: Path) -> None:
-    source = folders(layout)
-    write_target(source, tmp_path / "once", "bf16")
-    write_target(tmp_path / "once", tmp_path / "twice", "bf16")
-    assert tree_bytes(tmp_path / "once") == tree_bytes(tmp_path / "twice")
-    before, after = (load_file(path / "model.safetensors") for path in (source, tmp_path / "once"))
-    assert before.keys() == after.keys()
-    for name, tensor in before.items():
-        assert after[name].reshape(tensor.shape).float().equal(tensor.float()), name
-    configs = [json.loads((path / "config.json").read_text())[KEY] for path in (source, tmp_path / "once")]
-    assert configs[0] == configs[1] or layout.name == "nvfp4-modelopt"
-    assert read_quantization(source, HFConfig.read(source)) == read_quantization(
-        tmp_path / "once", HFConfig.read(tmp_path / "once")
-    )
+def parsed(values: dict[str, Any]) -> DecoderConfig:
+    return parse_target_config(HFConfig(values, "config.json"))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameters_are_the_model_cards(name: str) -> None:
+    values, every, active = PUBLISHED[name]
+    config = parsed(values)
+    found = sum(math.prod(shape) for shape in target_shapes(config).values())
+    assert found == every
+    experts = config.body.experts
+    if experts is not None:
+        idle = config.body.expert_weights * (experts.count - experts.chosen) // experts.count
+        assert found - idle == pytest.approx(active, rel=0.01)
+
+
+def test_what_the_keys_mean() -> None:
+    body = parsed(GPT_OSS_20B).body
+    assert body.experts == ExpertsConfig(32, 4, 2880, normalized=True, bias=True, limit=7.0)
+    assert body.windows == (128, None) * 12
+    assert body.rope == RopeConfig(150000, "yarn", 32.0, 4096, truncate=False)
+    body = parsed(GEMMA_3_1B).body
+    assert body.windows == (512,) * 5 + (None,) + ((512,) * 5 + (None,)) * 3 + (512, 512)
+    assert (body.rope, body.local_rope) == (RopeConfig(1e6), RopeConfig(1e4))
+    assert parsed(GEMMA_3_1B).embedding_scale == 1152**0.5
+    assert parsed(GEMMA_3_1B).tie_word_embeddings
 
 
 @pytest.mark.parametrize(
-    ("layout", "key", "value", "named"),
+    ("values", "change", "named"),
     [
-        ("fp8-dynamic", "quant_method", "bitsandbytes", r"quant_method(.|\n)*FP8 one of this model"),
-        ("fp8-dynamic", "quantization_status", "calibration", "quantization_status"),
-        ("fp8-dynamic", "transform_config", {"config_groups": {"R1": {}}}, "transform_config"),
-        ("fp8-dynamic", "sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config"),
-        ("fp8-dynamic", "sparsity_config", "dense", "sparsity_config"),
-        ("fp8-dynamic", "kv_cache_scheme", {"num_bits": 8, "type": "int"}, "kv_cache_scheme"),
-        ("fp8-dynamic", "kv_cache_scheme", "fp8", "kv_cache_scheme"),
-        ("fp8-dynamic", "config_groups", {}, "config_groups"),
-        ("fp8-dynamic", "config_groups.group_0", "Linear", "group_0"),
-        ("fp8-dynamic", "config_groups.group_0.output_activations", {"num_bits": 8}, "output_activations"),
-        ("fp8-dynamic", "config_groups.group_0.targets", [3], "targets"),
-        ("fp8-dynamic", "config_groups.group_0.weights", None, "weights"),
-        ("fp8-dynamic", "config_groups.group_0.weights.num_bits", 6, "weights"),
-        ("fp8-dynamic", "config_groups.group_0.weights.num_bits", True, "weights"),
-        ("fp8-dynamic", "config_groups.group_0.weights.type", "int", "weights"),
-        ("fp8-dynamic", "config_groups.group_0.weights.symmetric", False, "symmetric"),
-        ("fp8-dynamic", "config_groups.group_0.weights.dynamic", True, "dynamic"),
-        ("fp8-dynamic", "config_groups.group_0.input_activations.strategy", "tensor", "input_activations"),
-        ("fp8-dynamic", "config_groups.group_0.input_activations.symmetric", False, "input_activations"),
-        ("fp8-dynamic", "ignore", ["re:("], r"ignore(.|\n)*regular expression|regular expression(.|\n)*ignore"),
-        ("fp8-blocks", "weight_block_size", [64, 64], "weight_block_size"),
-        ("fp8-blocks", "activation_scheme", "static", "activation_scheme"),
-        ("fp8-blocks", "scale_fmt", "ue8m0", "scale_fmt"),
-        ("fp8-blocks", "fmt", "e5m2", "fmt"),
-        ("nvfp4-modelopt", "quant_algo", "NVFP4_AWQ", "quant_algo"),
-        ("nvfp4-modelopt", "config_groups.group_0.weights.group_size", 32, "config_groups"),
-        ("w4a16", "config_groups.group_0.weights.strategy", "tensor", "strategy"),
-        ("w4a16", "config_groups.group_0.weights.group_size", None, "group_size"),
-        ("w4a16", "config_groups.group_0.weights.actorder", "rows", "actorder"),
-        ("awq", "bits", 8, "bits"),
-        ("awq", "version", "gemv", "version"),
-        ("awq", "zero_point", False, "zero_point"),
-        ("gptq", "bits", 3, "bits"),
-        ("gptq", "checkpoint_format", "marlin", "checkpoint_format"),
-        ("gptq", "dynamic", {"-:.*down.*": {}}, "dynamic"),
-        ("gptq", "lm_head", True, "lm_head"),
-        ("gptq", "group_size", 0, "group_size"),
+        (QWEN3_30B, {"num_experts_per_tok": 129}, "num_experts_per_tok"),
+        (QWEN3_30B, {"num_experts": None}, "num_experts"),
+        (QWEN3_30B, {"num_local_experts": 64}, "num_experts"),
+        (QWEN3_30B, {"use_sliding_window": True}, "use_sliding_window"),
+        (QWEN3_30B, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
+        (GPT_OSS_20B, {"layer_types": ["full_attention"]}, "layer_types"),
+        (GPT_OSS_20B, {"sliding_window": None}, "sliding_window"),
+        (GPT_OSS_20B, {"sliding_window": 0}, "sliding_window"),
+        (GPT_OSS_20B, {"hidden_act": "gelu"}, "hidden_act"),
+        (GEMMA_3_1B, {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        (GEMMA_3_1B, {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping"),
+        (GEMMA_3_1B, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        (GEMMA_3_1B, {"hidden_activation": "silu"}, "hidden_activation"),
+        (GEMMA_3_1B, {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar"),
+        (GEMMA_3_1B, {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
+        (GEMMA_3_1B, {"rope_parameters": {"full_attention": 3}}, "full_attention"),
+        (GEMMA_3_1B, {"model_type": "gemma3"}, "gemma3"),
+        (GEMMA_3_1B, {"model_type": "gemma4_text"}, "heads of another size"),
     ],
 )
-def test_a_description_that_is_not_read_is_named(
-    layout: str, key: str, value: Any, named: str, folders: Folders, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_bytes((folders(BY_NAME[layout]) / "config.json").read_bytes())
-    edit_json(tmp_path / "config.json", f"{KEY}.{key}", value)
+def test_what_is_not_modelled_is_refused_by_name(values: dict[str, Any], change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
-        read_quantization(tmp_path, HFConfig.read(tmp_path))
-
-
-_UP = "model__layers__0__mlp__up_proj__"
-_NAN = torch.tensor(torch.nan)
-
-
-@pytest.mark.parametrize(
-    ("layout", "tensor", "value", "named"),
-    [
-        ("fp8-dynamic", "weight_scale", None, r"missing layers\.0\.mlp\.up_proj\.weight_scale"),
-        ("fp8-dynamic", "weight_scale", torch.ones(32, 1), "wrong shape"),
-        ("fp8-dynamic", "weight_scale", torch.zeros(64, 1), "not positive"),
-        ("fp8-dynamic", "weight_scale", _NAN.expand(64, 1), "NaN"),
-        ("fp8-dynamic", "weight", torch.ones(64, 32), "type is not supported"),
-        ("fp8-dynamic", "input_scale", torch.tensor(1.0), "unknown"),
-        ("fp8-static-kv", "input_scale", torch.tensor([-1.0]), "not positive"),
-        ("fp8-blocks", "weight_scale_inv", None, r"missing layers\.0\.mlp\.up_proj\.weight_scale_inv"),
-        ("fp8-blocks", "weight_scale_inv", torch.ones(2, 3), "wrong shape"),
-        ("fp8-blocks", "weight_scale_inv", -torch.ones(3, 2), "not positive"),
-        ("nvfp4-modelopt", "weight_scale_2", _NAN, "NaN"),
-        ("nvfp4-modelopt", "weight_scale", torch.full((64, 2), -1.0).to(torch.float8_e4m3fn), "negative"),
-        ("nvfp4-modelopt", "weight_scale", torch.ones(64, 2), "type is not supported"),
-        ("nvfp4-modelopt", "weight", torch.zeros(64, 32, dtype=torch.uint8), "wrong shape"),
-        ("nvfp4-compressed", "weight_global_scale", torch.tensor([0.0]), "not positive"),
-        ("nvfp4-compressed", "weight_packed", torch.zeros(64, 16, dtype=torch.int32), "type is not supported"),
-        ("w4a16", "weight_shape", torch.tensor([32, 64]), r"weight_shape(.|\n)*expected: \[64, 32\]"),
-        ("w4a16", "weight_scale", torch.full((64, 2), -1.0), "negative"),
-        ("w4a16", "weight_zero_point", torch.zeros(8, 2, dtype=torch.int32), "unknown"),
-        ("w4a16-zero-points", "weight_g_idx", torch.full((32,), 2, dtype=torch.int32), r"weight_g_idx(.|\n)*0 to 1"),
-        ("awq", "qzeros", None, r"missing layers\.0\.mlp\.up_proj\.qzeros"),
-        ("awq", "scales", _NAN.half().expand(2, 64), "NaN"),
-        ("gptq", "g_idx", torch.full((32,), -1, dtype=torch.int32), r"g_idx(.|\n)*0 to 1"),
-    ],
-)
-def test_tensors_that_are_not_as_described(
-    layout: str, tensor: str, value: Tensor | None, named: str, folders: Folders, tmp_path: Path
-) -> None:
-    shutil.copytree(folders(BY_NAME[layout]), tmp_path / "source")
-    changed = None if value is None else value.contiguous()
-    edit_tensors(tmp_path / "source" / "model.safetensors", **{_UP + tensor: changed})
-    with pytest.raises(CheckpointError, match=named):
-        write_target(tmp_path / "source", tmp_path / "out", "bf16", dequantize=True)
-
-
-def test_a_scale_under_two_names_is_named(folders: Folders, tmp_path: Path) -> None:
-    shutil.copytree(folders(BY_NAME["fp8-static-kv"]), tmp_path / "source")
-    also = {"model__layers__0__self_attn__k_proj__k_scale": torch.tensor(0.1)}
-    edit_tensors(tmp_path / "source" / "model.safetensors", **also)
-    with pytest.raises(CheckpointError, match=r"two names(.|\n)*k_proj\.k_scale"):
-        load_target(tmp_path / "source", torch.float32)
-
-
-@pytest.mark.parametrize(
-    ("ignore", "left"),
-    [
-        (["lm_head", r"re:.*\.mlp\..*"], {"q_proj", "k_proj", "v_proj", "o_proj"}),
-        (["model.layers.0.mlp.up_proj"], {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj"}),
-        ([r"re:mlp"], {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-    ],
-)
-def test_ignored_layers_are_plain(ignore: list[str], left: set[str]) -> None:
-    part = HFConfig(BY_NAME["fp8-dynamic"].config | {"ignore": ignore}, "config.json")
-    names = linear_names(BY_NAME["fp8-dynamic"].decoder())
-    assert {name.rpartition(".")[2] for name in read_dialect(part).of(names, "model.")} == left
-
-
-def test_groups_of_several_schemes() -> None:
-    """A named group before the one of every layer, whatever their order."""
-    config = BY_NAME["fp8-dynamic"].config
-    (every,), (four,) = (BY_NAME[name].config["config_groups"].values() for name in ("fp8-dynamic", "nvfp4-compressed"))
-    groups = {"group_0": every, "group_1": four | {"targets": [r"re:.*mlp\.(gate|up)_proj$"]}}
-    found = read_dialect(HFConfig(config | {"config_groups": groups}, "config.json"))
-    names = linear_names(BY_NAME["fp8-dynamic"].decoder())
-    schemes = {name.rpartition(".")[2]: scheme.name for name, scheme in found.schemes(names, "model.").items()}
-    assert {schemes[name] for name in ("gate_proj", "up_proj")} == {"NVFP4"}
-    assert {schemes[name] for name in ("q_proj", "down_proj")} == {"FP8, a scale a channel and a token"}
-    assert found.text == "FP8, a scale a channel and a token and NVFP4"
-
-
-@pytest.mark.parametrize(
-    ("names", "left"),
-    [
-        (["lm_head"], 7),
-        (["model.layers.0.self_attn"], 3),
-        (["o_proj"], 6),
-        (["model.layers.1"], 7),
-        (["proj"], 7),
-        (None, 7),
-    ],
-)
-def test_modules_that_are_not_converted(names: list[str] | None, left: int) -> None:
-    part = HFConfig(BY_NAME["fp8-blocks"].config | {"modules_to_not_convert": names}, "config.json")
-    assert len(read_dialect(part).of(linear_names(BY_NAME["fp8-blocks"].decoder()), "model.")) == left
-
-
-def test_layers_split_over_shards_are_dequantized(folders: Folders, tmp_path: Path) -> None:
-    """A scale in another file than its weight; a file may be left without tensors."""
-    source, split = folders(BY_NAME["fp8-blocks"]), tmp_path / "split"
-    shutil.copytree(source, split)
-    tensors = load_file(split / "model.safetensors")
-    (split / "model.safetensors").unlink()
-    files = {"model-1.safetensors": "weight_scale_inv", "model-2.safetensors": "weight"}
-    weight_map = {name: file for file, last in files.items() for name in tensors if name.endswith(f".{last}")}
-    for file in files:
-        save_file({name: tensors[name] for name in tensors if weight_map[name] == file}, split / file)
-    (split / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    for folder in (source, split):
-        write_target(folder, tmp_path / "out" / folder.name, "bf16", dequantize=True)
-    assert {path.name for path in (tmp_path / "out" / "split").glob("*.safetensors")} == {"model-2.safetensors"}
-    found, expected = (load_target(tmp_path / "out" / f.name, torch.bfloat16).state_dict() for f in (split, source))
-    assert all(found[name].equal(tensor) for name, tensor in expected.items())
-
-
-@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
-def test_quantized_experts_are_dequantized_or_refused(name: str, tmp_path: Path) -> None:
-    """Of the names and shapes of Qwen3-30B-A3B-FP8; the second of these layers is dense."""
-    layout, decoder = BY_NAME[name], tiny_decoder("qwen3_moe", layers=2, tie=False)
-    source = layout.write(tmp_path / "source", decoder)
-    named = r"(?s)no product.*experts in .*target\.dequantize.*before it was quantized"
-    with pytest.raises(CheckpointError, match=named):
-        write_target(source, tmp_path / "out", "bf16")
-    write_target(source, tmp_path / "out", "fp32", dequantize=True)
-    found, stored = load_file(tmp_path / "out" / "model.safetensors"), load_file(source / "model.safetensors")
-    layers = {layer.rpartition(".")[0] for layer in stored if "_proj." in layer}
-    assert sum(".experts." in layer for layer in layers) == 6 * 3
-    for layer in layers:
-        own = {name.removeprefix(f"{layer}."): t for name, t in stored.items() if name.startswith(f"{layer}.")}
-        weight = found[f"{layer}.weight"]
-        torch.testing.assert_close(weight.double(), layout.plain(own, *weight.shape), rtol=3e-7, atol=0)
-    plain = load_target(tmp_path / "out", torch.float32)
-    assert not any(isinstance(module, QuantizedLinear) for module in plain.modules())
-
-
-@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4-modelopt", "awq"])
-def test_a_drafter_in_another_scheme_is_refused(name: str, tmp_path: Path) -> None:
-    drafter = tiny_drafter(tiny_decoder().config)
-    DFLASH.write(tmp_path, drafter.config, drafter.state_dict())
-    edit_json(tmp_path / "config.json", KEY, BY_NAME[name].config)
-    with pytest.raises(CheckpointError, match=r"Drafters in this(.|\n)*before it was quantized"):
-        DFLASH.load(tmp_path, torch.float32)
+        parsed(values | change)
