@@ -84,6 +84,23 @@ class BodyConfig:
         windows = self.windows or (None,) * self.num_layers
         return tuple(zip(windows, self.causal or (False,) * self.num_layers, strict=True))
 
+    def dense(self, num_layers: int) -> BodyConfig:
+        """Llama's layers of these widths, heads and positions."""
+        return BodyConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=self.rope,
+            max_positions=self.max_positions,
+            qk_norm=False,
+            qkv_bias=False,
+            o_bias=False,
+        )
+
     @property
     def beyond_llama(self) -> tuple[str, ...]:
         """Parts that Llama's and dense Qwen's layers lack, for code that runs only those to refuse by name."""

@@ -115,12 +115,17 @@ class RMSNorm(nn.Module):
         self.eps = eps
         self._offset = offset
 
+    @property
+    def scale(self) -> Tensor:
+        """What the normalized axis is multiplied by."""
+        return 1 + self.weight.float() if self._offset else self.weight
+
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis in fp32 and scale in x's dtype, in Hugging Face's order of rounding."""
         wide = x.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         if self._offset:
-            return (normed * (1 + self.weight.float())).to(x.dtype)
+            return (normed * self.scale).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
@@ -197,6 +202,11 @@ class Layer(nn.Module):
     def _whole(self, branch: Tensor) -> Tensor:
         return branch if self.reduce is None else self.reduce(branch)
 
+    @property
+    def feed_forward_norm(self) -> RMSNorm:
+        """The norm of what the feed-forward network reads."""
+        return self.post_attention_layernorm
+
     def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
         """x and what attention adds to it -> x of the next layer."""
         x = x + branch
@@ -213,6 +223,10 @@ class BranchNormLayer(Layer):
         super().__init__(config, index)
         self.pre_feedforward_layernorm = norm_of(config)
         self.post_feedforward_layernorm = norm_of(config)
+
+    @property
+    def feed_forward_norm(self) -> RMSNorm:
+        return self.pre_feedforward_layernorm
 
     def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
         x = x + self.post_attention_layernorm(branch)

@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.layers import Layer
+from d2sd.modeling.feed_forward import MLP
+from d2sd.modeling.layers import Layer, RMSNorm
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.sparse_attention import attend_sparse
@@ -53,7 +54,7 @@ def drafter_config(geometry: Geometry, target: DecoderConfig) -> DrafterConfig:
                 "the drafter does not fit the target", where=f"drafter.{key}", found=found, expected=f"at most {limit}"
             )
     return DrafterConfig(
-        body=replace(target.body, num_layers=geometry.layers, qk_norm=True, qkv_bias=False, o_bias=False),
+        body=replace(target.body.dense(geometry.layers), qk_norm=True),
         vocab_size=target.vocab_size,
         block_size=geometry.block_size,
         mask_token_id=geometry.mask_token_id,
@@ -90,7 +91,7 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     depth = len(target.layers) - body.num_layers
     sources = cast("list[Layer]", list(target.layers)[depth:])
     for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
-        weights = {k: v for k, v in source.state_dict().items() if k in layer.state_dict()}
+        weights = {k: v for k, v in _dense(source, body, generator).items() if k in layer.state_dict()}
         left = layer.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False).missing_keys
         assert all("_norm." in name for name in left), f"the target's layer lacks {left}"
         if not target.config.body.qk_norm:
@@ -99,8 +100,8 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
                 heads = getattr(source.self_attn, f"{part}_proj")(normed).float().view(-1, body.head_dim)
                 # q_norm/k_norm start at the RMS of the target's un-normed heads, so attention starts equally sharp.
                 getattr(layer.self_attn, f"{part}_norm").weight.fill_(float(heads.square().mean().sqrt()))
-    drafter.norm.weight.copy_(target.norm.weight)
-    drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.weight)
+    drafter.norm.weight.copy_(target.norm.scale)
+    drafter.hidden_norm.weight.copy_(sources[0].input_layernorm.scale)
 
     aux_layer_ids = len(config.target_layer_ids)
     rms = sample.float().view(len(sample), aux_layer_ids, -1).square().mean(-1).sqrt().median(0).values.cpu()  # [n]
@@ -109,6 +110,20 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     fusion[:, -1] += torch.eye(hidden) / rms[-1]
     drafter.fc.weight.copy_(fusion.reshape(hidden, -1))
     return drafter
+
+
+def _dense(source: Layer, config: BodyConfig, generator: torch.Generator) -> dict[str, Tensor]:
+    """Weights for a layer of Llama's form: those of `source`, and an MLP that adds nothing yet in place of experts."""
+    weights = source.state_dict()
+    norms = {name: part for name, part in source.named_modules() if isinstance(part, RMSNorm)}
+    weights |= {f"{name}.weight": part.scale for name, part in norms.items()}
+    weights["post_attention_layernorm.weight"] = source.feed_forward_norm.scale
+    if not isinstance(source.mlp, MLP):
+        hidden, inner = config.hidden_size, config.intermediate_size
+        for name in ("gate", "up"):
+            weights[f"mlp.{name}_proj.weight"] = torch.randn(inner, hidden, generator=generator) * hidden**-0.5
+        weights["mlp.down_proj.weight"] = torch.zeros(hidden, inner)
+    return weights
 
 
 def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: Tensor) -> Tensor:

@@ -1,0 +1,40 @@
+"""Drafters are trained behind targets of every family: dense ones, that read the outputs of the target's layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from d2sd.convert.kinds import DFLASH
+from d2sd.modeling.config import Family
+from d2sd.policies import DrafterRole
+from d2sd.train.data.features import cache_features, online_features
+from d2sd.train.data.responses import Response
+from d2sd.train.dflash import first_drafter, second_drafter
+from d2sd.train.loop import Trainer
+from tests.tiny import greedy_text, random_tokens, tiny_decoder
+from tests.train.helpers import BLOCK, GEOMETRY, TAPS, settings
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
+def test_a_first_and_a_second_drafter(family: Family, tmp_path: Path) -> None:
+    target = tiny_decoder(family, tie=False)
+    prompts = random_tokens(target, 3, 5, seed=3).tolist()
+    responses = [Response(f"a{i}", ids, greedy_text(target, ids, 12)) for i, ids in enumerate(prompts)]
+    data = online_features(target, TAPS, responses)
+    cached = cache_features(target, TAPS, responses, tmp_path / "features", lambda _: None)
+    torch.testing.assert_close(cached[1].features.float(), data[1].features, rtol=1e-2, atol=1e-2)
+    made, again = (first_drafter(GEOMETRY, target, data, seed=4) for _ in range(2))
+    assert made.config.body.beyond_llama == ()
+    assert all(torch.equal(a, b) for a, b in zip(made.parameters(), again.parameters(), strict=True))
+    losses: list[float] = []
+    quick = settings(steps=12, learning_rate=1e-2, save_every=100)
+    Trainer(target, made, data, quick).run(tmp_path / "first", lambda _, said: losses.append(said["loss"]))
+    assert min(losses[6:]) < 0.8 * losses[0]
+    DFLASH.write(tmp_path / "drafter", made.config, made.state_dict())
+    read = DFLASH.load(tmp_path / "drafter", torch.float32)
+    DFLASH.check(read.config, target.config, DrafterRole.FIRST, BLOCK, tmp_path)
+    second = second_drafter(read, quick)
+    Trainer(target, second, data, settings(steps=2), read).run(tmp_path / "second", lambda _, said: None)
