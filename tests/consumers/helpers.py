@@ -16,10 +16,12 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from tests.convert.formats.helpers import draft_logits
+from tests.convert.formats.helpers import draft_hidden, draft_logits
 from tests.tiny import full_logits, random_tokens
 
 ANCHOR = 9  # the place of a block's first token
+#: A token before each slot of a block of four.
+PARENTS = torch.tensor([7, 30, 7, 51])
 #: Of logits that spread by about 3, behind nine layers in fp32 whose sums are in another order; what is wrong is off by
 #: tenths.
 TOLERANCE = 1e-4
@@ -56,8 +58,8 @@ def prompt(decoder: Decoder) -> Tensor:
 
 
 def write_prompt(file: Path, decoder: Decoder) -> Path:
-    """Write the prompt for a child: `tokens`, and `anchor` for ANCHOR."""
-    save_file({"tokens": prompt(decoder), "anchor": torch.tensor(ANCHOR)}, file)
+    """Write the prompt for a child: `tokens`, `anchor` for ANCHOR, and `parents` for a head."""
+    save_file({"tokens": prompt(decoder), "anchor": torch.tensor(ANCHOR), "parents": PARENTS}, file)
     return file
 
 
@@ -65,3 +67,12 @@ def expected_logits(decoder: Decoder, drafter: Drafter) -> Tensor:
     """Ours of the block behind the prompt: [G, Vd]."""
     tokens = prompt(decoder)
     return draft_logits(decoder, drafter, tokens[:ANCHOR], int(tokens[ANCHOR]))
+
+
+def expected_added(decoder: Decoder, drafter: Drafter) -> Tensor:
+    """Ours, to those logits behind PARENTS: [G, Vd]."""
+    tokens = prompt(decoder)
+    hidden = draft_hidden(decoder, drafter, tokens[:ANCHOR], int(tokens[ANCHOR]))
+    ids = torch.arange(drafter.config.vocab_size) if drafter.draft_ids is None else drafter.draft_ids
+    assert drafter.head is not None
+    return drafter.head.added(hidden, PARENTS[:, None], ids.expand(len(hidden), -1))[:, 0]

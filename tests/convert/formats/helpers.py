@@ -159,8 +159,8 @@ def write_tiny_target(folder: Path, decoder: Decoder) -> Path:
     return write_target_dir(folder, decoder)
 
 
-def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:
-    """context [T] -> logits [G, Vd] of the block behind it, by plain attention over [context ; block]."""
+def draft_hidden(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:
+    """context [T] -> hidden states [G, E] of the block behind it, by plain attention over [context ; block]."""
     config = drafter.config
     features = decoder.full_pass(context[None], aux_layer_ids=config.target_layer_ids).features
     keys, values = drafter.context_keys_values(features, torch.arange(len(context))[None])
@@ -173,5 +173,11 @@ def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: in
 
     block = torch.tensor([[anchor] + [config.mask_token_id] * (config.block_size - 1)])
     positions = len(context) + torch.arange(config.block_size)[None]
-    logits = decoder.logits(drafter(decoder.embed_tokens(block), positions, attend))[0]
+    hidden: Tensor = drafter(decoder.embed_tokens(block), positions, attend)
+    return hidden[0]
+
+
+def draft_logits(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:
+    """context [T] -> logits [G, Vd] of the block behind it."""
+    logits = decoder.logits(draft_hidden(decoder, drafter, context, anchor))
     return logits if drafter.draft_ids is None else logits[:, drafter.draft_ids]
