@@ -77,7 +77,11 @@ class Experts(FeedForward):
         return weighted_sum(outputs, weights).view_as(x)
 
     def packed(self, product: PackProduct) -> nn.Module:
-        return PackedExperts(self, product)
+        """Takes the weights out of this module, so that no more than a layer's are held twice."""
+        made = PackedExperts(self, product)
+        for stacked in (self.gate_up, self.down):
+            stacked.data = stacked.data.new_empty(0)
+        return made
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:
         def expert(number: int, own: Tensor) -> Tensor:

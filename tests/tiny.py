@@ -48,7 +48,7 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
         "activation": "gelu_tanh",
         "norm_offset": True,
         "branch_norms": True,
-        "query_scale": 0.8,
+        "query_scale": (2 / 3) ** 0.5,
         "local_rope": RopeConfig(100.0),
     },
 }

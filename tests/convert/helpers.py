@@ -76,7 +76,7 @@ def _gemma_fields(body: BodyConfig) -> dict[str, Any]:
         return {}
     return {
         "hidden_activation": "gelu_pytorch_tanh",
-        "query_pre_attn_scalar": body.head_dim / body.query_scale**2,
+        "query_pre_attn_scalar": round(body.head_dim / body.query_scale**2),
         "rope_local_base_freq": body.local_rope.theta,
     }
 
