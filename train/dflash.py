@@ -73,12 +73,21 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
 
 
 def second_drafter(first: Drafter, settings: SecondSettings) -> Drafter:
-    """The initial second drafter: a copy of the first, for blocks with prefixes."""
+    """The initial second drafter: a copy of the first, for blocks with prefixes. It is plain DFlash: what the first has
+    besides is left out.
+    """
     config = replace(
-        first.config, role="variable_prefix", prefix_weight_base=settings.prefix_base, draft_vocabulary=None
+        first.config,
+        body=replace(first.config.body, windows=(), causal=(), sinks=False),
+        role="variable_prefix",
+        prefix_weight_base=settings.prefix_base,
+        draft_vocabulary=None,
+        sample_from_anchor=False,
+        mask_embedding=False,
+        head=None,
     )
-    drafter = Drafter(config)
-    drafter.load_state_dict(first.state_dict())
+    drafter, weights = Drafter(config), first.state_dict()
+    drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
     return drafter
 
 
@@ -127,13 +136,17 @@ def _dense(source: Layer, config: BodyConfig, generator: torch.Generator) -> dic
 
 
 def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: Tensor) -> Tensor:
-    """[B, A, G, E]: hidden states of the drafter; each block has `visible [B, A]` real tokens, then mask tokens."""
+    """[B, A, G, E]: the hidden states that predict each slot; blocks have `visible [B, A]` real tokens, then masks. The
+    anchor's slot has none that is of use.
+    """
     slots = torch.arange(packed.tokens.shape[-1], device=visible.device)
     tokens = torch.where(slots < visible[..., None], packed.tokens, drafter.config.mask_token_id)
     # The target's tensors may be bf16; the drafter is fp32, and only autocast changes the dtype of its products.
-    features, embedded = packed.features.float(), F.embedding(tokens, embedding).float()
+    features = packed.features.float()
+    embedded = drafter.embedded(tokens, lambda ids: F.embedding(ids, embedding).float())
     scores = tokens.numel() * drafter.config.body.num_heads * (features.shape[1] + tokens.shape[-1])
     fused = features.is_cuda and scores > _SCORES
     attend = (attend_sparse if fused else attend_packed)(drafter, features, packed.positions)
     hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend)
-    return hidden.view(*tokens.shape, -1)
+    hidden = hidden.view(*tokens.shape, -1)
+    return hidden.roll(1, dims=2) if drafter.config.sample_from_anchor else hidden

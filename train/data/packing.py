@@ -5,6 +5,8 @@
     block a,  │ 1 1 1 … 1 (strictly before anchor a) 0 0 0 … │ 1 1 1 … 1 (no order) │   other blocks: never
     γ slots   └─────────────────────────────────────────────┴──────────────────────┘
 
+Layers with a window see less of the context, causal ones nothing behind a slot.
+
 Slot k of the block anchored at token a has position a + k and predicts the token there; slot 0 is the anchor itself.
 Sequences of a batch are padded to the longest, with blocks without any slot inside; padding comes after every anchor,
 so the same mask hides it.
@@ -70,9 +72,12 @@ def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> A
     length = features.shape[1]
     tokens = torch.arange(length, device=features.device)
     keys, values = drafter.context_keys_values(features, tokens.expand(batch, -1))  # [L, B, S, Hkv, D]
-    hidden = (tokens >= positions[:, :, :1])[:, None, :, None]  # [B, 1, A, 1, S]: the anchor and later tokens
+    body = drafter.config.body
+    groups = body.num_heads // body.num_kv_heads
+    masks = {view: _hidden(positions, tokens, groups, *view) for view in set(body.views)}
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        hidden, hidden_slots = masks[body.views[index]]
         heads, size, kv_heads = q.shape[2], q.shape[3], k.shape[2]
         # the queries of a GQA group are contiguous: [B, Hkv, A, g·G, D]
         own_q = q.view(batch, blocks, slots, kv_heads, -1, size).permute(0, 3, 1, 4, 2, 5).flatten(3, 4)
@@ -80,11 +85,35 @@ def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> A
         context_k, context_v = keys[index].permute(0, 2, 3, 1), values[index].transpose(1, 2)
         outer = (own_q.flatten(2, 3) @ context_k).reshape(batch, kv_heads, blocks, -1, length).float()
         inner = (own_q @ own_k.transpose(-1, -2)).float()
-        scores = torch.cat([outer.masked_fill(hidden, float("-inf")), inner], dim=-1)
-        weights = (scores * size**-0.5).softmax(-1).to(v.dtype)
-        outer, inner = weights.split([length, slots], dim=-1)
+        if hidden_slots is not None:
+            inner = inner.masked_fill(hidden_slots, float("-inf"))
+        scores = torch.cat([outer.masked_fill(hidden, float("-inf")), inner], dim=-1) * size**-0.5
+        if sinks is not None:
+            column = sinks.float().view(1, kv_heads, 1, -1, 1, 1).expand(*scores.shape[:3], -1, slots, 1).flatten(3, 4)
+            scores = torch.cat([scores, column], dim=-1)
+        weights = scores.softmax(-1).to(v.dtype)
+        outer, inner, *_ = weights.split([length, slots, *([] if sinks is None else [1])], dim=-1)
         out: Tensor = (outer.flatten(2, 3) @ context_v).view_as(own_q) + inner @ own_v
         out = out.view(batch, kv_heads, blocks, -1, slots, size).permute(0, 2, 4, 1, 3, 5)  # [B, A, G, Hkv, g, D]
         return out.reshape(batch, blocks * slots, heads, size)
 
     return attend
+
+
+def _hidden(
+    positions: Tensor, tokens: Tensor, groups: int, window: int | None, causal: bool
+) -> tuple[Tensor, Tensor | None]:
+    """What slots at `positions [B, A, G]` do not see: of the context [B, 1, A, 1 or g·G, S], where the anchor and later
+    tokens are hidden from all, and of their block [g·G, G]; None: nothing. g: query heads of each K/V head.
+    """
+    hidden = (tokens >= positions[:, :, :1])[:, None, :, None]
+    if window is None and not causal:
+        return hidden, None
+    slot = torch.arange(positions.shape[-1], device=positions.device)
+    distance = slot[:, None] - slot
+    hidden_slots = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+    if window is not None:
+        far = positions[..., None] - tokens >= window  # [B, A, G, S]
+        hidden = hidden | far.repeat(1, 1, groups, 1)[:, None]
+        hidden_slots = hidden_slots | (distance >= window)
+    return hidden, hidden_slots.repeat(groups, 1)

@@ -32,6 +32,14 @@ from tests.train.helpers import BLOCK
 
 TARGET = tiny_decoder("qwen3", layers=4)
 DRAFTER = tiny_drafter(TARGET.config, block_size=BLOCK)
+WINDOWED = tiny_drafter(
+    TARGET.config,
+    block_size=BLOCK,
+    sample_from_anchor=True,
+    mask_embedding=True,
+    attention={"windows": (5, None), "causal": (True, False), "sinks": True},
+)
+View = tuple[int | None, bool]
 EMBEDDING = TARGET.embed_tokens.weight.detach()
 LENGTH = 12
 #: Of a long sequence and of a short one, in tokens; anchors from the first token (no context at all) to the last.
@@ -99,9 +107,10 @@ def test_blocks_hold_their_sequences_tokens_and_what_the_target_knew() -> None:
 
 
 def attention_by_loops(
-    keys: Any, values: Any, q: Any, k: Any, v: Any, anchors: list[int]
+    keys: Any, values: Any, q: Any, k: Any, v: Any, anchors: list[int], view: View, sinks: list[float]
 ) -> list[list[list[list[float]]]]:
     """[block][slot][head][coordinate] in Python's floats. keys, values [token][K/V head][D] of the sequence."""
+    window, causal = view[0] or 10**6, view[1]
     out: list[list[list[list[float]]]] = []
     for block, anchor in enumerate(anchors):
         out.append([])
@@ -109,12 +118,14 @@ def attention_by_loops(
             out[-1].append([])
             for head, query in enumerate(q[block][slot]):
                 shared = head // (len(q[block][slot]) // len(k[block][slot]))
-                seen = [(keys[t][shared], values[t][shared]) for t in range(anchor)]  # strictly before the anchor
-                seen += [(k[block][s][shared], v[block][s][shared]) for s in range(len(k[block]))]  # no order
+                near = range(max(0, anchor + slot - window + 1), anchor)  # strictly before the anchor
+                seen = [(keys[t][shared], values[t][shared]) for t in near]
+                own = range(slot + 1 if causal else len(k[block]))  # no order
+                seen += [(k[block][s][shared], v[block][s][shared]) for s in own]
                 scores = [
                     sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key, _ in seen
                 ]
-                total = sum(math.exp(score) for score in scores)
+                total = sum(math.exp(score) for score in [*scores, *sinks[head : head + 1]])
                 mixed = [0.0] * len(query)
                 for score, (_, value) in zip(scores, seen, strict=True):
                     mixed = [m + math.exp(score) / total * x for m, x in zip(mixed, value, strict=True)]
@@ -133,20 +144,25 @@ def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 
 @UNCOMPILED
 @pytest.mark.parametrize("way", [attend_packed, attend_sparse], ids=["packed", "sparse"])
-def test_attention_equals_loops_over_the_drawn_mask(way: Way) -> None:
+@pytest.mark.parametrize("drafter", [DRAFTER, WINDOWED], ids=["plain", "windows and sinks"])
+def test_attention_equals_loops_over_the_drawn_mask(way: Way, drafter: Drafter) -> None:
     """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
-    packed, body = packed_pair(), DRAFTER.config.body
+    packed, body = packed_pair(), drafter.config.body
+    sinks = [layer.self_attn.sinks for layer in drafter.layers]  # type: ignore[union-attr]
     rows = random_rows(packed)
     with torch.no_grad():
-        attend = way(DRAFTER, packed.features, packed.positions)
-        found = [attend(layer, *rows).double() for layer in range(body.num_layers)]
+        attend = way(drafter, packed.features, packed.positions)
+        found = [attend(layer, *rows, sinks=sinks[layer]).double() for layer in range(body.num_layers)]  # type: ignore[arg-type]
     for row, (length, anchors) in enumerate(zip(LENGTHS, ANCHORS, strict=True)):
-        keys, values = DRAFTER.context_keys_values(sequence(length).features[None], torch.arange(length)[None])
+        keys, values = drafter.context_keys_values(sequence(length).features[None], torch.arange(length)[None])
         q, k, v = (x[row].view(-1, BLOCK, *x.shape[2:]).double().tolist() for x in rows)
         starts = [*anchors.tolist(), 0][:4]
         for layer in range(body.num_layers):
             context_k, context_v = (x[layer, 0].double().tolist() for x in (keys, values))
-            expected = torch.tensor(attention_by_loops(context_k, context_v, q, k, v, starts), dtype=torch.float64)
+            told = [] if sinks[layer] is None else sinks[layer].tolist()  # type: ignore[operator]
+            view = body.views[layer]
+            loops = attention_by_loops(context_k, context_v, q, k, v, starts, view, told)
+            expected = torch.tensor(loops, dtype=torch.float64)
             # fp32 against float64 over a dozen keys: some eps of values of size 3
             torch.testing.assert_close(found[layer][row].view_as(expected), expected, rtol=0, atol=1e-5)
 
@@ -206,19 +222,20 @@ def test_sparse_attention_skips_what_no_row_reads() -> None:
 # --- Training computes what serving computes -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("which", [0, 1], ids=["first", "second"])
+@pytest.mark.parametrize("which", [0, 1, 2], ids=["first", "second", "windowed and shifted"])
 @pytest.mark.parametrize("anchor", [0, 1, 4, 7, LENGTH - 2])
 def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -> None:
     """One sequence, every number of visible tokens: `block_hidden` against prefill and draft through the pages."""
     second = tiny_drafter(TARGET.config, block_size=BLOCK, role="variable_prefix", seed=2)
-    drafter = (DRAFTER, second)[which]
+    first = WINDOWED if which == 2 else DRAFTER
+    drafter, which = (first, second)[which % 2], which % 2
     text = sequence()
     visible = torch.arange(1, BLOCK)
     packed = pack_blocks([text], [torch.full_like(visible, anchor)], BLOCK)
     hidden = block_hidden(drafter, EMBEDDING, packed, visible[None])[0]
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
-    runner = runner_of(deepcopy(TARGET), deepcopy(DRAFTER), deepcopy(second))  # it may repack weights
+    runner = runner_of(deepcopy(TARGET), deepcopy(first), deepcopy(second))  # it may repack weights
     runner.allocate(pages=6, page_size=4)
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
@@ -227,10 +244,10 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
     runner.context.inject((DrafterRole(which),))
-    served = runner._draft(DrafterRole(which), batch, branches[None])[0][0]
+    served = runner._draft(DrafterRole(which), batch, branches[None])[0][0][:, : BLOCK - 1]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
-        assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0].tolist()
+        assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0, : BLOCK - 1].tolist()
 
 
 def test_processes_share_every_step() -> None:

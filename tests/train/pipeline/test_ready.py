@@ -78,6 +78,33 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
     assert trained(project) == files, "a second run ends in the same bytes"
 
 
+@pytest.mark.slow
+def test_the_second_is_plain_behind_a_first_that_is_not(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A windowed, causal and shifted first drafter with sinks and a mask embedding: the second has none of that."""
+    before = DFLASH.read_config(project / "ready")
+    body = replace(before.body, windows=(6, None), causal=(True, False), sinks=True)
+    ready = Drafter(replace(before, body=body, sample_from_anchor=True, mask_embedding=True)).bfloat16()
+    with torch.no_grad():
+        for parameter in ready.parameters():
+            parameter.normal_(std=0.2)
+    DFLASH.write(project / "ready", ready.config, ready.state_dict())
+    began: list[Trainer] = []
+    init = Trainer.__init__
+
+    def noted(self: Trainer, *args: Any) -> None:
+        init(self, *args)
+        began.append(self)
+        weights, told = self.drafter.state_dict(), ready.float().state_dict()
+        assert all(torch.equal(weights[name], told[name]) for name in weights), "it starts from the first"
+
+    monkeypatch.setattr(Trainer, "__init__", noted)
+    trained(project)
+    assert len(began) == 1
+    first, second = (DFLASH.read_config(project / "out" / name) for name in ("first", "second"))
+    assert first == ready.config
+    assert second == replace(before, role="variable_prefix", prefix_weight_base=0.9)
+
+
 def test_both_draft_among_the_ready_ones_vocabulary(project: Path) -> None:
     expected = tuple(range(0, 60, 2))
     write_draft_vocabulary(project / "ready", expected, 64)
