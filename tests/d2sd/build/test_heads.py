@@ -111,7 +111,7 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.Monke
     build(load_recipe(recipe), tmp_path / "bundle", validate=False)
     bundle = load_bundle(tmp_path / "bundle")
     plain = make_engine(bundle, policy="off").generate(REQUESTS)
-    ids, role = bundle.drafters[DrafterRole.FIRST].config.target_layer_ids, DrafterRole.FIRST
+    role = DrafterRole.FIRST
 
     drafted: list[list[int]] = []
     draft_second = ModelRunner.draft_second
@@ -126,7 +126,7 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.Monke
     def read(folder: Path, mask: int) -> list[list[int]]:
         drafted.clear()
         own = DFLASH.load(folder, torch.float32)
-        evaluate_configs(load_bundle(bundle.path), {role: own}, {role: [Hypothesis("a mask", ids, mask)]}, plain)
+        evaluate_configs(load_bundle(bundle.path), {role: own}, {role: [Hypothesis("a mask", own.config, mask)]}, plain)
         return drafted[:]
 
     other = recipe.parent / "other"
