@@ -160,7 +160,7 @@ class ModelRunner:
         return self._bytes(1, page_size, None)
 
     def windowed_page_bytes(self, page_size: int) -> int:
-        """Of these, the bytes of the layers whose pages `allocate` can keep apart."""
+        """The part of `page_bytes` in the layers whose pages `allocate` can keep apart."""
         return self._bytes(0, page_size, 1)
 
     def _bytes(self, pages: int, page_size: int, windowed_pages: int | None) -> int:

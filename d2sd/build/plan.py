@@ -63,7 +63,7 @@ class Part:
 
     @property
     def windowed_token_bytes(self) -> int:
-        """Of `kv_token_bytes`, those of layers with a window: they have pages of their own, freed behind it."""
+        """The part of `kv_token_bytes` in layers with a window, which have pages of their own."""
         return self.kv_token_bytes * sum(window is not None for window in self.body.windows) // self.body.num_layers
 
     def seen(self, context: int) -> int:

@@ -43,6 +43,7 @@ from tests.tiny import runner_of
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
 KINDS = {"greedy": SamplingParams(), "hot": SamplingParams(1.0), "narrow": SamplingParams(0.7, top_p=0.9, top_k=20)}
+KINDS["windows"] = KINDS["hot"]  # of other models
 
 
 class Watch(TorchDispatchMode):
@@ -88,13 +89,16 @@ def unpack(result: StepResult, host: Tensor) -> list[Committed]:
     return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]
 
 
-def models() -> list[Any]:
+def models(*, windowed: bool) -> list[Any]:
+    """`windowed`: layers with a window in the target and the second drafter, some or all."""
     body = BodyConfig(64, 128, 2, 4, 2, 16, 1e-6, RopeConfig(1e6), 4096, qk_norm=True, qkv_bias=False, o_bias=False)
+    behind = replace(body, windows=(8, 9)) if windowed else body
     first = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "first")
-    second = DrafterConfig(body, 512, BLOCK, 511, (0, 1), 2, "variable_prefix", 0.9)
+    second = DrafterConfig(behind, 512, BLOCK, 511, (0, 1), 2, "variable_prefix", 0.9)
+    body = replace(body, windows=(None, 8)) if windowed else body
     with torch.device("cuda"):
         target = Decoder(DecoderConfig("qwen3", body, 512, False))
-        head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1), 512, BLOCK, 2, 16))
+        head = FlexHead(FlexConfig("qwen3", replace(body, num_layers=1, windows=body.windows[1:]), 512, BLOCK, 2, 16))
         made = [target, Drafter(first), Drafter(second), head]
     head.join(target)
     for model in made:
@@ -114,7 +118,7 @@ def main(folder: str, *runs: str) -> None:
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            runner = runner_of(*models())
+            runner = runner_of(*models(windowed=kind == "windows"))
             made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
             engine = Engine(runner, made, Limits(4, 256, 16, 64))
             for row in range(3):

@@ -17,7 +17,7 @@ from tests.cuda import guard
 
 ROOT = Path(__file__).parents[2]
 #: Every number of passes, a draft of the host, and every kind of sampling.
-RUNS = ("off", "hot"), ("lookup", "greedy"), ("chain", "narrow"), ("d2sd", "hot"), ("flex", "hot")
+RUNS = ("off", "hot"), ("lookup", "greedy"), ("chain", "narrow"), ("d2sd", "hot"), ("flex", "hot"), ("d2sd", "windows")
 #: The other policies: their operators are compared with the host's in tests/cuda/step.py, too.
 OTHERS = ("reanchor", "greedy"), ("ddtree", "greedy"), ("hybrid", "greedy")
 

@@ -91,9 +91,13 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def running(
-    policy: PolicyName, *kinds: SamplingParams, batch: int = 3, calibration: Calibration | None = None
+    policy: PolicyName,
+    *kinds: SamplingParams,
+    batch: int = 3,
+    calibration: Calibration | None = None,
+    windows: str = "none",
 ) -> Engine:
-    engine = make_engine(honest(), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
+    engine = make_engine(honest(windows), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
     engine.runner.static_shapes = True  # as on CUDA
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
@@ -146,6 +150,15 @@ def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kin
     steps = record(running(policy, *kinds), 4)
     assert len(steps[0]) > 50
     check_same(steps)
+
+
+@pytest.mark.parametrize("policy", ["d2sd", "flex_parallel"])
+def test_steps_behind_windows_are_the_same(policy: PolicyName) -> None:
+    """Of layers with and without a window, which have pages of their own."""
+    engine = running(policy, HOT, windows="mixed")
+    check_same(record(engine, 10))
+    assert engine.prepare(engine.admit())[0].windowed_table is not None
+    assert any(s.cached > 7 + BLOCK for s in engine.scheduler.running)
 
 
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
