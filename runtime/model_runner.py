@@ -219,7 +219,8 @@ class ModelRunner:
         self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], *pages)
         if self.text_pages is not None:
             self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
-        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages, rows.windowed_pages))
+        windowed = rows.windowed_pages if self.context.has_windowed_pages else None
+        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages, windowed))
         return out.hidden[0]
 
     @torch.inference_mode()
@@ -286,6 +287,7 @@ class ModelRunner:
         table, windowed = batch.page_table, batch.windowed_table
         self.target_pool.write(out.k, out.v, table, positions, keep, path, windowed)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
+        windowed = windowed if self.context.has_windowed_pages else None
         self.context.add(CommittedRows(features, table, positions, keep, page_size, windowed))
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)

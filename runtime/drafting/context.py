@@ -58,7 +58,8 @@ class DrafterContext:
         """
         self._queues = {role: _Queue(drafter, pools[role]) for role, drafter in drafters.items()}
         self._configs, self._pools, self._dtype = [d.config for d in drafters.values()], [*pools.values()], dtype
-        self._windowed = any(True in pool.pages for pool in self._pools)
+        #: Layers of a drafter have pages of their own because they have a window: rows come with these then.
+        self.has_windowed_pages = any(True in pool.pages for pool in self._pools)
         self._on_cpu = all(pool.device.type == "cpu" for pool in self._pools)
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
@@ -129,7 +130,7 @@ class DrafterContext:
             positions=places,
             keep=torch.zeros_like(places, dtype=torch.bool),
             page_size=pool.page_size,
-            windowed_table=torch.zeros_like(table) if self._windowed else None,
+            windowed_table=torch.zeros_like(table) if self.has_windowed_pages else None,
         )
 
     @property
