@@ -20,7 +20,7 @@ environment() {
 versions() {
     "$1" - <<'END'
 from importlib.metadata import distributions
-wanted = {"torch", "transformers", "speculators", "nvidia-modelopt", "tensorrt-edgellm", "onnx"}
+wanted = {"torch", "transformers", "speculators", "nvidia-modelopt", "tensorrt-edgellm", "onnx", "compressed-tensors"}
 print(*sorted(f"{d.name}=={d.version}" for d in distributions() if d.name in wanted), sep="  ")
 END
 }
@@ -29,8 +29,10 @@ environment checkpoints torch==2.13.0 transformers==5.14.1 speculators==0.9.0 "n
 # speculators asks for these two; an index's may be of another torch, and then transformers cannot be imported.
 "$OUT/checkpoints/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio
 environment edgellm torch==2.13.0 "tensorrt-edgellm[export]==0.11.0"
-for python in "$PYTHON" "$OUT/checkpoints/bin/python" "$OUT/edgellm/bin/python"; do
+environment quantized torch==2.13.0 transformers==5.14.1 accelerate==1.15.0 compressed-tensors==0.20.0
+for python in "$PYTHON" "$OUT/checkpoints/bin/python" "$OUT/edgellm/bin/python" "$OUT/quantized/bin/python"; do
     versions "$python"
 done
 D2SD_SPECULATORS_PYTHON=$OUT/checkpoints/bin/python D2SD_MODELOPT_PYTHON=$OUT/checkpoints/bin/python \
-    D2SD_EDGELLM_PYTHON=$OUT/edgellm/bin/python "$PYTHON" -m pytest tests/consumers
+    D2SD_EDGELLM_PYTHON=$OUT/edgellm/bin/python D2SD_COMPRESSED_PYTHON=$OUT/quantized/bin/python \
+    "$PYTHON" -m pytest tests/consumers

@@ -243,7 +243,7 @@ def integers(weight: Tensor, bits: int, group_size: int, *, symmetric: bool, shu
     return Integers(q, zero.long(), scale, group)
 
 
-def _w4a16(bits: int, *, symmetric: bool, shuffled: bool = False, group_size: int = 16) -> Callable[[Tensor], Tensors]:
+def w4a16(bits: int, *, symmetric: bool, shuffled: bool = False, group_size: int = 16) -> Callable[[Tensor], Tensors]:
     def store(weight: Tensor) -> Tensors:
         found = integers(weight, bits, group_size, symmetric=symmetric, shuffled=shuffled)
         tensors = {
@@ -257,7 +257,7 @@ def _w4a16(bits: int, *, symmetric: bool, shuffled: bool = False, group_size: in
     return store
 
 
-def _w4a16_number(bits: int, group_size: int) -> Number:
+def w4a16_number(bits: int, group_size: int) -> Number:
     each = 32 // bits
 
     def number(stored: dict[str, Any], row: int, column: int) -> float:
@@ -314,7 +314,7 @@ def _gptq_number(bits: int, less: int) -> Number:
 
 def _quantized(**changes: Any) -> dict[str, Any]:
     """`weights` or `input_activations` as llm-compressor writes them."""
-    empty = dict.fromkeys(("actorder", "block_structure", "group_size", "observer", "observer_kwargs"))
+    empty = dict.fromkeys(("actorder", "block_structure", "group_size", "observer")) | {"observer_kwargs": {}}
     return empty | {"dynamic": False, "num_bits": 8, "symmetric": True, "type": "float"} | changes
 
 
@@ -446,8 +446,8 @@ LAYOUTS = (
     Published(
         "w4a16",
         compressed("pack-quantized", _quantized(num_bits=4, type="int", strategy="group", group_size=16), None),
-        _w4a16(4, symmetric=True),
-        _w4a16_number(4, 16),
+        w4a16(4, symmetric=True),
+        w4a16_number(4, 16),
         None,
     ),
     Published(
@@ -457,15 +457,15 @@ LAYOUTS = (
             _quantized(num_bits=4, type="int", strategy="group", group_size=16, symmetric=False, actorder="group"),
             None,
         ),
-        _w4a16(4, symmetric=False, shuffled=True),
-        _w4a16_number(4, 16),
+        w4a16(4, symmetric=False, shuffled=True),
+        w4a16_number(4, 16),
         None,
     ),
     Published(
         "w8a16",
         compressed("pack-quantized", _quantized(type="int", strategy="channel"), None),
-        _w4a16(8, symmetric=True, group_size=10**6),
-        _w4a16_number(8, 10**6),
+        w4a16(8, symmetric=True, group_size=10**6),
+        w4a16_number(8, 10**6),
         None,
     ),
     Published(

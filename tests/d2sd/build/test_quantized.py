@@ -19,7 +19,7 @@ from tests.convert.helpers import write_project
 
 ROOT = Path(__file__).parents[3]
 #: One of each way to store weights; `make test-slow` has all.
-SAMPLED = ("fp8-dynamic", "fp8-blocks", "nvfp4-modelopt", "awq")
+SAMPLED = ("fp8-blocks", "nvfp4-modelopt", "awq")
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
@@ -87,7 +87,8 @@ def test_what_such_a_target_cannot_have(tmp_path: Path) -> None:
         load_recipe(ROOT / "recipes" / "smollm2-135m.yaml", ["target.dequantize=true"])
 
 
-@pytest.mark.parametrize("dequantize", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("dequantize", [False, True])
 def test_a_bundle_says_how_its_target_was_quantized(
     dequantize: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
