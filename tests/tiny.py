@@ -105,7 +105,7 @@ def tiny_decoder(
     scale = hidden**0.5 if family == "gemma3_text" else 1.0
     decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
-    _randomise(decoder, seed, residual_gain=2.0)
+    randomise(decoder, seed, residual_gain=2.0)
     return decoder
 
 
@@ -158,7 +158,7 @@ def tiny_drafter(
         sample_from_anchor=sample_from_anchor,
     )
     drafter = Drafter(config)
-    _randomise(drafter, seed, residual_gain=1.0)
+    randomise(drafter, seed, residual_gain=1.0)
     return drafter
 
 
@@ -185,7 +185,7 @@ def tiny_flex(
             draft_vocabulary=draft_vocabulary,
         )
     )
-    _randomise(head, seed, residual_gain=1.0)
+    randomise(head, seed, residual_gain=1.0)
     head.join(target)
     return head
 
@@ -217,7 +217,7 @@ def runner_of(
     return ModelRunner(*prepared(target, first, second, flex, exact=exact), block_size=block_size)
 
 
-def _randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
+def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
     """Draw every parameter, norms and biases too: one left at 1 or 0 hides that the code forgot to apply it."""
     generator = torch.Generator().manual_seed(seed)
     offset = any(isinstance(part, RMSNorm) and part._offset for part in model.modules())

@@ -39,7 +39,7 @@ def described(recipe: Recipe) -> Iterator[dict[Place, Path]]:
                 folders[place] = Path(root) / ("target" if place is None else place.folder)
                 folders[place].mkdir()
                 write_json(folders[place] / "config.json", source.geometry)
-        keys = {str(folder): geometry_key(place) for place, folder in folders.items()}
+        keys = {str(folder): f"recipe: {geometry_key(place)}" for place, folder in folders.items()}
         try:
             yield folders
         except D2SDError as error:
@@ -49,8 +49,8 @@ def described(recipe: Recipe) -> Iterator[dict[Place, Path]]:
 
 
 def geometry_key(place: Place) -> str:
-    """The key of a model's geometry, as messages name it."""
-    return f"recipe: {'target' if place is None else f'drafters.{place.key}'}.geometry"
+    """The recipe's key of a model's geometry."""
+    return f"{'target' if place is None else f'drafters.{place.key}'}.geometry"
 
 
 def _named(error: D2SDError, keys: Mapping[str, str]) -> D2SDError:
@@ -73,13 +73,14 @@ def check_geometry(
     ours, theirs = (_flat(asdict(cast("Any", config))) for config in (told, found))
     names = [name for name in ours.keys() | theirs.keys() if name.split(".")[0] != _ELSEWHERE]
     differing = sorted(name for name in names if ours.get(name) != theirs.get(name))
+    key = geometry_key(place)
     if differing:
         raise CheckpointError(
             "The checkpoint is not the one that the recipe describes.",
-            where=f"{file / 'config.json'} and {geometry_key(place)}",
+            where=f"{file / 'config.json'} and recipe: {key}",
             found=", ".join(f"{name} {theirs.get(name)}" for name in differing),
             expected=", ".join(f"{name} {ours.get(name)}" for name in differing),
-            fix="download the revision that the recipe names, or correct or remove the geometry",
+            fix=f"download the revision that the recipe names; if this model is meant, --set {key}=null",
         )
 
 
