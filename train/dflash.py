@@ -147,6 +147,6 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     scores = tokens.numel() * drafter.config.body.num_heads * (features.shape[1] + tokens.shape[-1])
     fused = features.is_cuda and scores > _SCORES
     attend = (attend_sparse if fused else attend_packed)(drafter, features, packed.positions)
-    hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend)
+    hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend, tokens.shape[-1])
     hidden = hidden.view(*tokens.shape, -1)
     return hidden.roll(1, dims=2) if drafter.config.sample_from_anchor else hidden

@@ -116,11 +116,14 @@ class Drafter(DFlashModel):
         pairs = [layer.self_attn.keys_values(context, cos_sin) for layer in layers]
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 
-    def forward(self, embedded: Tensor, positions: Tensor, attend: Attend) -> Tensor:
-        """Embedded tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head."""
+    def forward(self, embedded: Tensor, positions: Tensor, attend: Attend, size: int | None = None) -> Tensor:
+        """Embedded tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head.
+
+        `size`: rows of a block, where the blocks are not all behind one context.
+        """
         x = embedded
         cos_sin, head = self.rotary(positions, x.dtype), self.config.head
-        more = () if head is None else head.of_rows(positions)
+        more = () if head is None else head.of_rows(positions, size)
         for index, layer in enumerate(self.layers):
             x, _, _ = layer(x, cos_sin, index, attend, *more)
         out: Tensor = self.norm(x)

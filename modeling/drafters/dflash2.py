@@ -48,10 +48,13 @@ class SelectorConfig(HeadConfig):
     def layer(self, body: BodyConfig) -> Layer:
         return ConvolvedLayer(body, self.taps, self.group)
 
-    def of_rows(self, positions: Tensor) -> tuple[Tensor, ...]:
-        # Blocks stand one behind the other, and each begins again: rows of two are never this far apart.
+    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
+        # Behind one context each block begins again where the one before it did: rows of two are never `tap` apart.
+        if size is not None:
+            positions = (torch.arange(positions.shape[1], device=positions.device) % size).expand_as(positions)
         steps = [positions[:, tap:] - positions[:, :-tap] == tap for tap in range(1, self.taps)]
-        return (torch.stack([pad(step, (tap, 0)) for tap, step in enumerate(steps, 1)], 1),)
+        joined = [pad(step, (tap, 0)) for tap, step in enumerate(steps, 1)]
+        return (torch.stack(joined, 1) if joined else torch.empty_like(positions, dtype=torch.bool)[:, None][:, :0],)
 
     def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
         yield "candidate_selector", CandidateSelector(self, hidden_size, vocab_size)
@@ -67,10 +70,13 @@ class CandidateSelector(Head):
         self.successor_codebook = nn.Parameter(torch.empty(vocab_size, config.rank))
         self.hidden_projection = nn.Linear(hidden_size, config.rank, bias=False)
 
-    def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
+    @property
+    def successors(self) -> Tensor:
+        return self.successor_codebook
+
+    def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         of_slot: Tensor = self.hidden_projection(hidden)
-        of_parents = self.predecessor_codebook[parents].float() * of_slot[..., None, :].float()  # [..., P, R]
-        return of_parents @ self.successor_codebook[candidates].float().mT
+        return self.predecessor_codebook[parents].float() * of_slot[..., None, :].float()
 
 
 class Convolution(nn.Module):

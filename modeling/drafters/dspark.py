@@ -55,13 +55,16 @@ class MarkovHead(Head):
         self.markov_w2 = nn.Embedding(vocab_size, config.rank)  # a product with few of its rows
         self.gate_proj = nn.Linear(hidden_size + config.rank, config.rank) if config.gated else None
 
-    def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
+    @property
+    def successors(self) -> Tensor:
+        return self.markov_w2.weight
+
+    def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         of_parents: Tensor = self.markov_w1(parents)  # [..., P, R]
         if self.gate_proj is not None:
             shared = hidden[..., None, :].expand(*of_parents.shape[:-1], -1)
             of_parents = torch.sigmoid(self.gate_proj(torch.cat([shared, of_parents], -1))) * of_parents
-        of_candidates: Tensor = self.markov_w2(candidates)
-        return of_parents.float() @ of_candidates.float().mT
+        return of_parents
 
 
 class ConfidenceHead(nn.Module):

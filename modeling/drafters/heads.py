@@ -29,7 +29,7 @@ from d2sd.modeling.layers import Layer
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K blocks a request, G block size γ, S slots, E hidden, M candidates a slot, P parents of a
-# slot: what is before it in the block, then the M candidates of the slot before.
+# slot: what is before it in the block, then the M candidates of the slot before; R rank, V vocabulary.
 
 #: Largest share of the candidates in a slot: the rest is never nothing, since its logarithm is taken.
 _MOST = 1 - 1e-6
@@ -41,9 +41,18 @@ class Head(nn.Module, ABC):
     #: Candidates of a slot among which it chooses.
     pool: int
 
+    @property
     @abstractmethod
+    def successors(self) -> Tensor:
+        """A row for each of the target's tokens, as a candidate: [V, R]."""
+
+    @abstractmethod
+    def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
+        """hidden [..., E] and parents [..., P], the target's ids -> [..., P, R]; its product with a row above is δ."""
+
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
+        return self.predecessors(hidden, parents).float() @ self.successors[candidates].float().mT
 
 
 class HeadConfig(ABC):
@@ -64,8 +73,8 @@ class HeadConfig(ABC):
         """A layer of the drafter."""
         return Layer(body)
 
-    def of_rows(self, positions: Tensor) -> tuple[Tensor, ...]:
-        """More arguments of such layers, for rows at `positions [B, T]`."""
+    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
+        """More arguments of such layers, for rows at `positions [B, T]`; see `Drafter.forward`."""
         return ()
 
     @abstractmethod

@@ -211,7 +211,7 @@ def test_first_draft_equals_reference() -> None:
 
 
 @pytest.mark.parametrize("role", ["first", "variable_prefix"])
-@pytest.mark.parametrize("taps", [0, 2, 3])
+@pytest.mark.parametrize("taps", [0, 1, 2, 3])
 def test_second_draft_equals_one_pass_a_branch(role: Any, taps: int) -> None:
     """K branches in one block-diagonal pass: each equals the reference, and a pass of its own; in either role, and with
     convolutions, which begin again at every branch.

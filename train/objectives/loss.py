@@ -31,6 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.draws import first_errors
 from d2sd.train.data.packing import Packed
@@ -116,11 +117,22 @@ def first_rejections(
     """First slot where the first drafter's greedy draft is wrong [B, A] (γ: none), and its token there [B, A]."""
     visible = torch.ones(packed.tokens.shape[:2], dtype=torch.long, device=packed.tokens.device)
     hidden: Tensor = trained_kind(first).hidden(first, embedding, packed, visible)
-    guess = candidates.ids[candidates.head.best(hidden.flatten(0, 2))].view_as(packed.tokens)
+    guess = candidates.ids[_best(first, hidden, packed, candidates)].view_as(packed.tokens)
     guess = torch.where(packed.inside, guess, packed.tokens)  # slots after the end count as correct
     errors = first_errors(guess.flatten(0, 1), packed.tokens.flatten(0, 1)).view_as(visible)
     drafted = guess.gather(-1, errors.clamp(max=guess.shape[-1] - 1)[..., None])[..., 0]
     return errors, drafted
+
+
+def _best(first: DraftModel, hidden: Tensor, packed: Packed, candidates: Candidates) -> Tensor:
+    """The first drafter's best candidate [B·A·G] of every slot: up to the first error, that behind a right token."""
+    pairs, head, rows = first.head if isinstance(first, Drafter) else None, candidates.head, hidden.flatten(0, 2)
+    if pairs is None:
+        return head.best(rows)
+    before = packed.tokens.roll(1, dims=-1).flatten()  # the anchor's slot drafts nothing
+    rows = torch.cat([rows, pairs.predecessors(rows, before[:, None])[:, 0].to(rows.dtype)], -1)
+    successors = pairs.successors[candidates.ids].to(head.weight.dtype)
+    return Head(torch.cat([head.weight, successors], -1), head.correction).best(rows)
 
 
 # Shape letters: A blocks, G block size γ. `used [A, G]` marks the slots that are trained: after the visible tokens and

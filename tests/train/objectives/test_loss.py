@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +18,9 @@ from d2sd.train.dflash import block_hidden
 from d2sd.train.kinds import DFLASH
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train_recipe import Objective
-from tests.train.helpers import BLOCK, MASK, VOCAB, exact_features, greedy_responses, new_drafter, target
+from tests.modeling.test_heads import PAIRS
+from tests.tiny import HEADS, tiny_drafter
+from tests.train.helpers import BLOCK, MASK, TAPS, VOCAB, exact_features, greedy_responses, new_drafter, target
 
 # Shape letters: B sequences, A blocks of each, G block size γ, C candidate ids, V vocabulary.
 
@@ -57,7 +61,8 @@ def test_real_tokens_where_visible_and_masks_behind(monkeypatch: pytest.MonkeyPa
     packed = pack_blocks([data[0], data[1]], [torch.tensor([4, 6]), torch.tensor([5, 9])], BLOCK)
     shown: list[Tensor] = []
 
-    def forward(embedded: Tensor, positions: Tensor, attend: object) -> Tensor:
+    def forward(embedded: Tensor, positions: Tensor, attend: object, size: int) -> Tensor:
+        assert size == BLOCK
         assert torch.equal(positions, packed.positions.flatten(1))
         shown.append(embedded[..., 0].long())
         return embedded
@@ -239,3 +244,32 @@ def test_rejections_are_the_first_drafters_first_errors(monkeypatch: pytest.Monk
     assert errors.tolist() == [[BLOCK, 2, 1, BLOCK, BLOCK]]
     assert names[0, 1] == said[0, 1, 2]
     assert names[0, 2] == said[0, 2, 1]
+
+
+@pytest.mark.parametrize("head", HEADS)
+def test_the_first_draft_is_the_walk_of_its_head(head: str) -> None:
+    """Slot by slot: the best token behind the right one, of all; until one is wrong."""
+    shape: dict[str, Any] = {"layers": 1, "block_size": BLOCK, "target_layer_ids": TAPS, "head": HEADS[head]}
+    first = tiny_drafter(target().config, **shape, sample_from_anchor=head != "selector")
+    assert first.head is not None
+    first.head.successors.mul_(4)  # or it would hardly ever be heard
+    tensors, packed = first.state_dict(), everywhere()
+    errors, drafted = first_rejections(first, EMBEDDING, packed, whole_vocabulary())
+    visible = torch.ones(packed.tokens.shape[:2], dtype=torch.long)
+    hidden = block_hidden(first, EMBEDDING, packed, visible)
+    told = plain = 0
+    for b, a in itertools.product(*map(range, visible.shape)):
+        wrong, token = BLOCK, None
+        for slot in range(1, BLOCK):
+            right, h = int(packed.tokens[b, a, slot]), hidden[b, a, slot]
+            added = PAIRS[head](tensors, h, int(packed.tokens[b, a, slot - 1]))
+            logits = target().logits(h) + torch.tensor(added)
+            if packed.inside[b, a, slot] and int(logits.argmax()) != right:
+                wrong, token = slot, int(logits.argmax())
+                plain += token != int(target().logits(h).argmax())
+                break
+        assert int(errors[b, a]) == wrong
+        assert token in (None, int(drafted[b, a]))
+        told += token is not None
+    assert told > 20
+    assert plain > 3, "the head has its say"
