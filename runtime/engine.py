@@ -275,7 +275,7 @@ class Engine:
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
         selector = None if self._chosen else self.selector
         begun = None if selector is None or delayed else selector.begun
-        return Launched(sequences, self.in_force, result, self.steps.fetch(result), begun, batch.rows)
+        return Launched(sequences, self.in_force, result, self.steps.fetch(result, sequences), begun, batch.rows)
 
     def collect(self, launched: Launched | None) -> list[Output]:
         """Read the tokens of a step that `launch` returned; none where it is None."""

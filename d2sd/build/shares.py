@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from d2sd.build.plan import Part, Plan
+from d2sd.build.plan import Plan
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.tensor_parallel import Shard, check_divisible
@@ -28,14 +28,12 @@ def of_one_gpu(plan: Plan, size: int) -> Plan:
     layers = part.parameters - tables
     own = layers - _cut_weights(config.body) + _cut_weights(body)
     weights = round((part.weight_bytes - tables * itemsize) * own / layers) + own_tables * itemsize
-    share = Part(
-        name=part.name,
-        source=part.source,
+    share = replace(
+        part,
         config=replace(config, body=body),
         parameters=own + own_tables,
         weight_bytes=weights,
         kv_token_bytes=part.kv_token_bytes * body.num_kv_heads // config.body.num_kv_heads,
-        has_weights=part.has_weights,
     )
     return replace(plan, target=share, ranks=size)
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -34,6 +34,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, bucket
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
 
@@ -100,8 +101,8 @@ class DecodeSteps:
                 graph.replay()
         return graph.result
 
-    def fetch(self, result: StepResult) -> Callable[[], list[Committed]]:
-        """Begin to copy the tokens of the last `run` to the host; the function returned waits for them.
+    def fetch(self, result: StepResult, sequences: Sequence[Running] = ()) -> Callable[[], list[Committed]]:
+        """Begin to copy the tokens of the last `run`, of these requests, to the host; the function returned waits.
 
         Its `result.packed` may be overwritten by then.
         """

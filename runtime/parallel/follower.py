@@ -14,6 +14,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.parallel.agreement import Heard
 from d2sd.runtime.parallel.grammars import ReceivingGrammar
 from d2sd.runtime.parallel.messages import receive
 from d2sd.runtime.speculation.calibration import default_scores
@@ -28,6 +29,7 @@ class Follower:
 
     def __init__(self, runner: ModelRunner, steps: DecodeSteps, group: Group) -> None:
         self._runner, self._steps, self._group = runner, steps, group
+        self._heard = Heard(group.shard.rank)
 
     def run(self) -> None:
         """Follow until rank 0 ends its engine. Raises PeerLost if it is gone."""
@@ -70,9 +72,18 @@ class Follower:
         self._steps.graph_for(policy, batch, draft)
 
     def on_step(
-        self, policy: Policy, batch: Batch, draft: Draft | None, link: Link | None, captured: bool, guided: bool
+        self,
+        policy: Policy,
+        batch: Batch,
+        draft: Draft | None,
+        link: Link | None,
+        captured: bool,
+        guided: bool,
+        checked: str,
     ) -> None:
         graph = self._steps.graph_for(policy, batch, draft) if captured else None
         if guided:
             batch = replace(batch, grammar=ReceivingGrammar(self._group))
-        self._steps.run(policy, batch, draft, link=link, graph=graph)
+        result = self._steps.run(policy, batch, draft, link=link, graph=graph)
+        self._heard.compare(checked)  # of an earlier step, while a GPU computes this one
+        self._heard.keep(self._steps.fetch(result))

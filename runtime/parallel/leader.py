@@ -19,11 +19,13 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
-from d2sd.runtime.decode import StepResult, Timer
+from d2sd.runtime.decode import Committed, StepResult, Timer
 from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.parallel.agreement import Said
 from d2sd.runtime.parallel.grammars import SendingGrammar
 from d2sd.runtime.parallel.messages import send
 from d2sd.runtime.request import Limits
+from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
 
@@ -110,6 +112,7 @@ class LeadingSteps(DecodeSteps):
     def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
         assert isinstance(runner, LeadingRunner)
         super().__init__(runner, limits, calibration)
+        self._said = Said()
         self._graph_bytes: dict[int, Counter[str]] = {}  # of a replay, by the identity of its graph
 
     def run(
@@ -122,15 +125,16 @@ class LeadingSteps(DecodeSteps):
         *,
         graph: Graph | None,
     ) -> StepResult:
-        runner = self._runner
-        runner.send(
-            "step", policy, replace(batch, grammar=None), host_draft, link, graph is not None, bool(batch.grammar)
-        )
+        runner, plain = self._runner, replace(batch, grammar=None)
+        runner.send("step", policy, plain, host_draft, link, graph is not None, bool(batch.grammar), self._said.next())
         if batch.grammar is not None:
             batch = replace(batch, grammar=SendingGrammar(batch.grammar, runner.group))
         if graph is not None:
             runner.group.bytes.update(self._graph_bytes[id(graph)])
         return super().run(policy, batch, host_draft, timer, link, graph=graph)
+
+    def fetch(self, result: StepResult, sequences: Sequence[Running] = ()) -> Callable[[], list[Committed]]:
+        return self._said.noting(super().fetch(result), sequences)
 
     def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
         """See `DecodeSteps.capture`; what the step exchanges is counted at each replay, not here."""

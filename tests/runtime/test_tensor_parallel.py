@@ -20,14 +20,16 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.tensor_parallel import Group, Shard, connect, cut
 from d2sd.policies import NAMES, DrafterRole
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.decode import Committed
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.parallel.agreement import Heard, Said
 from d2sd.runtime.parallel.follower import END, Follower
 from d2sd.runtime.parallel.join import join
 from d2sd.runtime.parallel.leader import LeadingRunner, LeadingSteps
 from d2sd.runtime.parallel.messages import send
 from d2sd.runtime.request import Limits
-from d2sd.runtime.sequence import Output
+from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, copies, expected, make_engine, run_staggered, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
@@ -170,3 +172,30 @@ def test_experts_windows_and_sinks(tmp_path: Path) -> None:
     engine = ranks.engine()
     assert [s.answer for s in run_staggered(engine, REQUESTS, gap=2)] == expected
     ranks.close()
+
+
+def test_ranks_that_accept_other_tokens_are_found() -> None:
+    """In a step behind which others have run; rows of requests that have ended may differ."""
+    sequences = [Sequence(number, request, list(request.prompt), None) for number, request in enumerate(REQUESTS[:3])]
+    said, heard = Said(), Heard(1)
+
+    def step(*tokens: int, other: int = 0) -> str:
+        """Run a step whose rows commit these tokens, in the other rank the last but one of them plus `other`."""
+        message = said.next()
+        mine = [Committed(1, 0, [token], [], None) for token in tokens]
+        theirs = [*mine[:-2], Committed(1, 0, [tokens[-2] + other], [], None), mine[-1]]
+        said.noting(lambda: mine, sequences)()
+        heard.compare(message)
+        heard.keep(lambda: theirs)
+        return message
+
+    assert not step(1, 2, 3)
+    assert step(4, 5, 6)
+    sequences[1].finish = "length"
+    step(7, 8, 9, other=1)
+    step(1, 2, 3)
+    sequences[1].finish = None
+    step(4, 5, 6, other=1)
+    with pytest.raises(D2SDError, match="Rank 1 accepted other tokens than rank 0") as raised:
+        step(7, 8, 9)
+    assert "decode step 5" in str(raised.value)
