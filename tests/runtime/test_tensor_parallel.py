@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -31,12 +32,24 @@ from d2sd.runtime.parallel.messages import send
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import make_policy
-from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, copies, expected, make_engine, run_staggered, some_requests
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    BUDGET,
+    afterwards,
+    copies,
+    expected,
+    make_engine,
+    run_staggered,
+    some_requests,
+)
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.tiny import prepared, runner_of, tiny_decoder, tiny_drafter
 
 LIMITS = Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=16, kv_memory=None, prefix_cache=True)
 REQUESTS = some_requests()[:6]
+#: Of the pools: requests have to be preempted.
+FEW_PAGES = 22
 #: All policies without a FlexDraft head, which reads the target's own pages.
 SHARED = tuple(name for name in NAMES if not name.startswith("flex"))
 
@@ -78,7 +91,8 @@ class Threads:
         """The engine that all follow."""
         runner = LeadingRunner(*self._models, BLOCK, self)
         policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
-        engine = Engine(runner, policy, LIMITS, make_steps=LeadingSteps)
+        memory = (1 + FEW_PAGES) * runner.page_bytes(LIMITS.page_size)
+        engine = Engine(runner, policy, replace(LIMITS, kv_memory=memory), make_steps=LeadingSteps)
         return RecordedGraphs(rerun=True).guard(engine) if self._captured else engine
 
     def on_failure(self, report: Callable[[D2SDError], None]) -> None:
@@ -107,12 +121,15 @@ def take_turns(engine: Engine) -> None:
 
 
 def check_answers(engine: Engine) -> None:
-    """Requests join and leave, then again with prefixes in the cache."""
+    """Requests join and leave and are preempted, then again with prefixes in the cache."""
+    preempted = 0
     for seed in (1, 2):
         order = list(range(len(REQUESTS)))
         random.Random(seed).shuffle(order)
         sequences = run_staggered(engine, REQUESTS, order=order, gap=2)
         assert [s.answer for s in sequences] == [expected(r) for r in REQUESTS]
+        preempted += sum(s.stats.preemptions for s in sequences)
+    assert preempted > 0
     assert engine.stats.prefix_hit_tokens > 0
 
 
@@ -124,12 +141,16 @@ def check_bytes(engine: Engine, group: Group) -> None:
     while any(s.pending for s in pending):
         engine.step()
     counted = 2 if captured else 1  # these graphs run their function again, which counts too
-    checked = 0
+    checked, sent = 0, list[str]()
+    afterwards(engine.runner, "send", lambda kind, *values: sent.append(kind))
     while True:
         before = group.bytes.copy()
+        sent.clear()
         engine.step()
         if any(s.finish is not None for s in pending):
             break
+        if sent != ["step"]:  # pages were given up, or a step was captured
+            continue
         trace, added, pages = engine.trace, group.bytes - before, max(len(s.pages) for s in pending)
         assert trace is not None
         requests, nodes = trace.tree.tokens.shape
@@ -142,7 +163,7 @@ def check_bytes(engine: Engine, group: Group) -> None:
         of_request = [8, 8 * pages, 8, 1, 4, 4, 8, 4, 8] + ([1, 8, 8, 64] if captured else [])
         assert added["broadcast"] == 4096 + sum(-(-requests * one // 8) * 8 for one in of_request)
         checked += 1
-    assert checked > 3
+    assert checked > 1
     while engine.busy:
         engine.step()
 

@@ -10,7 +10,6 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 
@@ -20,7 +19,7 @@ from d2sd import LLM, SamplingParams
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.ranks import Ranks
 from d2sd.bundle.serving import make_engine
-from d2sd.errors import D2SDError, RankLost
+from d2sd.errors import D2SDError
 from d2sd.policies import PolicyName
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
@@ -32,8 +31,6 @@ from tests.tiny import tiny_decoder
 
 #: One of each way to sample, with prompts of 1 to 17 tokens.
 REQUESTS = some_requests()[:5]
-#: Pages of the pools where requests have to be preempted; `max_batch` requests need more.
-FEW_PAGES = 6
 
 
 @pytest.fixture(scope="module")
@@ -54,15 +51,6 @@ def shared(path: Path, size: int) -> Iterator[Bundle]:
         assert all(process.returncode is not None for process in bundle.ranks._processes.values())
 
 
-def with_pages(bundle: Bundle, pages: int) -> Bundle:
-    """The bundle with K/V memory for so many pages."""
-    runner = make_engine(bundle, policy="d2sd").runner
-    memory = (1 + pages) * runner.page_bytes(bundle.recipe.limits.page_size)
-    limits = bundle.recipe.limits.model_copy(update={"kv_memory": memory})
-    recipe = bundle.recipe.model_copy(update={"limits": limits})
-    return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
-
-
 def answers(bundle: Bundle, policy: PolicyName) -> list[list[int]]:
     """Greedy and sampled requests, joining one by one; then again, with prefixes in the cache."""
     engine = make_engine(bundle, policy=policy, max_batch=4)
@@ -70,13 +58,6 @@ def answers(bundle: Bundle, policy: PolicyName) -> list[list[int]]:
     assert [s.answer for s in run_staggered(engine, REQUESTS, gap=1)] == found
     assert engine.stats.prefix_hit_tokens > 0
     return found
-
-
-def preempted_answers(bundle: Bundle) -> list[list[int]]:
-    engine = make_engine(with_pages(bundle, FEW_PAGES), policy="d2sd", max_batch=4)
-    sequences = engine.generate(REQUESTS)
-    assert sum(s.stats.preemptions for s in sequences) > 0
-    return [s.answer for s in sequences]
 
 
 def other_ways(bundle: Bundle) -> list[object]:
@@ -100,17 +81,21 @@ def kill(ranks: Ranks, rank: int) -> None:
 
 
 def test_two_ranks(path: Path) -> None:
-    whole = load_bundle(path)
-    with shared(path, 2) as bundle:
-        body = bundle.target.config.body
+    """The tokens of one process, until one of the two is killed, of which the next call says which."""
+    params = [SamplingParams(temperature=n / 2, seed=n, max_tokens=12, ignore_eos=True) for n in range(3)]
+    prompts = ["1 a", "b", "22"]
+    with LLM(path, policy="hybrid") as alone:
+        expected = [one.token_ids for one in alone.generate(prompts, params)]
+    with LLM(path, policy="hybrid", tensor_parallel=2) as llm:
+        assert [one.token_ids for one in llm.generate(prompts, params)] == expected
+        bundle, _ = llm._session.open()
+        body, ranks = bundle.target.config.body, bundle.ranks
         assert (body.num_heads, body.num_kv_heads, body.intermediate_size) == (2, 1, 32)
-        assert answers(bundle, "hybrid") == answers(whole, "off")
-        ranks = bundle.ranks
         assert ranks is not None
         kill(ranks, 1)
         began = time.monotonic()
-        with pytest.raises(RankLost, match="Rank 1 of 2"):
-            make_engine(bundle, policy="off")
+        with pytest.raises(EngineFailed, match="Rank 1 of 2 has ended"):
+            llm.generate(prompts * 20, params * 20)
         assert time.monotonic() - began < 10
 
 
@@ -122,7 +107,6 @@ def test_four_ranks(path: Path) -> None:
     with shared(path, 4) as bundle:
         assert bundle.target.config.body.num_kv_heads == 1
         assert answers(bundle, "d2sd") == plain
-        assert preempted_answers(bundle) == preempted_answers(whole)
         assert other_ways(bundle) == other_ways(whole)
 
 
