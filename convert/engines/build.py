@@ -24,7 +24,7 @@ from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
 from d2sd.extras import install_line
 from d2sd.io import read_json
-from d2sd.plugins.cascade_attention.onnx import BLOCK, TREE
+from d2sd.plugins.cascade_attention.onnx import INPUTS
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.progress import Progress, silent
@@ -117,7 +117,7 @@ def _check_plugins(job: Job, plugin_layers: int) -> None:
     import onnx
 
     nodes = onnx.load(job.graph, load_external_data=False).graph.node
-    expected = sum(node.op_type in (TREE, BLOCK) for node in nodes) if job.plugins else 0
+    expected = sum(node.op_type in INPUTS for node in nodes) if job.plugins else 0
     if plugin_layers != expected:
         raise BuildError(
             "Not every attention node became a plugin layer.",

@@ -21,6 +21,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.drafters.interface import DraftConfig, block_rows
 from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.recipe import Builder, Recipe
+from d2sd.runtime.backends.exported import view_inputs
 from d2sd.runtime.request import bucket, buckets
 
 #: Input -> its minimum, optimum and maximum shape.
@@ -63,11 +64,13 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     m = (1, max(1, most // 2), bucket(most))
     p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
+    views = view_inputs(body)
     w = (-(-t[0] // WORD), -(-t[1] // WORD), -(-t[2] // WORD))
     return {
         "embedded": _shapes([b, t, _just(body.hidden_size)]),
         "positions": _shapes([b, t]),
-        "attn_mask": _shapes([b, t, w]),
+        **{view.mask: _shapes([b, t, w]) for view in views},
+        **{view.first: _shapes([b, t]) for view in views if view.first},
         "page_table": _shapes([b, m]),
         "context_len": _shapes([b]),
         **{f"{kind}_pages_{layer}": _shapes(page) for kind in "kv" for layer in range(body.num_layers)},

@@ -1,7 +1,8 @@
 """The exported part of each model: its body, between the embedding and the head, with one attention node per layer.
 
 Embedding and head are not exported: the models share them, and each engine would hold a copy. K/V pools are
-inputs, one per layer; K/V of the new rows are outputs, which the runtime commits to the pools.
+inputs, one per layer; K/V of the new rows are outputs, which the runtime commits to the pools. Layers that see alike
+share a mask (`view_inputs`).
 
     target    embedded, positions, attn_mask, page_table, context_len, pages      -> hidden, features, k, v
     drafter   the same, and features, feature_positions, feature_len of context
@@ -16,12 +17,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.layers import Layer
-from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, attributes
+from d2sd.plugins.cascade_attention.onnx import BEHIND, BLOCK, DOMAIN, INPUTS, TREE, attributes
+from d2sd.runtime.backends.exported import view_inputs
 
 # Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages,
 # Z tokens a page, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
@@ -33,13 +36,14 @@ class TargetBody(nn.Module):
     def __init__(self, target: Decoder, aux_layer_ids: tuple[int, ...]) -> None:
         super().__init__()
         self.layers, self.norm, self._angles = target.layers, target.norm, target.angles
-        self._aux_layer_ids = aux_layer_ids
+        self._config, self._aux_layer_ids = target.config.body, aux_layer_ids
 
     def forward(
         self,
         embedded: Tensor,
         positions: Tensor,
-        attn_mask: Tensor,
+        masks: list[Tensor],
+        firsts: list[Tensor],
         page_table: Tensor,
         context_len: Tensor,
         k_pages: list[Tensor],
@@ -48,11 +52,7 @@ class TargetBody(nn.Module):
         """embedded [B, T, E] -> hidden [B, T, E], normalized; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
         x, angles = embedded, self._angles(positions, embedded.dtype)
         keys, values, aux = [], [], {}
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            pages = [k_pages[index], v_pages[index]]
-            return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
-
+        attend = _Attention(self._config, positions, masks, firsts, (k_pages, v_pages), [page_table, context_len])
         for index, layer in enumerate(self.layers):
             x, k, v = layer(x, angles[index], index, attend)
             keys.append(k)
@@ -74,7 +74,8 @@ class DrafterBody(nn.Module):
         self,
         embedded: Tensor,
         positions: Tensor,
-        attn_mask: Tensor,
+        masks: list[Tensor],
+        firsts: list[Tensor],
         page_table: Tensor,
         context_len: Tensor,
         features: Tensor,
@@ -85,11 +86,8 @@ class DrafterBody(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features."""
         new_k, new_v = self._drafter.context_keys_values(features, feature_positions)
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            new, pages = [new_k[index], new_v[index], feature_len], [k_pages[index], v_pages[index]]
-            return _node(BLOCK, [q, k, v, *new, *pages, page_table, context_len, attn_mask], q)
-
+        body, of_context, new = self._drafter.config.body, [page_table, context_len], (new_k, new_v, feature_len)
+        attend = _Attention(body, positions, masks, firsts, (k_pages, v_pages), of_context, new)
         return self._drafter(embedded, positions, attend), new_k, new_v
 
 
@@ -101,13 +99,14 @@ class FlexBody(nn.Module):
     def __init__(self, head: FlexHead) -> None:
         super().__init__()
         self.layers = nn.ModuleList(_FlexLayer(cast("Layer", layer)) for layer in head.layers)
-        self.norm, self._rotary = head.norm, head.rotary
+        self.norm, self._rotary, self._config = head.norm, head.rotary, head.config.body
 
     def forward(
         self,
         embedded: Tensor,
         positions: Tensor,
-        attn_mask: Tensor,
+        masks: list[Tensor],
+        firsts: list[Tensor],
         page_table: Tensor,
         context_len: Tensor,
         k_pages: list[Tensor],
@@ -115,11 +114,7 @@ class FlexBody(nn.Module):
     ) -> Tensor:
         """embedded [B, T, E], of `FlexHead.blocks` -> hidden [B, T, E], normalized."""
         x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
-
-        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-            pages = [k_pages[index], v_pages[index]]
-            return _node(TREE, [q, k, v, *pages, page_table, context_len, attn_mask], q)
-
+        attend = _Attention(self._config, positions, masks, firsts, (k_pages, v_pages), [page_table, context_len])
         for index, layer in enumerate(self.layers):
             x, _, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
@@ -133,6 +128,39 @@ class _FlexLayer(Layer):
         nn.Module.__init__(self)
         self.self_attn, self.mlp = layer.self_attn, layer.mlp
         self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+
+
+class _Attention:
+    """The node of each layer: `masks` are those of its view, `firsts` of the views with a window, in their order."""
+
+    def __init__(
+        self,
+        body: BodyConfig,
+        positions: Tensor,
+        masks: list[Tensor],
+        firsts: list[Tensor],
+        pages: tuple[list[Tensor], list[Tensor]],
+        of_context: list[Tensor],
+        new: tuple[Tensor, Tensor, Tensor] | None = None,
+    ) -> None:
+        """`of_context`: page table and length; `new`: K/V of new context rows [L, B, C, Hkv, D], and how many."""
+        views = view_inputs(body)
+        self._masks = dict(zip((view.mask for view in views), masks, strict=True))
+        self._firsts = dict(zip((view.first for view in views if view.first), firsts, strict=True))
+        self._views = [next(view for view in views if view.of == seen) for seen in body.views]
+        self._positions, self._pages, self._of_context, self._new = positions, pages, of_context, new
+
+    def __call__(self, index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        view, new = self._views[index], self._new
+        name = TREE if new is None else BLOCK
+        inputs = [q, k, v, *([] if new is None else [new[0][index], new[1][index], new[2]])]
+        inputs += [*(pages[index] for pages in self._pages), *self._of_context, self._masks[view.mask]]
+        if view.first is not None or sinks is not None:
+            name = BEHIND[name]
+            inputs.append(self._positions * 0 if view.first is None else self._firsts[view.first])
+            inputs.append(torch.full((q.shape[2],), -torch.inf, dtype=q.dtype) if sinks is None else sinks)
+        assert len(inputs) == len(INPUTS[name])
+        return _node(name, inputs, q)
 
 
 def _node(name: str, inputs: list[Tensor], like: Tensor) -> Tensor:

@@ -26,11 +26,10 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
-from d2sd.runtime.backends.exported import IOSpec, drafter_io_spec, target_io_spec
+from d2sd.runtime.backends.exported import IOSpec, drafter_io_spec, target_io_spec, view_inputs
 
 #: Packages whose versions determine the bytes of a graph and the result of its check.
 TOOLS = ("onnx", "onnxscript", "onnxruntime")
-_ROWS = ("embedded", "positions", "attn_mask", "page_table", "context_len")
 _FEATURES = ("features", "feature_positions", "feature_len")
 _B, _T, _W, _M, _P, _C = (
     Dim("B", min=1, max=4096),
@@ -65,7 +64,7 @@ def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: in
         TargetBody(target, aux_layer_ids),
         [*rows, *pools],
         [*shapes, *pool_shapes],
-        _names(_ROWS, body),
+        _names(body),
         target_io_spec(body, dtype),
         file,
     )
@@ -75,21 +74,26 @@ def export_drafter(graph: nn.Module, config: DraftConfig, dtype: torch.dtype, pa
     """Write a drafter's graph, `DrafterKind.graph_body`. Raises `BuildError` without the extra."""
     body = config.body
     inputs, shapes = _example_rows(body, dtype)
-    names = list(_ROWS)
+    names: tuple[str, ...] = ()
     if config.target_layer_ids:
         width = len(config.target_layer_ids) * body.hidden_size
         inputs += [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
         shapes += [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
-        names += _FEATURES
+        names = _FEATURES
     pools, pool_shapes = _example_pools(body, page_size, dtype)
     spec = drafter_io_spec(config, dtype)
-    _export(graph, [*inputs, *pools], [*shapes, *pool_shapes], _names(names, body), spec, file)
+    _export(graph, [*inputs, *pools], [*shapes, *pool_shapes], _names(body, names), spec, file)
 
 
-def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Tensor], list[Any]]:
+def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
     # all sizes differ: the exporter would unify dimensions of equal size
-    rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), _int(2, 5, 3), _int(2, 6), _int(2)]
-    return rows, [{0: _B, 1: _T}, {0: _B, 1: _T}, {0: _B, 1: _T, 2: _W}, {0: _B, 1: _M}, {0: _B}]
+    views = view_inputs(body)
+    masks = [_int(2, 5, 3) for _ in views]
+    firsts = [_int(2, 5) for view in views if view.first]
+    rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), masks, firsts, _int(2, 6), _int(2)]
+    of_rows = {0: _B, 1: _T}
+    of_views = [{0: _B, 1: _T, 2: _W} for _ in masks], [of_rows for _ in firsts]
+    return rows, [of_rows, of_rows, *of_views, {0: _B, 1: _M}, {0: _B}]
 
 
 def _example_pools(body: BodyConfig, page_size: int, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
@@ -102,8 +106,11 @@ def _int(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.int32)
 
 
-def _names(fixed: Sequence[str], body: BodyConfig) -> list[str]:
-    return [*fixed, *(f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers))]
+def _names(body: BodyConfig, more: Sequence[str] = ()) -> list[str]:
+    views = view_inputs(body)
+    masks, firsts = [view.mask for view in views], [view.first for view in views if view.first]
+    pages = [f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)]
+    return ["embedded", "positions", *masks, *firsts, "page_table", "context_len", *more, *pages]
 
 
 def _export(body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[str], spec: IOSpec, file: Path) -> None:

@@ -1,11 +1,14 @@
-"""The two attention nodes of exported graphs, and their definitions as functions of standard ONNX operators.
+"""The attention nodes of exported graphs, and their definitions as functions of standard ONNX operators.
 
     TreeCascadeAttention   verification: rows over the committed context and each other
     BlockDraftAttention    drafting: the same, and over new context rows that are not in the pages yet
+    TreeWindowAttention    the first of them where rows have a window or heads have sinks: two more inputs
+    BlockWindowAttention   the second so
 
 A graph carries the nodes *and* these functions. ONNX Runtime runs the functions, and so does TensorRT where the plugin
 is not registered; where it is, `plugin_namespace` makes the parser use it. The semantics are those of `reference.py`,
-with the mask packed: row t may attend to row u where bit u % 32 of `attn_mask[b, t, u // 32]` is set.
+with the mask packed: row t may attend to row u where bit u % 32 of `attn_mask[b, t, u // 32]` is set. `first` [B, T] is
+the first position that a row sees of the context, new context rows included, and `sinks` [Hq] is -inf without one.
 """
 
 # ONNX Script reads these functions' source; types would not be Python's. It may be missing where a user's type checker
@@ -20,6 +23,13 @@ from typing import Any
 
 DOMAIN, VERSION = "d2sd", "1"
 TREE, BLOCK = "TreeCascadeAttention", "BlockDraftAttention"
+#: The nodes of layers with windows or sinks.
+BEHIND = {TREE: "TreeWindowAttention", BLOCK: "BlockWindowAttention"}
+_PAGES = ("k_pages", "v_pages", "page_table", "context_len", "attn_mask")
+_BEHIND = ("first", "sinks")
+#: Inputs by name, in the order of the nodes.
+INPUTS = {TREE: ("q", "k", "v", *_PAGES), BLOCK: ("q", "k", "v", "new_k", "new_v", "new_len", *_PAGES)}
+INPUTS |= {BEHIND[name]: (*inputs, *_BEHIND) for name, inputs in INPUTS.items()}
 #: Opset of the graphs and of the functions; RMSNormalization is its newest operator.
 OPSET = 23
 
@@ -34,7 +44,7 @@ def attributes() -> dict[str, str]:
 
 @cache
 def functions() -> tuple[Any, ...]:
-    """`onnx.FunctionProto` of both nodes and of the functions they share. Needs onnxscript."""
+    """`onnx.FunctionProto` of all nodes and of the functions they share. Needs onnxscript."""
     from onnxscript import opset23 as op
     from onnxscript import script
     from onnxscript.values import Opset
@@ -65,20 +75,38 @@ def functions() -> tuple[Any, ...]:
         return op.Cast(op.Slice(flat, [0], rows, [2]), to=9)
 
     @script(ours, default_opset=op)
-    def Attend(q, keys, values, seen):
-        # q [B, T, Hq, D]; keys, values [B, N, Hkv, D] fp32; seen [B, T, N] -> [B, T, Hq, D]
+    def Scores(q, keys, seen):
+        # q [B, T, Hq, D]; keys [B, N, Hkv, D] fp32; seen [B, T, N] -> [B, Hkv, G, T, N]
         size = op.Shape(q, start=3)
         heads = op.Concat(
             op.Shape(q, end=1), op.Shape(keys, start=2, end=3), [-1], op.Shape(q, start=1, end=2), size, axis=0
         )
         queries = op.Reshape(op.Transpose(op.Cast(q, to=1), perm=[0, 2, 1, 3]), heads)  # [B, Hkv, G, T, D]
         k = op.Unsqueeze(op.Transpose(keys, perm=[0, 2, 3, 1]), [2])  # [B, Hkv, 1, D, N]
-        v = op.Unsqueeze(op.Transpose(values, perm=[0, 2, 1, 3]), [2])  # [B, Hkv, 1, N, D]
         scores = op.MatMul(queries, k) / op.Sqrt(op.Cast(size, to=1))
-        scores = op.Where(op.Unsqueeze(seen, [1, 2]), scores, op.Constant(value_float=-1e30))
-        out = op.MatMul(op.Softmax(scores, axis=-1), v)
-        merged = op.Concat(op.Shape(q, end=1), [-1], op.Shape(q, start=1, end=2), size, axis=0)
-        return op.CastLike(op.Transpose(op.Reshape(out, merged), perm=[0, 2, 1, 3]), q)
+        return op.Where(op.Unsqueeze(seen, [1, 2]), scores, op.Constant(value_float=-1e30))
+
+    @script(ours, default_opset=op)
+    def Weighed(q, weights, values):
+        # weights [B, Hkv, G, T, N], values [B, N, Hkv, D] fp32 -> [B, T, Hq, D] in q's type
+        v = op.Unsqueeze(op.Transpose(values, perm=[0, 2, 1, 3]), [2])  # [B, Hkv, 1, N, D]
+        merged = op.Concat(op.Shape(q, end=1), [-1], op.Shape(q, start=1, end=2), op.Shape(q, start=3), axis=0)
+        out = op.Reshape(op.MatMul(weights, v), merged)
+        return op.CastLike(op.Transpose(out, perm=[0, 2, 1, 3]), q)
+
+    @script(ours, default_opset=op)
+    def Attend(q, keys, values, seen):
+        return Weighed(q, op.Softmax(Scores(q, keys, seen), axis=-1), values)
+
+    @script(ours, default_opset=op)
+    def AttendWithSinks(q, keys, values, seen, sinks):
+        # A sink is a last score of its head, whose weight is dropped
+        scores = Scores(q, keys, seen)
+        of_head = op.Concat([1], op.Shape(scores, start=1, end=3), [1, 1], axis=0)
+        of_row = op.Concat(op.Shape(scores, end=4), [1], axis=0)
+        last = op.Expand(op.Reshape(op.Cast(sinks, to=1), of_head), of_row)
+        weights = op.Softmax(op.Concat(scores, last, axis=-1), axis=-1)
+        return Weighed(q, op.Slice(weights, [0], [-1], [4]), values)
 
     @script(ours, default_opset=op)
     def Cascade(q, k, v, old_k, old_v, inside, attn_mask):
@@ -111,5 +139,51 @@ def functions() -> tuple[Any, ...]:
         all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
         return Cascade(q, k, v, all_k, all_v, inside, attn_mask)
 
-    scripts = (PagedContext, Before, Unpacked, Attend, Cascade, TreeCascadeAttention, BlockDraftAttention)
-    return tuple(function.to_function_proto() for function in scripts)
+    @script(ours, default_opset=op)
+    def CascadeBehind(q, k, v, old_k, old_v, inside, places, attn_mask, first, sinks):
+        # As Cascade, of keys at `places` [B, N] or [1, N] int64 those from `first` on
+        bound = op.Cast(first, to=7)
+        anybody = op.GreaterOrEqual(places, op.ReduceMin(bound, [1], keepdims=1))
+        valid = op.Unsqueeze(op.And(inside, anybody), [2, 3])
+        nothing = op.Constant(value_float=0.0)
+        keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
+        values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
+        near = op.GreaterOrEqual(op.Unsqueeze(places, [1]), op.Unsqueeze(bound, [2]))  # [B, T, N]
+        own = Unpacked(attn_mask, op.Shape(q, start=1, end=2))
+        seen = op.Concat(op.And(op.Unsqueeze(inside, [1]), near), own, axis=2)
+        return AttendWithSinks(q, keys, values, seen, sinks)
+
+    @script(ours, default_opset=op)
+    def Places(slots):
+        # [1] -> [1, slots] int64
+        return op.Unsqueeze(op.Range(0, op.Squeeze(slots), 1), [0])
+
+    @script(ours, default_opset=op)
+    def TreeWindowAttention(
+        q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, first, sinks,
+        plugin_namespace: str, plugin_version: str,
+    ):  # fmt: skip
+        old_k = PagedContext(k_pages, page_table)
+        slots = op.Shape(old_k, start=1, end=2)
+        inside, old_v = Before(context_len, slots), PagedContext(v_pages, page_table)
+        return CascadeBehind(q, k, v, old_k, old_v, inside, Places(slots), attn_mask, first, sinks)
+
+    @script(ours, default_opset=op)
+    def BlockWindowAttention(
+        q, k, v, new_k, new_v, new_len, k_pages, v_pages, page_table, context_len, attn_mask, first, sinks,
+        plugin_namespace: str, plugin_version: str,
+    ):  # fmt: skip
+        old_k = PagedContext(k_pages, page_table)
+        # not `slots` and `count`: TensorRT's parser confuses names here with those of the functions that are called
+        old_size, new_size = op.Shape(old_k, start=1, end=2), op.Shape(new_k, start=1, end=2)
+        inside = op.Concat(Before(context_len, old_size), Before(new_len, new_size), axis=1)  # [B, S + C]
+        length = op.Unsqueeze(op.Cast(context_len, to=7), [1])
+        old_places = op.Expand(Places(old_size), op.Concat(op.Shape(length, end=1), old_size, axis=0))
+        places = op.Concat(old_places, length + Places(new_size), axis=1)
+        all_k = op.Concat(old_k, op.Cast(new_k, to=1), axis=1)
+        all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
+        return CascadeBehind(q, k, v, all_k, all_v, inside, places, attn_mask, first, sinks)
+
+    shared = (PagedContext, Before, Unpacked, Scores, Weighed, Attend, AttendWithSinks, Cascade, CascadeBehind, Places)
+    nodes = (TreeCascadeAttention, BlockDraftAttention, TreeWindowAttention, BlockWindowAttention)
+    return tuple(function.to_function_proto() for function in (*shared, *nodes))

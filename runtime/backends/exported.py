@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, causal_mask
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, windowed
 from d2sd.modeling.layers import Rotary
-from d2sd.plugins.cascade_attention import pack_mask_bits
+from d2sd.plugins.cascade_attention import AttnMask, pack_mask_bits
 from d2sd.runtime.request import bucket, floor_bucket
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
@@ -61,9 +61,28 @@ def drafter_io_spec(config: DraftConfig, dtype: torch.dtype) -> IOSpec:
 
 
 def _of_rows(body: BodyConfig, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    integers = dict.fromkeys(("positions", "attn_mask", "page_table", "context_len"), torch.int32)
+    views = view_inputs(body)
+    of_views = *(view.mask for view in views), *(view.first for view in views if view.first)
+    integers = dict.fromkeys(("positions", *of_views, "page_table", "context_len"), torch.int32)
     pages = dict.fromkeys((f"{kind}_pages_{layer}" for kind in "kv" for layer in range(body.num_layers)), dtype)
     return {"embedded": dtype} | integers | pages
+
+
+class ViewInputs(NamedTuple):
+    """Names of the inputs that say what rows see in the layers that see alike."""
+
+    of: tuple[int | None, bool]  # window and causality, as in `BodyConfig.views`
+    mask: str
+    first: str | None  # with a window
+
+
+def view_inputs(body: BodyConfig) -> list[ViewInputs]:
+    """The views of a body's layers, in the order of their first layer."""
+    found = []
+    for number, view in enumerate(dict.fromkeys(body.views)):
+        suffix = f"_{number}" if number else ""
+        found.append(ViewInputs(view, f"attn_mask{suffix}", f"first{suffix}" if view[0] is not None else None))
+    return found
 
 
 class Session(Protocol):
@@ -122,7 +141,7 @@ class GraphDecoder(TargetModel):
         return self._chunks(tokens, rows, pool) if isinstance(rows, Chunks) else self._run(tokens, rows, pool)
 
     def _run(self, tokens: Tensor, rows: Rows, pool: KVPool) -> DecoderOutput:
-        out = self._session.run(_of_pass(self.embed_tokens(tokens), rows, pool))
+        out = self._session.run(_of_pass(self.config.body, self.embed_tokens(tokens), rows, pool))
         return DecoderOutput(out["hidden"], out["features"], out["k"], out["v"])
 
     def _chunks(self, tokens: Tensor, chunks: Chunks, pool: KVPool) -> DecoderOutput:
@@ -192,9 +211,8 @@ class GraphDrafter(DFlashModel):
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
-        if any(self.config.body.causal):  # in all layers: a graph has one mask
-            rows = replace(rows, attn_mask=causal_mask(rows))
-        inputs = _of_pass(embedded, rows, pool) | _features(features, positions, length)
+        after = replace(rows, context_len=rows.context_len + length)
+        inputs = _of_pass(self.config.body, embedded, rows, pool, after) | _features(features, positions, length)
         return self._session.run(inputs)["hidden"]
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
@@ -218,7 +236,7 @@ class GraphDrafter(DFlashModel):
         rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
         new = _features(features, positions, _zeros(device, batch))
-        out = self._session.run(_of_pass(embedded, rows, self._scratch_pool) | new)
+        out = self._session.run(_of_pass(body, embedded, rows, self._scratch_pool) | new)
         return out["k"], out["v"]
 
 
@@ -228,16 +246,16 @@ class GraphLayers(nn.Module):
     kv_scales = None
     one_page_table = True
 
-    def __init__(self, session: Session) -> None:
+    def __init__(self, body: BodyConfig, session: Session) -> None:
         super().__init__()
-        self._session = session
+        self._body, self._session = body, session
 
     def forward(
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor]:
         """x [B, T, E] -> hidden states [B, T, E]."""
         assert isinstance(rows, Rows)
-        return (self._session.run(_of_pass(x, rows, pool))["hidden"],)
+        return (self._session.run(_of_pass(self._body, x, rows, pool))["hidden"],)
 
 
 def graph_drafter(
@@ -249,7 +267,7 @@ def graph_drafter(
     clone = copy.copy(drafter)
     clone._modules = clone._modules.copy()  # the other's stay as they are
     clone.register_module("layers", nn.ModuleList())
-    clone.register_module("compiled", GraphLayers(session))
+    clone.register_module("compiled", GraphLayers(drafter.config.body, session))
     return clone
 
 
@@ -265,14 +283,24 @@ def _features(features: Tensor, positions: Tensor, length: Tensor) -> dict[str, 
     return {"features": features.contiguous(), "feature_positions": _int32(positions), "feature_len": _int32(length)}
 
 
-def _of_pass(embedded: Tensor, rows: Rows, pool: KVPool) -> dict[str, Tensor]:
+def _of_pass(
+    body: BodyConfig, embedded: Tensor, rows: Rows, pool: KVPool, after: Rows | None = None
+) -> dict[str, Tensor]:
+    """Inputs of a pass. `after` are its rows behind all their context, where some is not in the pages yet."""
     pages = {
         f"{kind}_pages_{i}": layer for kind, pages in (("k", pool.k), ("v", pool.v)) for i, layer in enumerate(pages)
     }
+    views: dict[str, Tensor] = {}
+    for view in view_inputs(body):
+        mask = windowed(after or rows, *view.of)
+        assert isinstance(mask, AttnMask)
+        views[view.mask] = pack_mask_bits(mask.allowed)
+        if view.first is not None and mask.first is not None:
+            views[view.first] = _int32(mask.first)
     return {
         "embedded": embedded.contiguous(),
         "positions": _int32(rows.positions),
-        "attn_mask": pack_mask_bits(rows.attn_mask),
+        **views,
         "page_table": _int32(pool.page_table(rows)),
         "context_len": _int32(rows.context_len),
         **pages,

@@ -14,9 +14,9 @@ from tests.convert.exported import Exported, ExportOnce, export_pair, tiny_pair
 def export_once(once: Once) -> ExportOnce:
     """Models are created for each test; graphs are shared, so tests must not write into their folder."""
 
-    def get(family: Family, dtype: torch.dtype) -> Exported:
-        target, drafter = tiny_pair(family, dtype)
-        folder = once(f"exported-{family}", lambda folder: export_pair(folder, target, drafter))
+    def get(family: Family, dtype: torch.dtype, *, windows: bool = False) -> Exported:
+        target, drafter = tiny_pair(family, dtype, windows=windows)
+        folder = once(f"exported-{family}{'-windows' * windows}", lambda folder: export_pair(folder, target, drafter))
         return Exported(folder, target, drafter)
 
     return get

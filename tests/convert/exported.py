@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -32,13 +33,16 @@ class Exported:
     drafter: Drafter
 
 
-#: Of a family and a dtype.
-ExportOnce = Callable[[Family, torch.dtype], Exported]
+#: Of a family and a dtype; with windows or without.
+ExportOnce = Callable[..., Exported]
 
 
-def tiny_pair(family: Family, dtype: torch.dtype) -> tuple[Decoder, Drafter]:
-    target = tiny_decoder(family, tie=family == "qwen2", head_dim=16 if family == "qwen3" else 8).to(dtype)
-    return target, tiny_drafter(target.config, target_layer_ids=TAPS).to(dtype)
+def tiny_pair(family: Family, dtype: torch.dtype, *, windows: bool = False) -> tuple[Decoder, Drafter]:
+    """`windows`: in some layers, with sinks in the target, and a drafter of which one layer is causal."""
+    narrow: dict[str, Any] = {"windows": (5, None, 14), "sinks": True} if windows else {}
+    target = tiny_decoder(family, tie=family == "qwen2", head_dim=16 if family == "qwen3" else 8, **narrow).to(dtype)
+    attention: dict[str, Any] = {"windows": (None, 6), "causal": (False, True)} if windows else {}
+    return target, tiny_drafter(target.config, target_layer_ids=TAPS, attention=attention).to(dtype)
 
 
 def export_pair(folder: Path, target: Decoder, drafter: Drafter) -> None:

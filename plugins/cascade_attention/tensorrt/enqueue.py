@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.arguments import PagedContext
-from d2sd.plugins.cascade_attention.onnx import BLOCK
+from d2sd.plugins.cascade_attention.onnx import INPUTS, TREE
 
 _TYPES = {"HALF": "<f2", "FLOAT": "<f4", "INT32": "<i4", "BF16": "<i2"}
 
@@ -19,30 +19,33 @@ def run(
     """Run the node `name` on the CUDA stream `stream`.
 
     Args:
-        described: shape and TensorRT type name of each input, in the order of `plugin.INPUTS`. The output has those of
+        described: shape and TensorRT type name of each input, in the order of `INPUTS`. The output has those of
             the first.
         inputs_at, output_at: device addresses.
     """
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
     from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 
-    inputs = [_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True)]
+    tensors = (_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True))
+    given = dict(zip(INPUTS[name], tensors, strict=True))
     out = _tensor(*described[0], output_at)
     # not ExternalStream: for the default stream's handle, 0, it creates a new stream
     theirs = torch.cuda.get_stream_from_external(stream, out.device)
     with torch.cuda.stream(theirs):
-        q, k, v, *new, k_pages, v_pages, page_table, context_len, attn_mask = inputs
-        if name == BLOCK:
+        k_pages, v_pages, page_table, context_len = (given[part] for part in INPUTS[TREE][3:7])
+        if "new_len" in given:
             # The new rows' K/V are written past the committed context before the block reads it; nothing is written
             # where `new_len` is 0. The runtime commits the same rows again later, so this write need not persist: if
             # TensorRT passed a copy of the pages, results would still be right.
-            new_k, new_v, new_len = new
-            steps = torch.arange(new_k.shape[1], device=q.device)
+            new_k, new_v, new_len = (given[part] for part in ("new_k", "new_v", "new_len"))
+            steps = torch.arange(new_k.shape[1], device=out.device)
             places, keep = context_len[:, None] + steps, steps < new_len[:, None]
             write_pages_triton(new_k[None], new_v[None], k_pages[None], v_pages[None], page_table, places, keep)
             context_len = context_len + new_len
         context = PagedContext(k_pages, v_pages, page_table, context_len)
-        out.copy_(cascade_attention_triton(q, k, v, context, attn_mask))
+        q, k, v, mask = (given[part] for part in ("q", "k", "v", "attn_mask"))
+        first, sinks = given.get("first"), given.get("sinks")
+        out.copy_(cascade_attention_triton(q, k, v, context, mask, first=first, sinks=sinks))
 
 
 class _Memory:

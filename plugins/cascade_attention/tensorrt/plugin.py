@@ -1,4 +1,4 @@
-"""Both attention nodes as TensorRT plugins, of classic TensorRT and of TensorRT-RTX alike.
+"""The attention nodes as TensorRT plugins, of classic TensorRT and of TensorRT-RTX alike.
 
     register(trt)     before a graph is parsed, and before an engine that contains them is deserialized
 
@@ -11,18 +11,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.plugins.cascade_attention.onnx import DOMAIN, INPUTS, TREE, VERSION
 
-#: Inputs by name, in the order of the nodes.
-INPUTS = {
-    TREE: ("q", "k", "v", "k_pages", "v_pages", "page_table", "context_len", "attn_mask"),
-    BLOCK: ("q", "k", "v", "new_k", "new_v", "new_len", "k_pages", "v_pages", "page_table", "context_len", "attn_mask"),
-}
-_INTEGERS = {"page_table", "context_len", "attn_mask", "new_len"}
+_INTEGERS = {"page_table", "context_len", "attn_mask", "new_len", "first"}
 
 
 def register(trt: Any) -> None:
-    """Register both plugins with this TensorRT's registry, once a process."""
+    """Register the plugins with this TensorRT's registry, once a process."""
     registry = trt.get_plugin_registry()
     if registry.get_creator(TREE, VERSION, DOMAIN) is not None:
         return

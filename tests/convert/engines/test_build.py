@@ -16,7 +16,8 @@ from d2sd.convert.engines.build import Job, Report, build_engine, build_engines,
 from d2sd.convert.engines.profiles import Profile
 from d2sd.convert.onnx.export import export_target
 from d2sd.errors import BuildError
-from tests.convert.exported import PAGE, ExportOnce
+from d2sd.runtime.backends.exported import view_inputs
+from tests.convert.exported import PAGE, Exported, ExportOnce
 from tests.modeling.test_fp8 import fp8_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
@@ -25,13 +26,17 @@ pytestmark = pytest.mark.slow
 LAYERS = {"target": 3, "drafter": 2}
 
 
-@pytest.fixture(scope="module")
-def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target and a drafter with heads of 16: links, so engines are written next to them."""
-    folder = tmp_path_factory.mktemp("graphs")
-    for file in export_once("qwen3", torch.float16).folder.iterdir():
+def linked(folder: Path, exported: Exported) -> Path:
+    """Links to the graphs, so engines are written next to them."""
+    for file in exported.folder.iterdir():
         (folder / file.name).symlink_to(file)
     return folder
+
+
+@pytest.fixture(scope="module")
+def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target and a drafter with heads of 16."""
+    return linked(tmp_path_factory.mktemp("graphs"), export_once("qwen3", torch.float16))
 
 
 def profile(graph: str, layers: int, size: int = 16) -> Profile:
@@ -91,6 +96,22 @@ def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layer
     """In this process: no plugin is asked for, so the library's name does not matter."""
     report = build_engine(job(graphs, graph, layers, plugins=False))
     assert (report.plugins, report.layers["SOFTMAX"]) == (0, layers)
+
+
+@pytest.mark.full
+@pytest.mark.engines
+def test_windows_and_sinks_are_inputs_of_the_plugin(export_once: ExportOnce, tmp_path: Path) -> None:
+    exported = export_once("qwen3", torch.float32, windows=True)
+    folder = linked(tmp_path, exported)
+    for graph, layers, config in (("target", 3, exported.target.config), ("drafter", 2, exported.drafter.config)):
+        views = view_inputs(config.body)
+        given = profile(graph, layers)
+        of_mask, of_rows = given["attn_mask"], given["positions"]
+        given |= {view.mask: of_mask for view in views} | {view.first: of_rows for view in views if view.first}
+        (report,) = build_engines([job(folder, graph, layers, profiles=[given])], tmp_path / f"{graph} scratch")
+        assert (report.plugins, report.layers.get("SOFTMAX", 0)) == (layers, 0)
+        without = build_engine(job(folder, graph, layers, profiles=[given], plugins=False))
+        assert (without.plugins, without.layers["SOFTMAX"]) == (0, layers)
 
 
 @pytest.mark.slow

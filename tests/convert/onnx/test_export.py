@@ -41,9 +41,16 @@ class Pair:
     draft_graph: GraphDrafter
 
 
-@pytest.fixture(scope="module", params=PAIRS, ids=[family for family, _ in PAIRS])
+@pytest.fixture(
+    scope="module",
+    params=[
+        *(pytest.param((*pair, False), id=pair[0]) for pair in PAIRS),
+        pytest.param(("qwen3", torch.float32, True), id="windows", marks=pytest.mark.slow),
+    ],
+)
 def pair(request: pytest.FixtureRequest, export_once: ExportOnce) -> Pair:
-    exported = export_once(*request.param)
+    family, dtype, windows = request.param
+    exported = export_once(family, dtype, windows=windows)
     target, drafter, folder = exported.target, exported.drafter, exported.folder
     graph = GraphDecoder(target, TAPS, OnnxSession(folder / "target.onnx"))
     return Pair(target, drafter, graph, GraphDrafter(drafter, OnnxSession(folder / "drafter.onnx"), PAGE))
