@@ -312,10 +312,7 @@ _REFUSED = {
         "engines": "Experts are not exported to TensorRT engines.",
         "fp8.target": "d2sd does not quantize experts to FP8.",
         "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
-    },
-    "sliding windows": {"engines": "Attention in TensorRT engines has no sliding windows."},
-    "attention sinks": {"engines": "Attention in TensorRT engines has no sinks."},
-    "layers of which some are causal": {"engines": "A TensorRT engine has one mask for all layers."},
+    }
 }
 #: What is done without for a target with `BodyConfig.beyond_kernels`.
 _UNFUSED = {
@@ -329,7 +326,8 @@ def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> No
     fp8 = recipe.fp8 is not None and recipe.fp8.target
     asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
     for feature in body.beyond_llama:
-        for key, reason in _REFUSED.get(feature, _UNFUSED).items():
+        unknown = _UNFUSED if feature in body.beyond_kernels else {}
+        for key, reason in _REFUSED.get(feature, unknown).items():
             if asked[key]:
                 fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
                 raise RecipeError(reason, where=f"recipe: {key}", found=found, fix=fix)

@@ -1,13 +1,19 @@
-"""The attention nodes of exported graphs, by the functions that graphs carry: ONNX Runtime against nested loops."""
+"""The attention nodes of exported graphs against nested loops: the functions that graphs carry, in ONNX Runtime, and
+what a plugin makes of its inputs, with specifications in place of kernels.
+"""
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import pack_mask_bits
+from d2sd.plugins.cascade_attention import PagedContext, pack_mask_bits
 from d2sd.plugins.cascade_attention.onnx import BEHIND, BLOCK, DOMAIN, INPUTS, OPSET, TREE, attributes, functions
+from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+from d2sd.plugins.kv_pages.reference import write_pages_reference
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, everyone, make, oracle, steps
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
@@ -33,6 +39,39 @@ def run(name: str, inputs: dict[str, Tensor]) -> Tensor:
     return torch.from_numpy(out)
 
 
+def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) -> Tensor:
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    from d2sd.plugins.cascade_attention.tensorrt import enqueue
+    from d2sd.plugins.cascade_attention.triton import launch
+    from d2sd.plugins.kv_pages.triton import kernel
+
+    def attend(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        context: PagedContext,
+        words: Tensor,
+        *,
+        first: Tensor | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        bits = (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
+        return cascade_attention_reference(q, k, v, context, bits.flatten(2)[..., : q.shape[1]].bool(), first, sinks)
+
+    def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *where: Tensor) -> None:
+        write_pages_reference(k, v, k_pages, v_pages, table.long(), *where)
+
+    memory = {place: inputs[key] for place, key in enumerate(INPUTS[name])}
+    memory[-1] = out = torch.empty_like(inputs["q"])
+    patch.setattr(enqueue, "_tensor", lambda shape, kind, at: memory[at])
+    patch.setattr(torch.cuda, "get_stream_from_external", lambda *_: None)
+    patch.setattr(torch.cuda, "stream", nullcontext)
+    patch.setattr(launch, "cascade_attention_triton", attend)
+    patch.setattr(kernel, "write_pages_triton", write)
+    enqueue.run(name, [((), "")] * len(INPUTS[name]), list(range(len(INPUTS[name]))), -1, 0)
+    return out
+
+
 def inputs_of(call: Call) -> dict[str, Tensor]:
     context, mask = call.context, call.mask
     first = torch.zeros(call.attn_mask.shape[:2]) if mask.first is None else mask.first
@@ -43,15 +82,17 @@ def inputs_of(call: Call) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("window", "sinks"), [(1, True), (6, False), (40, True), (None, True)])
-def test_trees(window: int | None, sinks: bool) -> None:
+def test_trees(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN in front of all windows, and pages there of anybody."""
     call = make(Shape(contexts=(0, 1, 13, 8), rows=6), ancestors)
     call = behind(call, window, steps(ancestors, call), sinks=sinks)
-    torch.testing.assert_close(run(BEHIND[TREE], inputs_of(call)).double(), oracle(call), rtol=1e-5, atol=1e-5)
+    given = inputs_of(call)
+    for found in (run(BEHIND[TREE], given), run_plugin(BEHIND[TREE], given, monkeypatch)):
+        torch.testing.assert_close(found.double(), oracle(call), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])
-def test_blocks_behind_new_context(window: int) -> None:
+def test_blocks_behind_new_context(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a context the last rows, two at most, are not in the pages yet: some windows begin among them."""
     call = make(Shape(contexts=(0, 1, 13, 8), rows=5), everyone)
     call = behind(call, window, steps(everyone, call), sinks=True)
@@ -69,13 +110,15 @@ def test_blocks_behind_new_context(window: int) -> None:
     for name in pages:
         given |= {f"new_{name}": new[name], f"{name}_pages": pages[name]}
     given |= {"new_len": new_len.int(), "context_len": (context.context_len - new_len).int()}
-    torch.testing.assert_close(run(BEHIND[BLOCK], given).double(), oracle(call), rtol=1e-5, atol=1e-5)
+    for found in (run(BEHIND[BLOCK], given), run_plugin(BEHIND[BLOCK], given, monkeypatch)):
+        torch.testing.assert_close(found.double(), oracle(call), rtol=1e-5, atol=1e-5)
 
 
-def test_without_windows_the_nodes_are_the_others() -> None:
+def test_without_windows_the_nodes_are_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     call = make(Shape(contexts=(9, 0, 4)), ancestors)
     given = inputs_of(call)
     plain = run(TREE, {name: x for name, x in given.items() if name in INPUTS[TREE]})
     torch.testing.assert_close(run(BEHIND[TREE], given), plain, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(run_plugin(TREE, given, monkeypatch), plain, rtol=1e-5, atol=1e-6)
     with pytest.raises(AssertionError):
         torch.testing.assert_close(run(BEHIND[TREE], given | {"sinks": torch.ones(6)}), plain)

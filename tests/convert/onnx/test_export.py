@@ -46,6 +46,7 @@ class Pair:
     params=[
         *(pytest.param((*pair, False), id=pair[0]) for pair in PAIRS),
         pytest.param(("qwen3", torch.float32, True), id="windows", marks=pytest.mark.slow),
+        pytest.param(("gemma3_text", torch.float32, False), id="gemma3", marks=[pytest.mark.slow, pytest.mark.full]),
     ],
 )
 def pair(request: pytest.FixtureRequest, export_once: ExportOnce) -> Pair:

@@ -6,7 +6,6 @@ import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
-from d2sd.build import plan
 from d2sd.build.plan import Plan, make_plan
 from d2sd.build.tables import _memory, kv_lines, show_table
 from d2sd.convert.checkpoint.families import parse_target_config
@@ -28,7 +26,7 @@ from d2sd.errors import CheckpointError, RecipeError
 from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import tiny_decoder
 
 _TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
 
@@ -64,27 +62,6 @@ def test_experts_are_refused_where_they_have_no_products(tmp_path: Path, change:
         RecipeError, match=rf"(?i)experts(.|\n)*where: recipe: {key}\n(.|\n)*found: qwen3_moe in(.|\n)*fix: "
     ):
         make_plan(load_recipe(recipe, [change]))
-
-
-@pytest.mark.parametrize("which", ["target", "drafter"])
-@pytest.mark.parametrize(
-    ("change", "what"), [({"windows": (8, None, 8)}, "sliding windows"), ({"sinks": True}, "sinks")], ids=str
-)
-def test_engines_have_neither_windows_nor_sinks(
-    which: str, change: dict[str, Any], what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whatever reads them from a checkpoint."""
-    target = tiny_decoder(**change)
-    recipe = write_project(tmp_path, target if which == "target" else None)
-    if which == "target":
-        monkeypatch.setattr(plan, "parse_target_config", lambda _: target.config)
-    else:
-        drafter = tiny_drafter(target.config).config
-        drafter = replace(drafter, body=replace(drafter.body, **change | {"num_layers": 3}))
-        kind = replace(DFLASH, read_config=lambda *_: drafter)
-        monkeypatch.setattr(plan, "kind_of", lambda _: kind)
-    with pytest.raises(RecipeError, match=rf"no {what}(.|\n)*where: recipe: engines\n(.|\n)*found: .* in (.|\n)*fix: "):
-        make_plan(load_recipe(recipe, ["engines={compute: [portable]}"]))
 
 
 @pytest.mark.parametrize(

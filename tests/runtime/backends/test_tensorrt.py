@@ -18,7 +18,7 @@ from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool, Rows
-from d2sd.plugins.cascade_attention.onnx import BLOCK, DOMAIN, TREE, VERSION
+from d2sd.plugins.cascade_attention.onnx import DOMAIN, INPUTS, TREE, VERSION
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
@@ -423,10 +423,10 @@ def _arguments(method: Any) -> set[int]:
     return counts
 
 
-def test_both_plugins_are_known_before_an_engine_is_opened(target: EngineFile) -> None:
+def test_all_plugins_are_known_before_an_engine_is_opened(target: EngineFile) -> None:
     session(target)
     registry = fake_tensorrt.get_plugin_registry()
-    for name in (TREE, BLOCK):
+    for name in INPUTS:
         creator = registry.get_creator(name, VERSION, DOMAIN)
         ours = creator.create_plugin("layer", None, fake_tensorrt.TensorRTPhase.RUNTIME)
         assert (ours.plugin_name, ours.plugin_version, ours.plugin_namespace) == (name, VERSION, DOMAIN)
