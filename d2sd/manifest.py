@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
 
 from d2sd.errors import BundleError
+from d2sd.licence import NOT_STATED
 from d2sd.policies import DRAFTER_NAMES, DrafterName
 from d2sd.recipe import Builder, Recipe
 from d2sd.schema import read_model
@@ -44,6 +45,7 @@ class TargetGeometry(_Part):
     head_dim: int
     vocab_size: int
     parameters: int
+    licence: str = NOT_STATED  # of the weights, as their folder or the recipe states it
     #: How the checkpoint was quantized that the target was built from; None where it was not.
     quantization: str | None = None
 
@@ -57,6 +59,7 @@ class DrafterGeometry(BaseModel):
     num_layers: int
     block_size: int
     parameters: int
+    licence: str = NOT_STATED
 
 
 #: Min, opt and max shape.

@@ -75,6 +75,12 @@ def unsupported_reason(recipe: Recipe, first: DraftConfig | None = None) -> str 
         return f"its DFlash runs no {first.head.name} head"
     if isinstance(first, DrafterConfig) and first.sample_from_anchor:
         return "the anchor's row of the first drafter proposes, and in its DFlash does not"
+    if isinstance(first, DrafterConfig):
+        body = first.body
+        parts = {"windows": body.windows, "causal blocks": body.causal, "sinks": body.sinks}
+        parts["mask embedding"] = first.mask_embedding
+        if lacks := [name for name, there in parts.items() if there]:
+            return f"its DFlash was not tried with {lacks[0]}"
     return None
 
 

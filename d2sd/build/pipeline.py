@@ -8,6 +8,7 @@ engines are not reproducible byte for byte.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import JsonValue
 
 from d2sd.build.engines import EngineBuild
 from d2sd.build.fp8 import Fp8Build
@@ -35,6 +37,7 @@ from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
 from d2sd.io import hash_files, write_json
+from d2sd.licence import warning
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import FACTS, DrafterRole
@@ -67,6 +70,9 @@ def build(
     if plan.missing:
         plan = make_plan(recipe)
     finished("fetch")
+    for part in plan.parts:
+        if said := warning(part.name, part.licence):
+            print(said, file=sys.stderr)
     with work.locked():
         manifest = _stages(plan, work, validate)
         write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
@@ -230,11 +236,17 @@ def _target_geometry(part: Part) -> TargetGeometry:
         head_dim=body.head_dim,
         vocab_size=part.config.vocab_size,
         parameters=part.parameters,
+        licence=part.licence,
         quantization=None if part.choice is None else part.choice.text,
     )
 
 
 def _drafter_geometry(part: Part) -> DrafterGeometry:
     config = part.draft_config
-    common = {"num_layers": config.body.num_layers, "block_size": config.block_size, "parameters": part.parameters}
+    common: dict[str, JsonValue] = {
+        "num_layers": config.body.num_layers,
+        "block_size": config.block_size,
+        "parameters": part.parameters,
+        "licence": part.licence,
+    }
     return DrafterGeometry.model_validate(common | part.kind.geometry(config))

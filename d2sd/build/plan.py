@@ -21,6 +21,7 @@ from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights
 from d2sd.convert.kinds import DrafterKind, kind_of
 from d2sd.errors import RecipeError
 from d2sd.extras import require
+from d2sd.licence import NOT_STATED, read_licence
 from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
@@ -53,6 +54,7 @@ class Part:
     has_weights: bool  # else the sizes are those of its config alone
     role: DrafterRole | None = None  # None: the target
     choice: Choice | None = None  # of a target whose checkpoint is quantized
+    licence: str = NOT_STATED
     stored_bytes: int = (
         0  # of a published checkpoint in 16 bits or quantized; a drafter's copies of the target left out
     )
@@ -303,7 +305,8 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
     size = bytes_of(target_shapes(config, quantization), DTYPES[recipe.precision])
     sizes = numbers_of(plain), size, token, weights_present
-    return Part("target", str(file), config, *sizes, choice=choice, stored_bytes=stored), config
+    licence = _licence(recipe.target, file)
+    return Part("target", str(file), config, *sizes, choice=choice, licence=licence, stored_bytes=stored), config
 
 
 #: What is done without for a target with these, and why.
@@ -366,7 +369,15 @@ def _drafter(
     sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
     token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
     stored = bytes_of(shapes, _STORED)
-    return Part(role.folder, str(folder), config, *sizes, token, weights_present, role, stored_bytes=stored)
+    licence = _licence(source, folder)
+    sized = *sizes, token, weights_present
+    return Part(role.folder, str(folder), config, *sized, role, licence=licence, stored_bytes=stored)
+
+
+def _licence(source: Source, folder: Path) -> str:
+    """The licence that a checkpoint's folder states, else the recipe's."""
+    stated = read_licence(folder)
+    return source.licence or stated if stated == NOT_STATED else stated
 
 
 def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:

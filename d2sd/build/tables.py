@@ -15,6 +15,7 @@ from d2sd.build.sources import download_lines
 from d2sd.build.validate.drafter_config import EXPLANATION
 from d2sd.errors import D2SDError
 from d2sd.io import printable, size_text
+from d2sd.licence import warning
 from d2sd.manifest import Manifest
 from d2sd.recipe import Recipe, Source
 from d2sd.runtime.request import Limits
@@ -49,6 +50,9 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         _line(part.name, part.source)
         _line("", str(part.config))
+        _line("", f"licence: {part.licence}")
+        if said := warning(part.name, part.licence):
+            _line("warning", said)
         if part.choice is not None:
             _lines(part.choice.lines())
         if not part.has_weights:
@@ -76,6 +80,8 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     for name, model in models.items():
         fields = model.model_dump(exclude={"parameters"}, exclude_none=True)
         _line(name, ", ".join(f"{key} {value}" for key, value in fields.items()))
+        if said := warning(name, model.licence):
+            _line("warning", said)
         size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
         table.add_row(name, f"{model.parameters:,}", size_text(size))
     show_table(table)

@@ -1,0 +1,77 @@
+"""What a checkpoint's folder says of its licence, and which licences are told aloud."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from d2sd.cli.build import build
+from d2sd.cli.inspect import inspect
+from d2sd.licence import NOT_STATED, is_non_commercial, read_licence, warning
+from tests.convert.helpers import write_project
+
+CARDS = {
+    "a name": ("---\nlicense: apache-2.0\ntags: [a]\n---\n# Card\n", "apache-2.0"),
+    "its own name": ("---\nlicense: other\nlicense_name: nvidia-evaluation\n---\n", "nvidia-evaluation"),
+    "a name and its own": ("---\nlicense: mit\nlicense_name: x\n---\n", "mit"),
+    "several": ("---\nlicense: [mit, cc-by-nc-4.0]\n---\n", "mit, cc-by-nc-4.0"),
+    "no front matter": ("# Card\n\nlicense: mit\n", NOT_STATED),
+    "none": ("---\ntags: [a]\n---\n", NOT_STATED),
+    "no YAML": ("---\nlicense: [\n---\n", NOT_STATED),
+    "a number": ("---\nlicense: 4\n---\n", NOT_STATED),
+    "no mapping": ("---\n- license\n---\n", NOT_STATED),
+}
+
+
+@pytest.mark.parametrize(("card", "licence"), CARDS.values(), ids=CARDS)
+def test_a_model_card_names_it(tmp_path: Path, card: str, licence: str) -> None:
+    (tmp_path / "README.md").write_text(card)
+    assert read_licence(tmp_path) == licence
+
+
+def test_a_file_names_it_where_no_card_does(tmp_path: Path) -> None:
+    assert read_licence(tmp_path) == read_licence(tmp_path / "missing") == NOT_STATED
+    (tmp_path / "README.md").write_bytes(b"\xff\xfe")
+    (tmp_path / "LICENSE.txt").write_text("\n  # NVIDIA Non-Commercial License\n\nterms\n")
+    assert read_licence(tmp_path) == "NVIDIA Non-Commercial License (LICENSE.txt)"
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    assert read_licence(tmp_path) == "mit"
+
+
+@pytest.mark.parametrize(
+    ("licence", "told"),
+    [
+        ("cc-by-nc-nd-4.0", True),
+        ("CC BY-NC-SA 4.0", True),
+        ("nvidia-evaluation", True),
+        ("MiniMax non-commercial", True),
+        ("Noncommercial", True),
+        ("apache-2.0", False),
+        ("llama3.1", False),
+        ("nvidia-open-model-license", False),
+        (NOT_STATED, False),
+    ],
+)
+def test_which_are_told_aloud(licence: str, told: bool) -> None:
+    assert is_non_commercial(licence) == told
+    assert (warning("target", licence) is not None) == told
+
+
+def test_plan_build_and_inspect_say_it(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    (recipe.parent / "target" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    (recipe.parent / "first" / "README.md").write_text("---\nlicense: cc-by-nc-nd-4.0\n---\n")
+    said = "drafter_first: its licence, cc-by-nc-nd-4.0, does not allow commercial use"
+    plan = CliRunner().invoke(build, [str(recipe), "--plan"])
+    assert said in plan.stdout
+    assert f"licence: {NOT_STATED}" in plan.stdout
+    out = tmp_path / "out"
+    built = CliRunner().invoke(build, [str(recipe), "--out", str(out), "--set", "checks.count=1"])
+    assert said in built.stderr.splitlines()
+    manifest = json.loads((out / "manifest.json").read_text())
+    assert manifest["target"]["licence"] == "apache-2.0"
+    assert [manifest["drafters"][name]["licence"] for name in ("first", "second")] == ["cc-by-nc-nd-4.0", NOT_STATED]
+    assert said in CliRunner().invoke(inspect, [str(out)]).stdout
