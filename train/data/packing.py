@@ -103,8 +103,8 @@ def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> A
 def _hidden(
     positions: Tensor, tokens: Tensor, groups: int, window: int | None, causal: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """The keys that slots at `positions [B, A, G]` do not see: of the context [B, 1, A, 1 or g·G, S], where the anchor and
-    later tokens are hidden from all, and of their block [g·G, G]; None: nothing. g: query heads of each K/V head.
+    """The keys that slots at `positions [B, A, G]` do not see: of the context [B, 1, A, 1 or g·G, S], where the anchor
+    and later tokens are hidden from all, and of their block [g·G, G]; None: nothing. g: query heads of each K/V head.
     """
     hidden = (tokens >= positions[:, :, :1])[:, None, :, None]
     if window is None and not causal:
