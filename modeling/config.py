@@ -110,11 +110,11 @@ class BodyConfig:
             "attention sinks": self.sinks,
             "layers of which some are causal": len(set(self.causal)) > 1,
         }
-        return (*(name for name, there in names.items() if there), *self.beyond_kernels)
+        return (*(name for name, there in names.items() if there), *self.beyond_fused)
 
     @property
-    def beyond_kernels(self) -> tuple[str, ...]:
-        """Those of `beyond_llama` that compiled and fused layers lack, too."""
+    def beyond_fused(self) -> tuple[str, ...]:
+        """Those of `beyond_llama` that fused layers lack, too."""
         names = {
             "GeGLU": self.activation != "silu",
             "norms of 1 + weight": self.norm_offset,

@@ -41,8 +41,26 @@ class MLP(FeedForward):
     def products(self) -> tuple[tuple[nn.Module, ...], ...]:
         return () if self._gelu else ((self.gate_proj, self.up_proj), (self.down_proj,))
 
+    def packed(self, product: PackProduct) -> nn.Module:
+        return PackedGeGLU(self, product) if self._gelu else self
+
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x)
         gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
         out: Tensor = self.down_proj(gate * self.up_proj(x))
         return out
+
+
+class PackedGeGLU(nn.Module):
+    """A GeGLU of packed products; holds no parameters, so it cannot be trained or saved."""
+
+    def __init__(self, mlp: MLP, product: PackProduct) -> None:
+        super().__init__()
+        parts = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self._products = [product(part.weight.detach(), None) for part in parts]
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self._products
+        # in fp64 for the reason that `d2sd.modeling.experts` gives
+        activated = F.gelu(gate(x).double(), approximate="tanh").to(x.dtype)
+        return down(activated * up(x).to(x.dtype)).to(x.dtype)

@@ -97,8 +97,8 @@ def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bo
     """Reason the projections cannot be fused: other layers, foreign modules, mixed linear types, scales that do not
     allow it, or experts that have to be exact.
     """
-    if body.beyond_kernels:
-        return " and ".join(body.beyond_kernels)
+    if body.beyond_fused:
+        return " and ".join(body.beyond_fused)
     for layer in cast("Sequence[Layer]", layers):
         attention = layer.self_attn
         if exact and not layer.mlp.products():

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from d2sd.modeling.config import BodyConfig, RopeConfig
 from d2sd.modeling.experts import Experts
-from d2sd.modeling.feed_forward import MLP, FeedForward
+from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct
 from d2sd.plugins.layer_ops import rope_tables
 
 CosSin = tuple[Tensor, Tensor]
@@ -157,7 +157,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.num_heads * size, hidden, bias=config.o_bias)
         self.q_norm = norm_of(config, size) if config.qk_norm else nn.Identity()
         self.k_norm = norm_of(config, size) if config.qk_norm else nn.Identity()
-        self._query_scale = config.query_scale
+        self.query_scale = config.query_scale
         self.register_parameter("sinks", nn.Parameter(torch.zeros(config.num_heads)) if config.sinks else None)
         self.k_cache: nn.Module = nn.Identity()  # see d2sd.modeling.fp8
         self.v_cache: nn.Module = nn.Identity()
@@ -165,7 +165,7 @@ class Attention(nn.Module):
     def queries(self, x: Tensor, cos_sin: CosSin) -> Tensor:
         """[..., E] -> rotated queries [..., Hq, D]."""
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
-        return q if self._query_scale == 1 else q * self._query_scale
+        return q if self.query_scale == 1 else q * self.query_scale
 
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """[..., E] -> rotated keys and plain values, each [..., Hkv, D]."""
@@ -207,6 +207,15 @@ class Layer(nn.Module):
         """The norm of what the feed-forward network reads."""
         return self.post_attention_layernorm
 
+    @property
+    def branch_norm(self) -> RMSNorm | None:
+        """The norm of what attention adds."""
+        return None
+
+    def packed_feed_forward(self, product: PackProduct) -> nn.Module:
+        """Return the module that makes what the feed-forward network adds on a CPU at inference."""
+        return self.mlp.packed(product)
+
     def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
         """x and what attention adds to it -> x of the next layer."""
         x = x + branch
@@ -227,6 +236,13 @@ class BranchNormLayer(Layer):
     @property
     def feed_forward_norm(self) -> RMSNorm:
         return self.pre_feedforward_layernorm
+
+    @property
+    def branch_norm(self) -> RMSNorm:
+        return self.post_attention_layernorm
+
+    def packed_feed_forward(self, product: PackProduct) -> nn.Module:
+        return nn.Sequential(self.mlp.packed(product), self.post_feedforward_layernorm)
 
     def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
         x = x + self.post_attention_layernorm(branch)

@@ -39,7 +39,7 @@ from d2sd.plugins.cpu.library import PANEL, address
 def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this geometry and type on this machine."""
     size = body.head_dim
-    fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD and not body.beyond_kernels
+    fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
     return fits and dtype in library.TYPES and all(map(_is_plain, layers)) and library.available()
 
 
@@ -77,14 +77,15 @@ class NativeLayers(nn.Module):
         views = map([*self._views].index, body.views)
         self._between: dict[int, nn.Module]  # by the layer
         if target is None:
-            networks = {index: layer.mlp for index, layer in enumerate(layers) if not layer.mlp.products()}
-            self._between = {index: network.packed(packed_product) for index, network in networks.items()}
+            others = {index: layer for index, layer in enumerate(layers) if not layer.mlp.products()}
+            self._between = {index: layer.packed_feed_forward(packed_product) for index, layer in others.items()}
         else:
             first = len(target._layers) - len(layers)
             self._between = {index - first: made for index, made in target._between.items() if index >= first}
         made = map(self._packed, layers, views, mlps)
         self._layers: ctypes.Array[library.Layer] = (library.Layer * len(layers))(*made)
-        self._norm = self._wide(norm.weight)
+        self._norm = self._wide(norm.scale)
+        self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self._body = self._described()
         self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
         self._context = _context(layers, body.rms_norm_eps) if context else None
@@ -114,7 +115,10 @@ class NativeLayers(nn.Module):
         q_rows = _padded(q.weight)
         weight = torch.cat([q_rows, k.weight, v.weight])
         bias = None if q.bias is None else torch.cat([_padded(q.bias), k.bias, v.bias])
-        norms = [layer.input_layernorm, layer.post_attention_layernorm, attention.q_norm, attention.k_norm]
+        norms = layer.input_layernorm, layer.feed_forward_norm, attention.q_norm, attention.k_norm, layer.branch_norm
+        scales = [norm.scale if isinstance(norm, RMSNorm) else None for norm in norms]
+        if scales[2] is not None:  # a rotation keeps it
+            scales[2] = scales[2] * attention.query_scale
         products = [
             library.PackedLinear.of(weight, bias),
             library.PackedLinear.of(attention.o_proj.weight, attention.o_proj.bias),
@@ -127,7 +131,7 @@ class NativeLayers(nn.Module):
             products.append(library.PackedLinear.of(down_proj.weight))
         self._kept.extend(products)
         return library.Layer(
-            *(self._wide(norm.weight) if isinstance(norm, RMSNorm) else None for norm in norms),
+            *(None if scale is None else self._wide(scale) for scale in scales),
             None if attention.sinks is None else self._wide(attention.sinks),
             view,
             *(product.struct for product in products),
@@ -159,14 +163,14 @@ class NativeLayers(nn.Module):
             lengths = rows.needed or (count,) * batch
             starts, longest = torch.tensor([0, *accumulate(lengths)]), max(lengths)
             kept = None if rows.needed is None else first_rows(rows.needed, count)
-        inputs = x.to(torch.float32, copy=True), *rotary(rows.positions, torch.float32)  # x becomes the last output
-        x, cos, sin = (_flat(part, kept).contiguous() for part in inputs)
+        x = _flat(x.to(torch.float32, copy=True), kept).contiguous()  # becomes the last output
+        angles = self._angles(rotary, rows, kept)
         context, width = rows.context_len.long().contiguous(), rows.page_table.shape[1]
         masks = [_mask(rows, *view, kept) for view in self._views]
         tables = [pool.page_table(rows, layer).long().contiguous() for layer in self._views.values()]
         views = [
-            library.View(*_strided(allowed), address(first), address(table), width)
-            for (allowed, first), table in zip(masks, tables, strict=True)
+            library.View(*_strided(allowed), address(first), address(table), width, address(cos), address(sin))
+            for (allowed, first), table, (cos, sin) in zip(masks, tables, angles, strict=True)
         ]
         assert int(context.max()) <= width * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
@@ -174,7 +178,7 @@ class NativeLayers(nn.Module):
         features = torch.empty(len(x), len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(len(x), hidden, dtype=dtype)
         arguments = library.Pass(
-            len(context), longest, address(starts), address(x), address(cos), address(sin),
+            len(context), longest, address(starts), address(x),
             (library.View * len(views))(*views), len(views), *map(library.addresses, pool.addresses), pool.page_size,
             address(context), address(k), address(v),
             address(aux), len(aux_layer_ids), address(features), address(out),
@@ -189,6 +193,16 @@ class NativeLayers(nn.Module):
             self._run(arguments, body.num_layers)
         where = kept, (batch, count)
         return _spread(out, 0, *where), _spread(features, 0, *where), _spread(k, 1, *where), _spread(v, 1, *where)
+
+    def _angles(self, rotary: Rotary, rows: Rows | Chunks, kept: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        """cos and sin [N, D] of the rows in layers of each view."""
+
+        def of(table: Rotary) -> tuple[Tensor, Tensor]:
+            cos, sin = (_flat(part, kept).contiguous() for part in table(rows.positions, torch.float32))
+            return cos, sin
+
+        everywhere, local = of(rotary), None if self._local_rotary is None else of(self._local_rotary)
+        return [everywhere if local is None or window is None else local for window, _ in self._views]
 
     def _run(self, arguments: library.Pass, end: int) -> None:
         """Run the layers from where the pass is up to `end`."""

@@ -317,7 +317,7 @@ _REFUSED = {
         "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
     }
 }
-#: What is done without for a target with `BodyConfig.beyond_kernels`.
+#: What is done without for a target with `BodyConfig.beyond_fused`.
 _UNFUSED = {
     "engines": "Layers of this family are not exported to TensorRT engines.",
     "exact": "On CUDA the batch-invariant step is fused layers, which this family does not have.",

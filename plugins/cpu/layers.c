@@ -10,7 +10,7 @@
 #include "trees.h"
 
 struct layer {
-    const float *input_norm, *post_norm, *q_norm, *k_norm, *sinks; /* the last three may be NULL */
+    const float *input_norm, *post_norm, *q_norm, *k_norm, *branch_norm, *sinks; /* the last four may be NULL */
     long view;             /* number of the view by which it attends */
     struct linear qkv;     /* outputs q, padded to a panel, then k and v */
     struct linear o;
@@ -33,13 +33,13 @@ struct view {
     const int64_t *first;  /* [M], the first position that each row sees; NULL: 0. The mask bounds new rows too */
     const int64_t *table;  /* [B, M], of pages; in front of all rows' `first` any numbers */
     long table_width;
+    const float *cos, *sin; /* [M, D] */
 };
 
 struct pass {
     long batch, rows;      /* B, and T: the most rows that a request has */
     const int64_t *starts; /* [B + 1], first row of each request, and M */
     float *x;              /* [M, E], overwritten */
-    const float *cos, *sin; /* [M, D] */
     const struct view *view;
     long views;
     const char *const *k_pages, *const *v_pages; /* [L], of [P, Z, Hkv, D]; layers may differ in P */
@@ -60,6 +60,7 @@ struct run {
     long width, stride;    /* of qkv and of inputs to linear layers, in elements */
     char *input;           /* [M, stride] of what the next linear layer reads */
     float *qkv;            /* [M, width] */
+    float *branch;         /* [M, E], where layers have a branch norm */
     int32_t *request;      /* [M], of each row */
     int32_t *seen, *count; /* [views, M, T] and [views, M]: the new rows that a row sees; NULL without masks */
     float *scores;         /* a share of `room` * HEADS a thread */
@@ -93,6 +94,18 @@ static void norm_rows(const struct run *run, const float *weight, const struct s
     for (long row = first; row < last; row++) {
         rms_norm(run->pass->x + row * size, weight, (float)run->body->eps, normed, size);
         put_input(run, row, 0, normed, size);
+    }
+}
+
+/* Adds what attention made to the residual stream, normalized. */
+static void add_normed(const struct run *run, const float *weight, const struct share *share) {
+    const long size = run->body->hidden;
+    float normed[size];
+    long first, last;
+    divide(all_rows(run->pass), share, &first, &last);
+    for (long row = first; row < last; row++) {
+        rms_norm(run->branch + row * size, weight, (float)run->body->eps, normed, size);
+        for (long i = 0; i < size; i++) run->pass->x[row * size + i] += normed[i];
     }
 }
 
@@ -160,12 +173,13 @@ static void heads_of_rows(const struct run *run, long number, const struct share
     divide(all, share, &first, &last);
     for (long row = first; row < last; row++) {
         const struct layer *layer = body->layer + number;
+        const struct view *view = pass->view + layer->view;
         float *q = run->qkv + row * run->width, *k = q + keys;
         for (long h = 0; h < body->heads + body->kv_heads; h++) {
             float *head = h < body->heads ? q + h * size : k + (h - body->heads) * size;
             const float *weight = h < body->heads ? layer->q_norm : layer->k_norm;
             if (weight) rms_norm(head, weight, (float)body->eps, head, size);
-            rotate(head, pass->cos + row * size, pass->sin + row * size, size);
+            rotate(head, view->cos + row * size, view->sin + row * size, size);
         }
         store((int)body->type, pass->k, (number * all + row) * kv, k, kv);
         store((int)body->type, pass->v, (number * all + row) * kv, k + kv, kv);
@@ -268,8 +282,13 @@ static void forward(void *arguments, const struct share *share) {
         barrier(share);
         attend_rows(run, number, share);
         barrier(share);
-        each_attention_tile(run, &layer->o, pass->x, hidden, 1, share);
+        const int normed_branch = layer->branch_norm != NULL;
+        each_attention_tile(run, &layer->o, normed_branch ? run->branch : pass->x, hidden, !normed_branch, share);
         barrier(share);
+        if (normed_branch) {
+            add_normed(run, layer->branch_norm, share);
+            barrier(share);
+        }
         if (!layer->gate_up.weight) {
             norm = layer->post_norm;
             break;
@@ -323,11 +342,13 @@ void d2sd_layers(const struct body *body, const struct pass *pass, struct memory
     run.width = body->layer[0].qkv.out;
     const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4;
     const long lines = pass->view->mask ? pass->views * all : 0, seen = lines * (pass->rows + 1) * 4;
-    char *at = at_least(memory, inputs + qkv + seen + all * 4 + threads * HEADS * run.room * 4);
+    const long branch = body->layer[0].branch_norm ? all * body->hidden * 4 : 0;
+    char *at = at_least(memory, inputs + qkv + branch + seen + all * 4 + threads * HEADS * run.room * 4);
     if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
     run.input = at;
     run.qkv = (float *)(at += inputs);
-    run.request = (int32_t *)(at += qkv);
+    run.branch = (float *)(at += qkv);
+    run.request = (int32_t *)(at += branch);
     run.count = lines ? (int32_t *)(at + all * 4) : NULL;
     run.seen = lines ? run.count + lines : NULL;
     run.scores = (float *)(at + all * 4 + seen);

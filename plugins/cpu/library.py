@@ -40,7 +40,7 @@ class Layer(Structure):
     """`struct layer`."""
 
     _fields_ = [
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "sinks")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "branch_norm", "sinks")),
         ("view", c_long),
         *((name, Linear) for name in ("qkv", "o", "gate_up", "down")),
     ]
@@ -63,6 +63,7 @@ class View(Structure):
     _fields_ = [
         ("mask", c_void_p), ("mask_batch", c_long), ("mask_row", c_long),
         ("first", c_void_p), ("table", c_void_p), ("table_width", c_long),
+        ("cos", c_void_p), ("sin", c_void_p),
     ]  # fmt: skip
 
 
@@ -71,7 +72,7 @@ class Pass(Structure):
 
     _fields_ = [
         ("batch", c_long), ("rows", c_long), ("starts", c_void_p),
-        ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p),
+        ("x", c_void_p),
         ("view", POINTER(View)), ("views", c_long),
         ("k_pages", POINTER(c_void_p)), ("v_pages", POINTER(c_void_p)), ("page_size", c_long),
         ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),

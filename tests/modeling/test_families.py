@@ -72,8 +72,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-#: Of which compiled layers serve nothing: their bits are PyTorch's.
-UNCOMPILED = ("Gemma 3", "Gemma 3, scaled RoPE")
 cases = pytest.mark.parametrize("case", CONFIGS)
 
 
@@ -147,6 +145,23 @@ def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
     torch.testing.assert_close(torch.cat(logits, 1), pair(case).expected(tokens), rtol=0, atol=TOLERANCE)
 
 
+@cases
+@torch.no_grad()
+def test_features_are_outputs_of_the_layers(case: str) -> None:
+    """Served on a CPU: of the first layer, of one in the middle, and of the last one, before the last norm."""
+    decoder, kept = packed(case), pair(case)
+    tokens, seen = random_tokens(decoder, 2, 9), []
+    hooks = [
+        kept.theirs.model.layers[index].register_forward_hook(lambda _module, _inputs, out: seen.append(out))
+        for index in (0, 2, 3)
+    ]
+    kept.theirs(tokens)
+    for hook in hooks:
+        hook.remove()
+    found = decoder.full_pass(tokens, aux_layer_ids=(0, 2, 3)).features
+    torch.testing.assert_close(found, torch.cat(seen, -1), rtol=0, atol=TOLERANCE)
+
+
 def prompt_chunk(decoder: Decoder, tokens: Tensor, pool: KVPool, table: Tensor, context: Tensor) -> Tensor:
     """The next rows of each prompt, one prompt behind the other -> hidden [B, T, E]."""
     chunks = Chunks.of([tokens.shape[1]] * len(tokens), table, context, pool.page_size)
@@ -165,7 +180,7 @@ def rows_alone(decoder: Decoder, tokens: Tensor, sizes: tuple[int, ...]) -> Iter
         done += size
 
 
-@pytest.mark.parametrize("case", [case for case in CONFIGS if case not in UNCOMPILED])
+@cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_are_its_own(case: str, dtype: torch.dtype) -> None:
     """Served on a CPU: with others in the batch, and with other rows of its own, as one token after the other."""

@@ -5,11 +5,13 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import pytest
 
 from d2sd.plugins.cpu import compiler, library
+from tests.modeling.test_families import test_prompt_in_chunks_then_decoding as family
 from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
 from tests.modeling.test_native import test_windows_and_sinks as windows
 from tests.plugins.cpu.test_linear import TYPES
@@ -17,7 +19,8 @@ from tests.plugins.cpu.test_linear import test_bits_of_a_row_do_not_depend_on_ot
 
 pytestmark = [pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"), pytest.mark.slow]
 
-#: File, what is replaced, by what, and which test must notice: of linear layers, of whole layers, of windows and sinks.
+#: File, what is replaced, by what, and which test must notice: of linear layers, of whole layers, of windows and sinks,
+#: or of which family.
 MUTANTS = {
     "tiles of many rows round products first": (
         "linear.h",
@@ -61,6 +64,19 @@ MUTANTS = {
         "",
         "windows",
     ),
+    "a branch is added as it is": (
+        "layers.c",
+        "run->pass->x[row * size + i] += normed[i]",
+        "run->pass->x[row * size + i] += run->branch[row * size + i]",
+        "Gemma 3",
+    ),
+    "one rotation for all layers": (
+        "layers.c",
+        "view = pass->view + layer->view;\n        float",
+        "view = pass->view;\n        float",
+        "Gemma 3",
+    ),
+    "the norm in front of experts is the last one": ("layers.c", "norm = layer->post_norm;", "", "Qwen3-30B-A3B"),
     "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 
@@ -94,6 +110,7 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
         "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
         "windows": [partial(windows, (4, 9, 4), sinks=True)],
+        **{case: [partial(family, case, 1)] for case in ("Gemma 3", "Qwen3-30B-A3B")},
     }
     test = None
     if name is not None:
@@ -103,6 +120,6 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
         (sources / file).write_text(text.replace(old, new))
     assert Path(library.functions()._name).is_relative_to(sources.parent), "built from these sources"
     if test is None:
-        assert not any(noticed(proof) for proof in (*proofs["linear"], *proofs["layers"], *proofs["windows"]))
+        assert not any(noticed(proof) for proof in chain(*proofs.values()))
     else:
         assert any(noticed(proof) for proof in proofs[test])
