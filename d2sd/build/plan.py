@@ -329,7 +329,7 @@ def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> No
     fp8 = recipe.fp8 is not None and recipe.fp8.target
     asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
     for feature in body.beyond_llama:
-        unknown = _UNFUSED if feature in body.beyond_kernels else {}
+        unknown = _UNFUSED if feature in body.beyond_fused else {}
         for key, reason in _REFUSED.get(feature, unknown).items():
             if asked[key]:
                 fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
