@@ -57,12 +57,15 @@ OF_SELECTOR = {
 }
 
 
-def drafter_of(head: Any, *, from_anchor: bool = False) -> Drafter:
-    return tiny_drafter(DECODER.config, target_layer_ids=(0, 2, 4), head=head, sample_from_anchor=from_anchor)
+def drafter_of(head: Any, *, from_anchor: bool = False, windows: tuple[int, ...] = ()) -> Drafter:
+    drafter = tiny_drafter(DECODER.config, target_layer_ids=(0, 2, 4), head=head, sample_from_anchor=from_anchor)
+    windowed = Drafter(replace(drafter.config, body=replace(drafter.config.body, windows=windows)))
+    windowed.load_state_dict(drafter.state_dict())
+    return windowed.eval().requires_grad_(False)
 
 
 DSPARK, GATED_DSPARK = (drafter_of(head, from_anchor=True) for head in (VANILLA, GATED))
-DFLASH2 = drafter_of(SELECTOR)
+DFLASH2 = drafter_of(SELECTOR, windows=(16, 16))
 SHIFTED = drafter_of(None, from_anchor=True)
 
 
@@ -99,10 +102,14 @@ def deepspec(drafter: Drafter, keys: Mapping[str, Any]) -> dict[str, Any]:
     return fields | own | dict(keys)
 
 
+SLIDING = {"layer_types": ["sliding_attention"] * 2, "sliding_window": 16, "use_sliding_window": True}
+
+
 def zlab2(drafter: Drafter) -> dict[str, Any]:
-    """Everything in dflash_config, the block size too."""
+    """Everything in dflash_config, the block size too; every layer has a window, and sees its whole block."""
     inside = {"selector_rank": 8, "selector_top_k": 16, "conv_kernel_size": 2, "conv_group_size": 16, "block_size": 4}
-    fields = with_keys(drafter, inside, {"architectures": ["DFlash2DraftModel"], "is_causal": False})
+    top = {"architectures": ["DFlash2DraftModel"], "is_causal": False, **SLIDING}
+    fields = with_keys(drafter, inside, top)
     del fields["block_size"]
     return fields
 
@@ -111,6 +118,12 @@ def speculators(drafter: Drafter, kind: str, keys: Mapping[str, Any]) -> dict[st
     fields = speculators_fields(drafter, **keys) | {"speculators_model_type": kind}
     fields["speculators_config"] = fields["speculators_config"] | {"algorithm": kind, "proposal_methods": []}
     return fields
+
+
+def windowed(fields: dict[str, Any]) -> dict[str, Any]:
+    """Windows that are not causal, which is the default of this kind alone."""
+    fields.pop("sliding_window_non_causal")
+    return fields | {"transformer_layer_config": fields["transformer_layer_config"] | SLIDING}
 
 
 def flat(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -157,7 +170,7 @@ RELEASED = {
     "DFlash 2, z-lab": Released(DFLASH2, lambda: zlab2(DFLASH2), OF_SELECTOR),
     "DFlash 2, speculators": Released(
         DFLASH2,
-        lambda: speculators(DFLASH2, "dflash2", SELECTOR_KEYS | {"architectures": ["DFlash2DraftModel"]}),
+        lambda: windowed(speculators(DFLASH2, "dflash2", SELECTOR_KEYS | {"architectures": ["DFlash2DraftModel"]})),
         OF_SELECTOR,
     ),
 }

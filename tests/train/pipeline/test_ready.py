@@ -20,7 +20,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.loop import Trainer
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import HEADS, tiny_decoder, tiny_drafter
 
 GEOMETRY = {"layers": 2, "block_size": 4, "mask_token_id": 62, "target_layer_ids": [0, 2]}
 
@@ -78,12 +78,24 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
     assert trained(project) == files, "a second run ends in the same bytes"
 
 
-@pytest.mark.slow
-def test_the_second_is_plain_behind_a_first_that_is_not(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A windowed, causal and shifted first drafter with sinks and a mask embedding: the second has none of that."""
+@pytest.mark.parametrize(
+    "head",
+    [
+        pytest.param(None, marks=pytest.mark.slow),
+        pytest.param("selector", marks=pytest.mark.slow),
+        pytest.param("markov", marks=pytest.mark.full),
+    ],
+)
+def test_the_second_is_plain_behind_a_first_that_is_not(
+    project: Path, monkeypatch: pytest.MonkeyPatch, head: str | None
+) -> None:
+    """A windowed, causal and shifted first drafter with sinks, a mask embedding and a head: the second has none of
+    that.
+    """
     before = DFLASH.read_config(project / "ready")
+    scored = None if head is None else HEADS[head]
     body = replace(before.body, windows=(6, None), causal=(True, False), sinks=True)
-    ready = Drafter(replace(before, body=body, sample_from_anchor=True, mask_embedding=True)).bfloat16()
+    ready = Drafter(replace(before, body=body, sample_from_anchor=True, mask_embedding=True, head=scored)).bfloat16()
     with torch.no_grad():
         for parameter in ready.parameters():
             parameter.normal_(std=0.2)
