@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 from collections import Counter
 from copy import deepcopy
-from functools import cache, partial
+from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -43,12 +44,16 @@ QUICK = {
 
 @cache
 def drafters(head: str) -> tuple[Drafter, Drafter]:
-    """As they are released: behind a Markov head the anchor's row proposes too."""
+    """As they are released: behind a Markov head the anchor's row proposes too; a selector's layers have windows."""
     target, from_anchor = models()[0].config, isinstance(HEADS[head], MarkovConfig)
-    made = partial(
-        tiny_drafter, target, block_size=BLOCK - from_anchor, layers=1, head=HEADS[head], sample_from_anchor=from_anchor
-    )
-    return made(), made(role="variable_prefix", seed=2)
+    shape: dict[str, Any] = {
+        "block_size": BLOCK - from_anchor,
+        "layers": 1,
+        "head": HEADS[head],
+        "sample_from_anchor": from_anchor,
+        "attention": {} if from_anchor else {"windows": (6,)},
+    }
+    return tiny_drafter(target, **shape), tiny_drafter(target, **shape, role="variable_prefix", seed=2)
 
 
 class Leaning(ModelRunner):
