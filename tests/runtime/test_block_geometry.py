@@ -18,10 +18,12 @@ from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import draft_trees
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
+from tests.runtime.cuda_graphs.test_capture import check_same, layers_of_pytorch, record
 from tests.runtime.helpers import (
     BLOCK,
     choices,
@@ -32,8 +34,11 @@ from tests.runtime.helpers import (
     some_requests,
     sync_drafters,
 )
+from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.test_model_runner import PAGE, TABLE, TEXTS, fresh_draft
 from tests.tiny import runner_of, tiny_drafter
+
+__all__ = ["layers_of_pytorch"]  # a fixture
 
 SLOTS = BLOCK - 1
 FIRST, SECOND, *_ = DrafterRole
@@ -170,3 +175,46 @@ def test_a_step_without_a_slot_left_restarts_where_there_is_one() -> None:
     lengths = drafted.branches.prefix_len
     assert ((lengths < 2) | (lengths == SLOTS)).all()
     assert (lengths < 2).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [name for name in POLICIES if FACTS[name].copies])
+@pytest.mark.parametrize("name", ["windows", "causal", "cut and shifted", "second smaller"])
+def test_copies_and_shared_prefixes_beside_them(name: str, policy: PolicyName) -> None:
+    """The second half of the requests begins as the first did, in pages that are still there."""
+    requests = some_requests()[:5]
+    again = [replace(r, sampling=replace(r.sampling, seed=1000 + n)) for n, r in enumerate(requests)]
+    texts = {r.seed: r.prompt + tuple(_longer(r)) for r in (*requests, *again)}
+    runner = CheatingRunner(deepcopy(models()[0]), *GEOMETRIES[name].drafters, None, texts, block_size=BLOCK)
+    engine = make_engine(runner, policy, max_batch=4, lookup=True)
+    for some in (requests, again):
+        sequences = run_staggered(engine, some, gap=1)
+        assert [s.answer for s in sequences] == [expected(r) for r in some]
+    assert sum(s.stats.cached_tokens for s in sequences) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("layers_of_pytorch")
+@pytest.mark.parametrize("policy", ["chain", "d2sd", "hybrid"])
+@pytest.mark.parametrize("name", ["windows", "second smaller and shifted"])
+def test_steps_can_be_graphs(name: str, policy: PolicyName) -> None:
+    """Recorded operators that are repeated, in memory that is overwritten between two steps."""
+    requests = some_requests()
+    runner = runner_of(deepcopy(models()[0]), *deepcopy(GEOMETRIES[name].drafters), block_size=BLOCK)
+    engine, graphs = make_engine(runner, policy, max_batch=4), RecordedGraphs()
+    sequences = run_staggered(graphs.guard(engine), requests, gap=2)
+    assert [s.answer for s in sequences] == [expected(r) for r in requests]
+    assert graphs.replays > 10
+
+
+@pytest.mark.usefixtures("layers_of_pytorch")
+@pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
+@pytest.mark.parametrize("name", ["windows", "first smaller"])
+def test_nothing_is_read_back(name: str, policy: PolicyName) -> None:
+    """Every step runs the same operators on the same shapes."""
+    runner = runner_of(deepcopy(models()[0]), *deepcopy(GEOMETRIES[name].drafters), block_size=BLOCK)
+    engine = make_engine(runner, policy, max_batch=3, page_size=64, pages=6)
+    runner.static_shapes = True  # as on CUDA
+    for row, temperature in enumerate((0.0, 1.0, 0.7)):
+        engine.submit(Request((row + 1, 7, 2 * row), 30, SamplingParams(temperature=temperature, seed=row)))
+    check_same(record(engine, 3))
