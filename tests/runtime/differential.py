@@ -2,10 +2,11 @@
 
     python -m tests.runtime.differential STEPS [--seed S]
 
-An episode is a tiny random model, some of them with NaN, infinity or overflowing numbers in a weight, and requests with
-random parameters, their bounds included. They are decoded alone, one token a step; then together by policies that take
-turns, in few pages, with cancellations, cached prefixes, grammars and, in some, steps that are graphs. Tokens, text,
-finish reason, error and log-probabilities must be the same, and all pages free at the end.
+An episode is a tiny random model, some with windows, some with NaN, infinity or overflowing numbers in a weight, and
+requests with random parameters, their bounds included. They are decoded alone, one token a step, in pages that are kept
+to the end; then together by policies that take turns, in few pages, with cancellations, cached prefixes, grammars and,
+in some, steps that are graphs. Tokens, text, finish reason, error and log-probabilities must be the same, and all pages
+free at the end.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
 from tests.runtime.cheating import Knowing
-from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, free_pages
+from tests.runtime.helpers import BLOCK, BRANCHES, WINDOWS, OneTable, all_pages, free_pages
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import HEADS, runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import HEADS, prepared, tiny_decoder, tiny_drafter, tiny_flex
 
 Models = tuple[Decoder, Drafter, Drafter, FlexHead]
 TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
@@ -55,10 +56,20 @@ def models(dice: random.Random) -> Models:
     weight is broken, in a place, a row, or everywhere.
     """
     family, seed = dice.choice(FAMILIES), dice.randrange(50)
-    target = tiny_decoder(family, layers=2, head_dim=16, tie=dice.random() < 0.5, seed=seed)
-    heads = random.Random(f"{seed} {family}").choices([None, *HEADS.values()], k=2)
-    first = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[0])
-    second = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[1], role="variable_prefix", seed=2)
+    own = random.Random(f"{seed} {family}")
+    heads = own.choices([None, *HEADS.values()], k=2)
+    windows, *behind = own.choice([*WINDOWS.values()])
+    target = tiny_decoder(family, layers=2, head_dim=16, tie=dice.random() < 0.5, seed=seed, windows=windows)
+    first = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[0], attention={"windows": behind[0][:1]})
+    second = tiny_drafter(
+        target.config,
+        block_size=BLOCK,
+        layers=1,
+        head=heads[1],
+        role="variable_prefix",
+        seed=2,
+        attention={"windows": behind[1][:1]},
+    )
     made = target, first, second, tiny_flex(target, block_size=BLOCK)
     if dice.random() < 0.5:
         model = made[0] if dice.random() < 0.8 else dice.choice(made)
@@ -161,7 +172,9 @@ class Episode:
     @cached_property
     def alone(self) -> list[tuple[dict[str, Any], str]]:
         """The answer of each request, and its text, by plain decoding with nothing beside it."""
-        engine = Engine(runner_of(*self.models()[:3]), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
+        engine = Engine(
+            OneTable(*prepared(*self.models()[:3])), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode
+        )
         found = []
         for request in self.requests:
             outputs = list(engine.stream([request]))
