@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import NAMES, PolicyName
+from d2sd.runtime.backends.exported import GraphDrafter
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
@@ -28,7 +33,7 @@ from tests.runtime.helpers import (
     texts_of,
 )
 from tests.runtime.nan_pages import NaNPages
-from tests.tiny import prepared
+from tests.tiny import greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter
 
 KINDS = [kind for kind in WINDOWS if kind != "none"]
 POLICIES: tuple[PolicyName, ...] = ("off", "chain", "hybrid", "flex_tree", "flex_parallel")
@@ -113,3 +118,33 @@ def test_the_drafts_are_those_of_pages_that_are_kept(windows: str, cut: Window |
     for (logprob, prefixes), (other, others) in zip(*said, strict=True):
         torch.testing.assert_close(logprob, other, atol=1e-5, rtol=1e-5)
         assert torch.equal(prefixes, others)
+
+
+class Noting:
+    """A graph that notes the page tables of its passes."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.body, self.tables = drafter.config.body, list[Tensor]()
+
+    def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if inputs["feature_len"].numel() == 1:  # of a draft
+            self.tables.append(inputs["page_table"])
+        batch, rows, hidden = inputs["embedded"].shape
+        made = torch.zeros(self.body.num_layers, batch, inputs["features"].shape[1], 2, self.body.head_dim)
+        return {"hidden": torch.zeros(batch, rows, hidden), "k": made, "v": made}
+
+
+@pytest.mark.parametrize(("windows", "freed"), [((6, 6), True), ((6, None), False)])
+def test_a_graph_has_one_page_table(windows: tuple[int | None, ...], freed: bool) -> None:
+    """That of layers with windows, if all of its layers have one; else all its pages are kept."""
+    target = tiny_decoder("qwen3", layers=2, head_dim=16)
+    drafter = tiny_drafter(target.config, block_size=BLOCK, attention={"windows": windows})
+    graph = Noting(drafter)
+    runner = runner_of(target, GraphDrafter(drafter, graph, 4))
+    engine = make_engine(runner, "chain", max_batch=1)
+    (sequence,) = engine.generate([Request((3, 1, 2) * 5, 20)])
+    assert sequence.answer == greedy_text(tiny_decoder("qwen3", layers=2, head_dim=16), [3, 1, 2] * 5, 20)
+    assert runner.longest_window == (6 if freed else None)
+    tables = [table for table in graph.tables if table.any()]
+    assert len(tables) > 3
+    assert all(bool(table[0, 0]) != freed for table in tables[1:])
