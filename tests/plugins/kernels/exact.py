@@ -128,7 +128,7 @@ WINDOWS = [1, 3, 40, 90]
     ],
 )
 def test_windows_and_sinks(mask: Callable[..., Tensor], window: int, dtype: torch.dtype) -> None:
-    call = make(replace(SMALL, contexts=(140, 0, 5)), mask).to(dtype)
+    call = make(replace(SMALL, contexts=(100, 5), rows=5), mask).to(dtype)
     call = behind(call, window, steps(mask, call), sinks=True)
     found = attended(call)
     assert_within_budget(found, oracle(call), call)
