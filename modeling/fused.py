@@ -74,7 +74,7 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     weight, context = eager.norm.weight, isinstance(model, Drafter)
     for module in quantized:
         if isinstance(module, ComputedLinear):
-            module.require(weight.device)
+            module.prepare()
     unlike = _unlike(eager.config.body, eager.layers, context=context, exact=exact)
     if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=bool(quantized), unlike=unlike):
         if exact:

@@ -99,6 +99,7 @@ class Nvfp4Linear(Nvfp4Weights, ComputedLinear):
         super().__init__(in_features, out_features, bias, divisors=divisors)
         self._input = "input_global_scale" if divisors else "input_scale"
         self.store(self._input, (), torch.float32)
+        self._prepared = False  # the weights' scales are in the order of the tensor cores
 
     def rounding(self) -> Rounding:
         return partial(_carried, scale=self.tensor_scale(self._input))
@@ -106,11 +107,16 @@ class Nvfp4Linear(Nvfp4Weights, ComputedLinear):
     def scales(self) -> Tensor:
         return self.tensor_scale(self._global).view(1, 1)
 
-    def require(self, device: torch.device) -> None:
-        require_fp4_gemm(device)
+    def prepare(self) -> None:
+        scales = self.get_buffer("weight_scale")
+        require_fp4_gemm(scales.device)
+        if not self._prepared:
+            self.register_buffer("weight_scale", blocked(scales))
+            self._prepared = True
 
     def gemm(self, x: Tensor) -> Tensor:
-        self.require(x.device)
+        require_fp4_gemm(x.device)
+        of_weights = self.get_buffer("weight_scale")
         scale = self.tensor_scale(self._input)
         codes, of_groups = by_group(x, scale)
         rows = (codes[:, ::2] | codes[:, 1::2] << 4).contiguous()
@@ -119,7 +125,7 @@ class Nvfp4Linear(Nvfp4Weights, ComputedLinear):
             self.get_buffer(self._packed).view(torch.float4_e2m1fn_x2).t(),
             [blocked(of_groups), scale.view(1)],
             _RECIPE,
-            [blocked(self.get_buffer("weight_scale")), self.tensor_scale(self._global).view(1)],
+            [of_weights if self._prepared else blocked(of_weights), self.tensor_scale(self._global).view(1)],
             _RECIPE,
             _SWIZZLE,
             _SWIZZLE,

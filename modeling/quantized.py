@@ -119,8 +119,8 @@ class ComputedLinear(QuantizedLinear):
         bias = None if self.bias is None else self.bias.detach()
         return Carried([product(part) for part in parts], size, self.rounding(), self.scales(), bias)
 
-    def require(self, device: torch.device) -> None:
-        """Raise `D2SDError` for a device that does not serve this layer at all."""
+    def prepare(self) -> None:
+        """Make a filled layer ready to serve on its device; raises `D2SDError` for one that does not serve it."""
 
     @classmethod
     def unjoinable(cls, parts: Sequence[Any], *, exact: bool) -> str | None:
