@@ -98,7 +98,7 @@ def drafter_and_run() -> tuple[Drafter, Any]:
     def run() -> None:
         drafter.context_keys_values(features, torch.arange(3)[None])
         for block in blocks:
-            drafter(block, torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+            drafter(block, torch.arange(4)[None], lambda index, q, k, v, sinks: q + v.repeat_interleave(2, dim=2))
 
     return drafter, run
 
@@ -152,7 +152,9 @@ def test_a_flexdraft_heads_projections_get_scales(modelopt: ModelOpt, tmp_path: 
 
     def draft(head: FlexHead) -> Tensor:
         blocks = head.blocks(torch.zeros(1, 32))
-        hidden: Tensor = head(blocks, torch.arange(4)[None], lambda index, q, k, v: q + v.repeat_interleave(2, dim=2))
+        hidden: Tensor = head(
+            blocks, torch.arange(4)[None], lambda index, q, k, v, sinks: q + v.repeat_interleave(2, dim=2)
+        )
         return hidden
 
     def run() -> None:
