@@ -98,7 +98,8 @@ ENGINES: Mapping[str, OtherEngine] = MappingProxyType(
 
 def write_elsewhere(folder: Path, recipe: Recipe) -> None:
     """Write `folder`, a bundle's `elsewhere`, next to its first drafter, which must exist already."""
-    block_size = HFConfig.read(folder.parent / "drafter_first").size("block_size")
+    trained = HFConfig.read(folder.parent / "drafter_first").size("block_size")
+    block_size = min(trained, recipe.tree.block_size)
     folder.mkdir(parents=True)
     for name, engine in ENGINES.items():
         head = (

@@ -117,7 +117,7 @@ class RMSNorm(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """What the normalized axis is multiplied by."""
+        """The factors of the normalized axis."""
         return 1 + self.weight.float() if self._offset else self.weight
 
     def forward(self, x: Tensor) -> Tensor:

@@ -165,7 +165,7 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
     """Return the arguments of a chain for a first drafter's config; no key that affects the output is left to a
     default.
 
-    The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them.
+    The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them, or more.
     """
     part = drafter.part("dflash_config")
     return {
@@ -177,7 +177,7 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
         "speculative_config": {
             "decoding_type": "DFlash",
             "speculative_model": "drafter_first",
-            "max_draft_len": drafter.size("block_size") - 1,
+            "max_draft_len": min(drafter.size("block_size"), recipe.tree.block_size) - 1,
             "mask_token_id": part.get("mask_token_id", int),
             "target_layer_ids": list(part.integers("target_layer_ids")),
             "attention_backend": "VANILLA",  # FlashAttention; TRTLLM is for SM100 and SM103 only
@@ -192,7 +192,7 @@ def tree_arguments(
 
     Raises RecipeError if a block is longer than `nodes`, which TensorRT-LLM does not accept.
     """
-    block_size, max_batch = drafter.size("block_size"), max_batch or recipe.limits.max_batch
+    block_size, max_batch = recipe.tree.block_size, max_batch or recipe.limits.max_batch
     if nodes is not None and nodes < block_size:
         raise RecipeError(
             "TensorRT-LLM verifies at least a block.", where="nodes", found=nodes, expected=f"{block_size} or more"
@@ -250,15 +250,17 @@ def check_llm_args(bundle: Path) -> list[str]:
         if not isinstance(values, dict):
             raise BundleError("Arguments are a mapping of keys.", where=folder / name, found=type(values).__name__)
         speculative_config = check_arguments(values, str(folder / name)).speculative_config
-        limit = HFConfig.read(bundle / "drafter_first").size("block_size") - 1
         if speculative_config is None:
             continue
-        least = 1 if isinstance(speculative_config, DFlash) else limit
-        if not least <= (speculative_config.max_draft_len or 0) <= limit:
+        drafters = [bundle / "drafter_first"]
+        if not isinstance(speculative_config, DFlash) and (bundle / "drafter_second").is_dir():
+            drafters.append(bundle / "drafter_second")
+        limit = max(HFConfig.read(folder).size("block_size") for folder in drafters) - 1
+        if not 1 <= (speculative_config.max_draft_len or 0) <= limit:
             raise BundleError(
                 "The drafter was not trained for this many draft tokens.",
                 where=f"{folder / name}: speculative_config.max_draft_len",
                 found=speculative_config.max_draft_len,
-                expected=f"{least} to {limit}" if least < limit else str(limit),
+                expected=f"1 to {limit}",
             )
     return names

@@ -80,7 +80,7 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
             return stock(model_config, draft_config, lm_head, model)
         reasons = [*argument_faults(spec, manifest), *target_faults(model_config, manifest)]
         refuse("This server cannot draft trees.", bundle, reasons)
-        block_size = manifest.drafters["first"].block_size
+        block_size = manifest.recipe.tree.block_size
         policy = policy_of(manifest.recipe, block_size, name, spec.max_total_draft_tokens + 1)
         # TensorRT-LLM reserves K/V for a draft model, which ours does not use: as little as it takes.
         draft_config.pretrained_config.num_hidden_layers = 1
@@ -93,7 +93,7 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
 def argument_faults(spec: Any, manifest: Manifest) -> list[str]:
     """List what is wrong with the speculative arguments, for the drafters of the bundle."""
     reasons = []
-    length = manifest.drafters["first"].block_size - 1
+    length = manifest.recipe.tree.block_size - 1
     if not spec.use_dynamic_tree or (spec.dynamic_tree_max_topK or 0) < 2:
         reasons.append("use_dynamic_tree with dynamic_tree_max_topK of at least 2 is needed")
     if spec.max_draft_len != length:

@@ -242,9 +242,19 @@ def test_a_mode_that_is_neither(tmp_path: Path) -> None:
     refuses(tmp_path, TREE, "speculative_config.decoding_type", "D2SD", "decoding_type")
 
 
-@pytest.mark.parametrize(("name", "told"), [(DFLASH, "1 to 3"), (TREE, "3")])
-def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str, told: str) -> None:
-    refuses(tmp_path, name, "speculative_config.max_draft_len", 4, told)
+@pytest.mark.parametrize("name", [DFLASH, TREE])
+def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str) -> None:
+    refuses(tmp_path, name, "speculative_config.max_draft_len", 4, "1 to 3")
+
+
+def test_a_smaller_block_drafts_less(tmp_path: Path) -> None:
+    """Of a drafter that was trained on blocks of four."""
+    bundle, recipe = bundle_of(tmp_path / "bundle", tree={"block_size": 3, "branches": 2, "row_budget": 16})
+    write_llm_args(bundle / FOLDER, recipe)
+    for name in (DFLASH, TREE):
+        values = yaml.safe_load((bundle / FOLDER / name).read_text())
+        assert values["speculative_config"]["max_draft_len"] == 2
+    assert check_llm_args(bundle) == [DFLASH, TREE]
 
 
 def test_no_arguments(tmp_path: Path) -> None:
