@@ -26,6 +26,7 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, Rows
+from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Product
 from d2sd.plugins import dispatch, layer_ops
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
@@ -96,6 +97,30 @@ def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dt
             torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
         else:
             assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.usefixtures("anywhere")
+@pytest.mark.parametrize("family", ["llama", "gpt_oss"])
+def test_parts_are_summed_behind_both_branches(family: Family) -> None:
+    """As ranks of tensor parallelism do; here the sum is a part twice, and the sums of both are equal in number."""
+    target, drafter = pair(tiny_decoder(family, attention_bias=True))
+    counts: Counter[str] = Counter()
+
+    def model_with_sums(kind: str) -> Decoder:
+        def doubled(branch: Tensor) -> Tensor:
+            counts[kind] += 1
+            return 2 * branch
+
+        made = copy.deepcopy(target)
+        for layer in cast("list[Layer]", made.layers):
+            layer.reduce = doubled
+        return fused(made) if kind == "fused" else made
+
+    expected, found = (outputs(model_with_sums(kind), drafter) for kind in ("plain", "fused"))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-5)
+    assert counts["plain"] == counts["fused"] == 2 * 2 * len(target.layers)
+    assert (outputs(target, drafter)["hidden"] - expected["hidden"]).abs().max() > 0.01
 
 
 @pytest.mark.usefixtures("anywhere")
