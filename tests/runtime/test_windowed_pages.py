@@ -70,7 +70,15 @@ def cheating(windows: str, kind: type[CheatingRunner] = CheatingRunner) -> Cheat
     return kind(*copies(windows), texts_of(some_requests(), windows))
 
 
-#: Of each policy one, at every change; 17 pages hold hardly more than one request.
+def marks(policy: str, windows: str, pages: int | None) -> list[pytest.MarkDecorator]:
+    """Of all policies two cases are slow tests, the rest run in full alone, but for `SAMPLED`."""
+    if (windows, policy, pages) in SAMPLED:
+        return []
+    slow = (windows, pages) in chosen(policy, product(KINDS, ROOMS), 2)
+    return [SLOW] if slow else [SLOW, pytest.mark.full]
+
+
+#: Of some policies one case, at every change; 17 pages hold hardly more than one request.
 ROOMS = (None, 17)
 SAMPLED = {(kind, policy, pages) for policy in POLICIES for kind, pages in chosen(policy, product(KINDS, ROOMS))} | {
     ("all", "off", 17),
@@ -80,7 +88,7 @@ SAMPLED = {(kind, policy, pages) for policy in POLICIES for kind, pages in chose
 
 @pytest.mark.parametrize(
     ("windows", "policy", "pages"),
-    [pytest.param(*case, marks=[] if case in SAMPLED else SLOW) for case in product(KINDS, NAMES, ROOMS)],
+    [pytest.param(*case, marks=marks(case[1], case[0], case[2])) for case in product(KINDS, NAMES, ROOMS)],
 )
 def test_the_text_is_that_of_plain_decoding(windows: str, policy: PolicyName, pages: int | None) -> None:
     """All pages hold NaN until they are written, and again when they are freed; also where requests are preempted."""

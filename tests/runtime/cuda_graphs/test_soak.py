@@ -42,7 +42,10 @@ def test_a_short_soak_behind_windows(windows: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [name for name in WINDOWS if name != "none"])
+@pytest.mark.parametrize(
+    "windows",
+    ["mixed", *(pytest.param(name, marks=pytest.mark.full) for name in WINDOWS if name not in ("none", "mixed"))],
+)
 def test_a_soak_behind_windows(windows: str) -> None:
     soak = Soak(1, rerun=True, windows=windows)
     check(soak, 400)
