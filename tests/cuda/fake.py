@@ -28,6 +28,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role,
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.layers import Rotary
@@ -118,11 +119,12 @@ def runner(
     exact: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     roles: Collection[DrafterRole] = tuple(DrafterRole),
+    scored: HeadConfig | None = None,
     **changes: Any,
 ) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
 
-    `changes` are of the target's body, without a FlexDraft head.
+    `scored`: a head of both drafters. `changes` are of the target's body, without a FlexDraft head.
     """
     body = BodyConfig(
         hidden_size=64,
@@ -150,6 +152,7 @@ def runner(
                 num_target_layers=layers,
                 role=role,
                 prefix_weight_base=None if role == "first" else 0.9,
+                head=scored,
             )
         )
 

@@ -26,6 +26,7 @@ from d2sd.runtime.drafting.window import Window
 from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
 from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
+from tests.tiny import HEADS
 
 SAMPLED = GREEDY, HOT, NARROW
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -57,6 +58,15 @@ CASES = [
 def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) -> None:
     """Between the first draft and the end of commit."""
     watch = steps(policy, kinds, fp8=fp8, calibrated=True)
+    assert watch.copies == []
+    assert watch.launches.total() > 30, "the kernels are counted"
+
+
+@pytest.mark.parametrize("head", HEADS)
+@pytest.mark.parametrize("policy", [pytest.param("chain", marks=pytest.mark.full), "hybrid"])
+def test_heads_stay_on_the_device(policy: PolicyName, head: str) -> None:
+    """Greedy and sampled requests of one batch; convolved layers are those of PyTorch."""
+    watch = steps(policy, SAMPLED, calibrated=True, scored=HEADS[head])
     assert watch.copies == []
     assert watch.launches.total() > 30, "the kernels are counted"
 

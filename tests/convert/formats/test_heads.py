@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts
@@ -30,7 +31,7 @@ from tests.convert.formats.helpers import (
     write_tiny_target,
 )
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
 DECODER = tiny_decoder(layers=6, rope=ROPE, tie=False)
 VANILLA = MarkovConfig(rank=8, confidence=True, confidence_with_markov=True)
@@ -311,3 +312,21 @@ def test_a_multi_future_drafter_is_called_by_its_name(tmp_path: Path, name: str)
     for read in (lambda: read_drafter(folder), lambda: DFLASH.check_tensors(folder, DFLASH.read_config(folder))):
         with pytest.raises(CheckpointError, match=rf"multi-future drafter \(MFD\)(.|\n)*{name}"):
             read()
+
+
+@pytest.mark.parametrize("drafter", [DSPARK, GATED_DSPARK, DFLASH2])
+def test_no_layer_of_a_head_is_fp8(tmp_path: Path, drafter: Drafter) -> None:
+    """Nor a convolution; the patterns of a checkpoint in FP8 say so, and it is read again."""
+    layers = DFLASH.fp8_layers(drafter)
+    assert layers == DFLASH.fp8_layers(drafter_of(None))
+    described = Quantization(DFLASH.unquantized, kv=False, producer=("modelopt", "0.47.0"))
+    linears = [name for name, part in drafter.named_modules() if isinstance(part, torch.nn.Linear)]
+    narrow = described.of(linears)
+    assert set(narrow) < set(layers)
+    assert narrow
+    quantized = in_fp8(drafter, narrow)
+    DFLASH.write(tmp_path / "a", drafter.config, quantized.state_dict(), described)
+    config = DFLASH.read_config(tmp_path / "a")
+    assert config == drafter.config
+    assert DFLASH.check_tensors(tmp_path / "a", config) is not None
+    assert DFLASH.fingerprint(DFLASH.load(tmp_path / "a", torch.float32)) == DFLASH.fingerprint(quantized)

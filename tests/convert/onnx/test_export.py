@@ -149,9 +149,8 @@ def test_equal_models_give_equal_files(
     assert b"d2sd/convert" not in text
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "selector" else pytest.mark.full) for name in HEADS]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", HEADS)
 def test_a_graph_with_a_head_writes_the_text_of_plain_decoding(tmp_path: Path, name: str) -> None:
     """Convolutions are part of the graph, and begin again at every branch; the head is run outside of it."""
     target, _ = tiny_pair("qwen3", torch.float32)
