@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -85,9 +86,15 @@ class Run:
 
 
 @torch.inference_mode()
-def check_step(dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool = False) -> None:
-    """Bit for bit. Call it where Triton's kernels run on CPU tensors."""
-    model = tiny_decoder("qwen3", layers=2, head_dim=16).to(dtype)
+def check_step(
+    dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool = False, windows: bool = False
+) -> None:
+    """Bit for bit. Call it where Triton's kernels run on CPU tensors.
+
+    `windows`: shorter than the path in the tree, and ending in a tile; with sinks.
+    """
+    narrow: dict[str, Any] = {"windows": (3, 20), "sinks": True} if windows else {}
+    model = tiny_decoder("qwen3", layers=2, head_dim=16, **narrow).to(dtype)
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from copy import deepcopy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -35,12 +36,18 @@ def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
 
 
-def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
-    """GQA 4:1: prompts and trees of 14 rows take the tile of 64 rows, and with it wgmma."""
-    target = tiny_decoder("qwen3", layers=2, heads=4, kv_heads=1, head_dim=16).to(dtype)
+def answers(policy: PolicyName, dtype: torch.dtype, *, windows: bool = False) -> list[list[int]]:
+    """GQA 4:1: prompts and trees of 14 rows take the tile of 64 rows, and with it wgmma.
+
+    `windows`: of a page and more, behind which pages are freed, in one layer of the target, with sinks, and in the
+    drafters.
+    """
+    narrow: dict[str, Any] = {"windows": (None, 17), "sinks": True} if windows else {}
+    target = tiny_decoder("qwen3", layers=2, heads=4, kv_heads=1, head_dim=16, **narrow).to(dtype)
+    shape: dict[str, Any] = {"block_size": BLOCK, "layers": 1, "attention": {"windows": (9,)} if windows else {}}
     drafters = (
-        tiny_drafter(target.config, block_size=BLOCK, layers=1).to(dtype),
-        tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2).to(dtype),
+        tiny_drafter(target.config, **shape).to(dtype),
+        tiny_drafter(target.config, **shape, role="variable_prefix", seed=2).to(dtype),
     )
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     limits = Limits(4, max_context=256, page_size=16, prefill_chunk=32)
@@ -51,11 +58,13 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("policy", "dtype", "capability"),
+    ("policy", "dtype", "capability", "windows"),
     [
-        pytest.param("d2sd", torch.bfloat16, 90),
+        pytest.param("d2sd", torch.bfloat16, 90, False),
+        pytest.param("d2sd", torch.bfloat16, 90, True, marks=pytest.mark.full),
+        pytest.param("hybrid", torch.float32, 80, True, marks=pytest.mark.full),
         *(
-            pytest.param(policy, dtype, capability, marks=pytest.mark.full)
+            pytest.param(policy, dtype, capability, False, marks=pytest.mark.full)
             for policy, dtype in (("d2sd", torch.bfloat16), ("hybrid", torch.float16), ("d2sd", torch.float32))
             for capability in (90, 80, 89, 120)
             if (policy, dtype, capability) != ("d2sd", torch.bfloat16, 90)
@@ -63,12 +72,12 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> list[list[int]]:
     ],
 )
 def test_answers_are_the_cpus(
-    policy: PolicyName, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyName, dtype: torch.dtype, capability: int, windows: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = answers(policy, dtype)
+    expected = answers(policy, dtype, windows=windows)
     run_kernels(monkeypatch, "attention")
     with executed_as_ptx(capability) as launches:
-        found = answers(policy, dtype)
+        found = answers(policy, dtype, windows=windows)
     assert found == expected
     assert all(len(answer) == 16 for answer in found)
     counts = sum((launch.counts for launch in launches), Counter[str]())
