@@ -72,11 +72,21 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
 @pytest.mark.full
 @torch.inference_mode()
 def test_graphs_with_windows_write_what_models_write(tmp_path: Path) -> None:
-    """Of the target, with sinks, and of both drafters, one of whose layers is causal; contexts outgrow all windows."""
+    """Of the target, with sinks, and of both drafters, one of whose layers is causal; contexts outgrow all windows. The
+    second drafts from the anchor's row on, and embeds masks itself.
+    """
     target = tiny_decoder("qwen3", head_dim=16, windows=(5, None, 9), sinks=True)
     attention = {"windows": (6, 3), "causal": (False, True)}
     first = tiny_drafter(target.config, block_size=BLOCK, attention=attention)
-    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2, attention=attention)
+    second = tiny_drafter(
+        target.config,
+        block_size=BLOCK - 1,
+        role="variable_prefix",
+        seed=2,
+        attention=attention,
+        sample_from_anchor=True,
+        mask_embedding=True,
+    )
     runner = executor_of(tmp_path, target, first, second)
     requests = [Request(tuple(p), 16, SamplingParams()) for p in random_tokens(target, 5, 14, seed=3).tolist()]
     alone = runner_of(*deepcopy((target, first, second)))
