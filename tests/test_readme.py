@@ -173,7 +173,9 @@ def test_the_blocks_are_found() -> None:
     assert all(" -c constraints/tested.txt " in command for command in installs)
     run = holding("d2sd serve")
     assert [next(kind for kind in SHORT if line.startswith(kind)) for line in run] == list(SHORT)
-    covered = [*holding("make demo"), *installs, *run]
+    downloaded = holding("--calibrate")  # for a model that is downloaded: the plan alone runs here
+    assert downloaded == ["d2sd-build qwen3-8b --plan", "d2sd-build qwen3-8b --calibrate"]
+    covered = [*holding("make demo"), *installs, *run, *downloaded]
     assert sorted(covered) == sorted(command for block in blocks("sh") for command in commands(block))
 
 
@@ -185,6 +187,7 @@ def test_the_readme_in_short(place: Place, smollm2_bundle: Path, tmp_path: Path)
     """Outside the clone, with the bundle that `wheel_bundle` built in the same way; by name inside the clone too."""
     assert str(ROOT) not in (smollm2_bundle / "manifest.json").read_text("utf-8")
     assert "drafter_second" in place.run("d2sd-build smollm2-135m --plan", place.clone)
+    assert "hf download Qwen/Qwen3-8B " in place.run(holding("--calibrate")[0], tmp_path)
     (tmp_path / BUNDLE).parent.mkdir()
     (tmp_path / BUNDLE).symlink_to(smollm2_bundle.resolve())
     check_commands(place, tmp_path, SHORT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -25,7 +26,7 @@ from d2sd.build.plan import Part, Plan, make_plan
 from d2sd.build.sources import located, obtained
 from d2sd.build.stage_cache import Run, StageCache
 from d2sd.build.validate.checks import check_bundle
-from d2sd.bundle.load import assemble
+from d2sd.bundle.load import CALIBRATION, Bundle, assemble
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.gguf import convert_gguf
@@ -42,11 +43,19 @@ from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import FACTS, DrafterRole
 from d2sd.progress import Progress, silent
-from d2sd.recipe import Recipe
+from d2sd.recipe import Recipe, Source
 
 _TOOLS = ("d2sd", "torch", "transformers", "tokenizers", "safetensors", "gguf")
 #: Bytes reserved for the tokenizer and JSON files next to the weights.
 _SMALL_FILES = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """Makes the calibration of a bundle whose models are built; the building of bundles itself fits nothing."""
+
+    run: Callable[[Bundle], CalibrationFile]
+    inputs: object  # all that its result depends on, in addition to the models
 
 
 def build(
@@ -54,14 +63,16 @@ def build(
     output: Path,
     *,
     validate: bool = True,
+    fit: Fit | None = None,
     progress: Progress = silent,
     finished: Callable[[str], None] = lambda stage: None,
 ) -> Manifest:
     """Build the bundle of `recipe` at `output` and validate it, resuming from the stages an earlier run finished.
 
     `finished` is called with the name of each stage. `validate=False` loads the bundle but runs no checks: it is for
-    bundles that only feed another step, such as the target that training reads. Raises `D2SDError`; what configs and
-    tensor headers show to be wrong is reported before anything is written.
+    bundles that only feed another step, such as the target that training reads. With `fit` the bundle is calibrated
+    before it is validated, and its recipe, which must name no calibration, names that one. Raises `D2SDError`; what
+    configs and tensor headers show to be wrong is reported before anything is written.
     """
     work = StageCache.for_output(output, progress, finished)
     plan = make_plan(recipe)
@@ -74,19 +85,19 @@ def build(
         if said := warning(part.name, part.licence):
             print(said, file=sys.stderr)
     with work.locked():
-        manifest = _stages(plan, work, validate)
+        manifest = _stages(plan, work, validate, fit)
         write_json(work.bundle / NAME, manifest.model_dump(mode="json"))
         work.publish()
     finished("manifest")
     return manifest
 
 
-def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
+def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
     first = plan.drafters.get(DrafterRole.FIRST)
     served = unsupported_reason(plan.recipe, first.draft_config if first else None) is None
     engines = EngineBuild.of(plan, work)
-    optional = {"calibration": plan.calibration is not None, TRTLLM: served, ELSEWHERE: served}
+    optional = {"calibration": bool(plan.calibration or fit), TRTLLM: served, ELSEWHERE: served}
     stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}
     work.prune(stages | set(engines.stages if engines else ()))
     unproven = Manifest(
@@ -114,6 +125,11 @@ def _stages(plan: Plan, work: StageCache, validate: bool) -> Manifest:
         need, write = _calibration(plan, plan.calibration)
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
         files |= work.stage("calibration", inputs, need, write).files
+    elif fit is not None:
+        inputs = common | {"fit": fit.inputs, "recipe": plan.recipe.canonical(), "models": list(files.items())}
+        write = partial(_fit, fit, work, unproven)
+        files |= work.stage("calibration", inputs, 1 << 20, write).files
+        unproven = unproven.model_copy(update={"recipe": _calibrated(plan.recipe)})
     if served:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
@@ -189,6 +205,18 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
     inputs = {"config": part.kind.geometry(part.config), "files": files}
     need = part.parameters * dtype.itemsize + _SMALL_FILES
     return inputs, need, lambda folder: part.kind.copy(source, folder, dtype, part.config)
+
+
+def _fit(fit: Fit, work: StageCache, manifest: Manifest, folder: Path) -> None:
+    calibration = fit.run(assemble(work.bundle, manifest))
+    folder.mkdir(parents=True)
+    write_calibration(folder / CALIBRATION_NAME, calibration)
+
+
+def _calibrated(recipe: Recipe) -> Recipe:
+    """The recipe with the calibration in its bundle."""
+    drafters = recipe.drafters.model_copy(update={"calibration": Source(path=CALIBRATION)})
+    return recipe.model_copy(update={"drafters": drafters})
 
 
 def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:

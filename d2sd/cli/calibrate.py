@@ -7,15 +7,16 @@ from pathlib import Path
 import click
 
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import chat_request
 from d2sd.calibration import write_calibration
 from d2sd.cli.options import FilePath, bundle_argument, device_option, held_out_option
 from d2sd.cli.report import Reporting
 from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts
-from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.train.confidence.fit import fingerprints, fit_calibration
+from d2sd.train.confidence import fit as fitting
+
+#: Prompts of each file, and tokens of an answer.
+PROMPTS, TOKENS = 24, 64
 
 
 @click.command(cls=Reporting)
@@ -23,9 +24,9 @@ from d2sd.train.confidence.fit import fingerprints, fit_calibration
 @held_out_option
 @click.option("--exclude", type=FilePath, help="JSONL of {id}: prompts the drafters were trained on.")
 @click.option(
-    "--count", type=click.IntRange(1), default=24, show_default=True, help="Prompts of each file, the last ones."
+    "--count", type=click.IntRange(1), default=PROMPTS, show_default=True, help="Prompts of each file, the last ones."
 )
-@click.option("--max-new-tokens", type=click.IntRange(1), default=64, show_default=True)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=TOKENS, show_default=True)
 @device_option
 @click.option("--out", type=FilePath, required=True, help="File to write; the recipe names it in drafters.calibration.")
 def calibrate(
@@ -47,10 +48,8 @@ def calibrate(
     """
     check_writable(out)
     loaded = load_bundle(bundle, progress=bar)
-    weights = fingerprints(loaded)
     texts = [text for path in prompts or (OWN_PROMPTS,) for text in last_prompts(path, exclude, count)]
-    requests = [chat_request(loaded, text, SamplingParams(), max_new_tokens) for text in texts]
-    calibration = fit_calibration(loaded, weights, requests, device)
+    calibration = fitting.calibrate(loaded, texts, max_new_tokens, device)
     write_calibration(out, calibration)
     for name, value in calibration.report.items():
         click.echo(f"{name:55}{value:g}")

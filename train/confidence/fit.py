@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -16,12 +17,13 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import can_run, make_engine
+from d2sd.bundle.serving import can_run, chat_request, make_engine
 from d2sd.calibration import CalibrationFile, CopyTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
 from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, FirstPass, PolicyName
 from d2sd.progress import bar
+from d2sd.recipe import Recipe
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -100,27 +102,39 @@ _NODE_BUDGET = 64
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
+def refuse_uncalibrated(recipe: Recipe, drafters: Collection[DrafterRole], where: Path) -> None:
+    """Raise D2SDError for a bundle that cannot be calibrated, by its recipe and drafters."""
+    if not drafters:
+        raise D2SDError("The bundle has no drafter to calibrate.", where=where)
+    if recipe.precision == "fp16":
+        raise D2SDError(
+            "A calibration is tied to the drafters' weights, and fp16 rounds small ones.",
+            where=f"{where}: precision",
+            found="fp16",
+            expected="fp32 or bf16",
+            fix="build with --set precision=bf16 to calibrate",
+        )
+    if recipe.fp8 is not None and recipe.fp8.drafters:
+        raise D2SDError(
+            "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
+            where=f"{where}: fp8.drafters",
+            fix="calibrate a bundle without fp8; the calibration serves both",
+        )
+
+
+def calibrate(bundle: Bundle, texts: Sequence[str], max_new_tokens: int, device: str = "cpu") -> CalibrationFile:
+    """The calibration of a bundle by its answers to `texts`, of up to `max_new_tokens` tokens."""
+    weights = fingerprints(bundle)
+    requests = [chat_request(bundle, text, SamplingParams(), max_new_tokens) for text in texts]
+    return fit_calibration(bundle, weights, requests, device)
+
+
 def fingerprints(bundle: Bundle) -> dict[DrafterName, str]:
     """Hashes of the weights to which a calibration is tied. Call it before an engine packs them.
 
     Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
     """
-    if not bundle.drafters:
-        raise D2SDError("The bundle has no drafter to calibrate.", where=bundle.path)
-    if bundle.recipe.precision == "fp16":
-        raise D2SDError(
-            "A calibration is tied to the drafters' weights, and fp16 rounds small ones.",
-            where=f"{bundle.path}: precision",
-            found="fp16",
-            expected="fp32 or bf16",
-            fix="build with --set precision=bf16 to calibrate",
-        )
-    if bundle.recipe.fp8 is not None and bundle.recipe.fp8.drafters:
-        raise D2SDError(
-            "A calibration is tied to the drafters' weights, and FP8 has rounded them.",
-            where=f"{bundle.path}: fp8.drafters",
-            fix="calibrate a bundle without fp8; the calibration serves both",
-        )
+    refuse_uncalibrated(bundle.recipe, bundle.drafters, bundle.path)
     return {role.key: KINDS[role].fingerprint(drafter) for role, drafter in bundle.drafters.items()}
 
 

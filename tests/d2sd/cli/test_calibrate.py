@@ -186,6 +186,39 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     assert plain == make_engine(bundle, policy="hybrid").generate([request])[0].answer
 
 
+def test_a_build_calibrates(recipe: Path, tmp_path: Path) -> None:
+    """In one command: what `d2sd calibrate` finds with the same prompts and tokens, proven with the bundle."""
+    prompts, settings = recipe.with_name("prompts.jsonl"), ("--set", "drafters.second=null", "--set", "checks.count=1")
+    plain = invoke("build", recipe, "--out", tmp_path / "plain", *settings)
+    assert plain.exit_code == 0, plain.output
+    assert f"not calibrated: `auto` serves its largest tree until d2sd build {recipe} --calibrate" in plain.stderr
+    assert plain.stdout.splitlines() == [str(tmp_path / "plain")]
+    whole = invoke("build", recipe, "--out", tmp_path / "whole", *settings, "--calibrate", "--prompts", prompts)
+    assert whole.exit_code == 0, whole.output + repr(whole.exception)
+    assert "not calibrated" not in whole.stderr
+    bundle = load_bundle(tmp_path / "whole")
+    tokens = str(bundle.recipe.limits.max_context // 2)
+    found = ("--prompts", prompts, "--max-new-tokens", tokens, "--out", tmp_path / "found.json")
+    assert invoke("calibrate", tmp_path / "plain", *found).exit_code == 0
+    assert bundle.calibration == load_calibration(tmp_path / "found.json")
+    assert make_engine(bundle).selector is not None
+    greedy = bundle.manifest.checks["greedy"]
+    assert isinstance(greedy, dict)
+    assert greedy.keys() == {"chain", "hybrid"}
+
+
+def test_what_cannot_be_calibrated_is_refused_before_the_build(recipe: Path, tmp_path: Path) -> None:
+    out = ("--out", tmp_path / "out", "--calibrate")
+    for override, told in (
+        ("drafters={}", "no drafter"),
+        ("precision=fp16", "fp16 rounds"),
+        ("drafters.calibration=x.json", "names a calibration"),
+    ):
+        refused(invoke("build", recipe, *out, "--set", override), told)
+    refused(invoke("build", recipe, *out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "seen.jsonl").write_text('{"id": "p3", "answer": 1}\n\n{"id": "x"}\n')
     seen: list[str] = []
@@ -195,7 +228,7 @@ def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path)
         return chat_request(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("d2sd.cli.calibrate.chat_request", watched)
+        patch.setattr("d2sd.train.confidence.fit.chat_request", watched)
         ended = calibrate(bundle, tmp_path / "c.json", "--exclude", tmp_path / "seen.jsonl", "--count", 2)
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     assert load_calibration(tmp_path / "c.json").report["prompts"] == 2

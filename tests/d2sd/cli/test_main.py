@@ -25,7 +25,7 @@ FLAGS = {
         *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
         *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
-    "build": {"recipe", "--plan", "--set", "--out", "-v", "--verbose"},
+    "build": {*("recipe", "--plan", "--set", "--out", "--calibrate", "--prompts", "--device", "-v", "--verbose")},
     "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
