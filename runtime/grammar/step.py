@@ -66,7 +66,11 @@ class StepGrammar:
         for column, place in ((tokens, 0), (logprob, 1)):
             values = [[branch[place] for branch in request] for request in led]
             column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device).view(column[rows].shape)
-        return Draft(tokens, logprob)
+        behind = draft.behind
+        if behind is not None:  # what is led along one path has one probability, whatever is before it
+            behind = behind[..., : 1 + width, :width].clone()
+            behind[rows] = logprob[rows][..., None, :].expand_as(behind[rows])
+        return Draft(tokens, logprob, behind)
 
     def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
         """`tree` [B, N] with other trees of constrained requests: the first N nodes of `larger` that can be accepted.

@@ -117,3 +117,16 @@ def test_where_nothing_is_left_the_target_chooses_no_token() -> None:
     sampling = Sampling.of([SamplingParams(), SamplingParams()], 40, "cpu")
     accepted = sample_target(tree, logits, torch.tensor([3, 3]), sampling, 1, mask)
     assert accepted.tokens[:, 0].tolist() == [NONE_LEFT, 1]  # 1 is the best of the other row
+
+
+def test_scores_behind_parents_are_kept_where_nothing_is_led() -> None:
+    """What is led has one probability behind every parent; the other request keeps its table."""
+    slot = [(C, -0.5), (B, -1.0), (D, -2.0)]
+    plain = draft(slot, slot)
+    table = -torch.arange(1.0, 1 + 2 * 2 * 4 * 3).view(2, 2, 4, 3)
+    led = step("[bd]c").guide(Draft(plain.tokens, plain.logprob, table), 2)
+    assert led.behind is not None
+    assert led.behind.shape == (2, 2, 3, 2)
+    assert torch.equal(led.behind[0], table[0, :, :3, :2])
+    for parent in range(3):
+        assert torch.equal(led.behind[1, :, parent], led.logprob[1])
