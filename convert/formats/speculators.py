@@ -298,6 +298,13 @@ def read_extra(
 
 def extra_tensors(config: DrafterConfig, target: TargetParts, dtype: torch.dtype) -> dict[str, Tensor]:
     """Make the copies of the target's tensors, and those of a draft vocabulary."""
+    if target.config.embedding_scale != 1:
+        raise CheckpointError(
+            "A speculators drafter reads embeddings as they are stored; this target scales them.",
+            where=target.folder,
+            found=target.config.family,
+            fix="convert it to z-lab",
+        )
     ids = config.draft_vocabulary
     return shared_copies(target, ids, dtype) | (to_tensors(ids, config.vocab_size) if ids else {})
 

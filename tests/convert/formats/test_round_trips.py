@@ -12,6 +12,7 @@ from torch import Tensor
 from d2sd.convert.formats.convert import Writable, convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.kinds import DFLASH
+from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -26,8 +27,8 @@ from tests.convert.formats.helpers import (
     write_foreign,
     write_tiny_target,
 )
-from tests.convert.helpers import edit_json, tree_bytes
-from tests.tiny import random_tokens
+from tests.convert.helpers import edit_json, tree_bytes, write_target_dir
+from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
 
 def logits(decoder: Decoder, folder: Path) -> Tensor:
@@ -68,6 +69,17 @@ def test_our_own_z_lab_directory_also_through_speculators(
     convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "d")
     assert DFLASH.read_config(tmp_path / "d").role == role
+
+
+def test_speculators_have_no_scaled_embeddings(tmp_path: Path) -> None:
+    gemma = tiny_decoder("gemma3_text", layers=4)
+    target = write_target_dir(tmp_path / "target", gemma)
+    drafter = tiny_drafter(gemma.config)
+    DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
+    told = r"this target scales them(.|\n)*gemma3_text(.|\n)*fix: convert it to z-lab"
+    with pytest.raises(CheckpointError, match=told):
+        convert(tmp_path / "a", "speculators", tmp_path / "c", target=target)
+    assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("vocabulary", [False, True], ids=["whole", "reduced"])
