@@ -186,18 +186,12 @@ class ModelRunner:
         return None not in windows or not any(takes_one_table(reader) for reader in (model, *readers))
 
     def _make_pools(self, pages: int, page_size: int, device: str, windowed_pages: int | None) -> list[KVPool]:
-        return [
-            KVPool(
-                model.config.body,
-                pages,
-                page_size,
-                self._dtype,
-                device,
-                kv_scales(model),
-                windowed_pages if self._keeps_apart(model) else None,
-            )
-            for model in self._with_pools
-        ]
+        pools = []
+        for model in self._with_pools:
+            windowed = windowed_pages if self._keeps_apart(model) else None
+            size = model.config.body, pages, page_size, self._dtype, device
+            pools.append(KVPool(*size, kv_scales(model), windowed))
+        return pools
 
     @torch.inference_mode()
     def prefill(
@@ -215,8 +209,7 @@ class ModelRunner:
         """
         rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table)
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
-        pages = rows.pages, rows.positions[0], rows.windowed_pages
-        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], *pages)
+        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0], rows.windowed_pages)
         if self.text_pages is not None:
             self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
         windowed = rows.windowed_pages if self.context.has_windowed_pages else None
@@ -284,11 +277,10 @@ class ModelRunner:
         of_rows = torch.arange(len(path), device=path.device)[:, None]
         out = verified.rows
         positions = batch.context_len[:, None] + steps
-        table, windowed = batch.page_table, batch.windowed_table
-        self.target_pool.write(out.k, out.v, table, positions, keep, path, windowed)
+        self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path, batch.windowed_table)
         features, page_size = out.features[of_rows, path], self.target_pool.page_size
-        windowed = windowed if self.context.has_windowed_pages else None
-        self.context.add(CommittedRows(features, table, positions, keep, page_size, windowed))
+        windowed = batch.windowed_table if self.context.has_windowed_pages else None
+        self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size, windowed))
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 

@@ -63,11 +63,6 @@ class Part:
     def body(self) -> BodyConfig:
         return self.config.body
 
-    @property
-    def windowed_token_bytes(self) -> int:
-        """The part of `kv_token_bytes` in layers with a window, which have pages of their own."""
-        return self.kv_token_bytes * sum(window is not None for window in self.body.windows) // self.body.num_layers
-
     def seen(self, context: int) -> int:
         """Tokens of a context that a row behind it sees, summed over the layers."""
         windows = self.body.windows or (None,) * self.body.num_layers
@@ -133,19 +128,29 @@ class Plan:
         block, page_bytes = self.recipe.tree.block_size, limits.page_size * token
         return plan_kv_memory(Limits.of(limits), block, page_bytes, windowed=self.windowed)
 
+    def windowed_token_bytes(self, part: Part) -> int:
+        """The part of `kv_token_bytes` in layers with a window, which have pages of their own.
+
+        None of a model that is to run as a graph, which takes one page table, and has other layers too.
+        """
+        windows = part.body.windows
+        if self.recipe.engines and None in windows:
+            return 0
+        return part.kv_token_bytes * sum(window is not None for window in windows) // part.body.num_layers
+
     @property
     def windowed(self) -> WindowedLayers | None:
         """The layers with a window, of all models that have pages."""
-        parts = [part for part in self.parts if part.windowed_token_bytes]
+        parts = [part for part in self.parts if self.windowed_token_bytes(part)]
         windows = [window for part in parts for window in part.body.windows if window is not None]
         if not windows:
             return None
-        token = sum(part.windowed_token_bytes for part in parts)
+        token = sum(map(self.windowed_token_bytes, parts))
         return WindowedLayers(max(windows), self.recipe.limits.page_size * token)
 
     def kv_bytes(self, part: Part) -> int:
         """Size of the K/V pools of one model."""
-        memory, windowed = self.kv_memory(), part.windowed_token_bytes
+        memory, windowed = self.kv_memory(), self.windowed_token_bytes(part)
         tokens = memory.pool_pages * (part.kv_token_bytes - windowed) + (memory.windowed_pool_pages or 0) * windowed
         return self.recipe.limits.page_size * tokens
 
@@ -153,7 +158,7 @@ class Plan:
     def request_bytes(self) -> int:
         """K/V of one request of max_context tokens, of all models."""
         limits, windowed = Limits.of(self.recipe.limits), self.windowed
-        whole = sum(part.kv_token_bytes - part.windowed_token_bytes for part in self.parts)
+        whole = sum(part.kv_token_bytes - self.windowed_token_bytes(part) for part in self.parts)
         pages = 0 if windowed is None else windowed.pages(limits, self.recipe.tree.block_size) * windowed.page_bytes
         return limits.max_context * whole + pages
 

@@ -123,18 +123,18 @@ def _settings(recipe: Recipe) -> None:
 def _memory(plan: Plan) -> Table:
     table = Table("memory", "parameters", "weights", "K/V a token", "K/V pool", show_footer=True)
     for part in plan.parts:
-        token = _token_text([part])
+        token = _token_text(plan, [part])
         table.add_row(part.name, _parameters(part), size_text(part.weight_bytes), token, size_text(plan.kv_bytes(part)))
-    token = _token_text(plan.parts)
+    token = _token_text(plan, plan.parts)
     together = "together", "", size_text(plan.weight_bytes), token, size_text(plan.kv_memory().total_bytes)
     for column, text in zip(table.columns, together, strict=True):
         column.footer = text
     return table
 
 
-def _token_text(parts: Sequence[Part]) -> str:
+def _token_text(plan: Plan, parts: Sequence[Part]) -> str:
     """K/V of a token, and what of it is kept within windows alone."""
-    token, windowed = (sum(getattr(part, f"{name}_token_bytes") for part in parts) for name in ("kv", "windowed"))
+    token, windowed = sum(part.kv_token_bytes for part in parts), sum(map(plan.windowed_token_bytes, parts))
     return f"{token:,} B" + (f", {windowed:,} B within windows" if windowed else "")
 
 

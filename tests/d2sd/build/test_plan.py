@@ -24,7 +24,7 @@ from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.policies import DrafterRole
-from d2sd.recipe import load_recipe
+from d2sd.recipe import Engines, load_recipe
 from tests.convert.helpers import edit_json, write_project
 from tests.tiny import tiny_decoder
 
@@ -106,7 +106,9 @@ def test_layers_with_windows_take_pages_for_their_windows(tmp_path: Path) -> Non
     windowed = replace(found, target=parts[0], drafters=found.drafters | {DrafterRole.FIRST: parts[1]})
     layer = 2 * 2 * 8 * 4  # keys and values of two heads of 8 in fp32
     assert [part.kv_token_bytes for part in windowed.parts] == [3 * layer, 2 * layer, 2 * layer]
-    assert [part.windowed_token_bytes for part in windowed.parts] == [2 * layer, 2 * layer, 0]
+    assert [windowed.windowed_token_bytes(part) for part in windowed.parts] == [2 * layer, 2 * layer, 0]
+    graphs = replace(windowed, recipe=found.recipe.model_copy(update={"engines": Engines(compute=["portable"])}))
+    assert [graphs.windowed_token_bytes(part) for part in graphs.parts] == [0, 2 * layer, 0], "one page table a graph"
     memory, block, chunk = windowed.kv_memory(), found.recipe.tree.block_size, found.recipe.limits.prefill_chunk
     each = -(-(16 + block + chunk) // 8) + 1  # 16 tokens in front of a row, a chunk and a step; not at pages' edges
     whole = -(-(128 + block) // 8)
