@@ -167,10 +167,9 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
 
 
 def _download(plan: Plan, source: Source) -> Iterator[tuple[str, str]]:
-    """The size of a model that is known by the recipe's geometry alone, its licence, and how to download it."""
+    """The size of a model that is known by the recipe's geometry alone, and how to download it."""
     part = next(part for place, part in plan.places.items() if models_of(plan.recipe)[place] is source)
-    licence = f", licence {source.licence}" if source.licence else ""
-    yield ("download", f"about {size_text(part.stored_bytes)} of {part.source.partition(',')[0]}{licence}")
+    yield ("download", f"about {size_text(part.stored_bytes)} of {part.source.partition(',')[0]}")
     yield from (("", line) for line in download_lines(plan.recipe, source))
 
 

@@ -59,7 +59,7 @@ def test_a_recipe_alone_is_planned(name: str, tmp_path: Path, monkeypatch: pytes
     for source in (recipe.target, *drafters.values()):
         revision = f" --revision {source.revision}" if source.revision else ""
         assert f"hf download {source.repo}{revision} " in told
-        assert source.licence is None or f"licence {source.licence}" in told
+        assert f"licence: {source.licence or 'not stated'}" in told
     assert told.count("d2sd convert ") == sum(getattr(source, "converted", False) for source in drafters.values())
     assert re.search(r"H200 141 GB +[\d.]+ GB (left|too much)", told)
     assert [role.key for role in drafters] == ([] if name == "llama-3.3-70b" else ["first"])
