@@ -52,7 +52,10 @@ class Calibration:
         return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows), scores)
 
     def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`."""
+        """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`.
+
+        Of `Draft.behind` the best candidate is that of each row: behind another parent it may be another one.
+        """
         slots, width = draft.tokens.shape[-2:]
         kind = (torch.arange(width, device=draft.tokens.device) > 0).long()
         distance = torch.arange(slots, device=draft.tokens.device)
@@ -60,15 +63,17 @@ class Calibration:
             distance = (distance - branches.prefix_len[..., None]).clamp(min=0)  # [B, K, S]; kept slots are unused
         weight = batch.sampling.temperature.clamp(0, 1).view(-1, *[1] * (draft.tokens.dim() - 1))
 
-        def chosen(values: Tensor) -> Tensor:
-            greedy, sampled = values[:, drafter][:, distance[..., None], kind].unbind(0)
-            return torch.lerp(greedy, sampled, weight)
+        def straightened(logprob: Tensor, at: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
+            slot, kind = at
+            ends = (values[:, drafter][:, slot, kind].unbind(0) for values in (self.slope, self.offset))
+            slope, offset = (torch.lerp(greedy, sampled, weight) for greedy, sampled in ends)
+            return logsigmoid(slope * logit(logprob) + offset)
 
-        slope, offset = chosen(self.slope), chosen(self.offset)
         behind = draft.behind
         if behind is not None:
-            behind = logsigmoid(slope[..., None, :] * logit(behind) + offset[..., None, :])
-        return Draft(draft.tokens, logsigmoid(slope * logit(draft.logprob) + offset), behind)
+            of_row = (behind < behind.amax(-1, keepdim=True)).long()
+            behind = straightened(behind, (distance[..., None, None], of_row), weight[..., None])
+        return Draft(draft.tokens, straightened(draft.logprob, (distance[..., None], kind), weight), behind)
 
 
 def logit(logprob: Tensor) -> Tensor:

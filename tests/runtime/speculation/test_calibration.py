@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from d2sd.plugins.trees import Draft
+from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.speculation.calibration import Calibration, logit
 from tests.runtime.drafts import Passes, batch_of, draft_of, passes
@@ -65,6 +66,25 @@ def test_equals_a_loop_over_scalars(made: Passes, seed: int, drafter: int, tempe
                         for rank, logprob in enumerate(second.logprob[row, branch, slot].tolist())
                     ]
                     close(two.logprob[row, branch, slot].tolist(), wanted)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_behind_each_parent_the_best_is_its_own(temperature: float) -> None:
+    """Of two branches of two slots, three candidates: row by row, whatever the best of the slot is."""
+    own, dice = made_up(3), torch.Generator().manual_seed(0)
+    logprob = torch.randn(1, 2, 2, 4, 3, generator=dice).log_softmax(-1)
+    second = Draft(torch.arange(12).view(1, 2, 2, 3), logprob[..., 0, :], logprob)
+    branches = Branches(torch.zeros(1, 2, 2, dtype=torch.long), torch.tensor([[0, 1]]), torch.full((1, 2), -1))
+    found = own.apply(second, batch_of([0], [0], [0], temperature), 1, branches)
+    assert found.behind is not None
+    bests = set()
+    for branch, slot, parent in itertools.product(range(2), range(2), range(4)):
+        row = logprob[0, branch, slot, parent].tolist()
+        distance = max(0, slot - branch)
+        wanted = [expected(own, 1, temperature, distance, int(p < max(row)), p) for p in row]
+        close(found.behind[0, branch, slot, parent].tolist(), wanted)
+        bests.add(row.index(max(row)))
+    assert bests == {0, 1, 2}
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
