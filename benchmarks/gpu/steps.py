@@ -153,7 +153,8 @@ def count(one: Step) -> list[Launch]:
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
         meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, *runner.constants)
-        runner.context.reserve(*batch.page_table.shape)
+        rows, pages = batch.page_table.shape
+        runner.context.reserve(rows, pages, runner.block_size)
         meter.known(ACTIVATIONS, *runner.context.memory)
         with meter:
             captured_step(runner, policy, batch, link, handover, draft=draft, timer=meter.stage)
