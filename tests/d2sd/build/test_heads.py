@@ -51,9 +51,8 @@ def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
     return recipe
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("markov", "selector"), pytest.param("selector", "gated markov", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "second"), [("markov", "selector"), ("selector", "gated markov")])
 def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str) -> None:
     """Every check of a build, the same bytes, and the text of plain decoding by every policy."""
     recipe = project(tmp_path / "project", first, second)
