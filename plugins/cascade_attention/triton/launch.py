@@ -110,7 +110,7 @@ def launch(
     scale: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """The kernel with the context cut into `splits` parts; `mask` may be words, `first` is of that `AttnMask`.
+    """The kernel with the context cut into `splits` parts; of an `AttnMask` come its words and its `first`.
 
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
     """
