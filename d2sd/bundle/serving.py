@@ -177,7 +177,7 @@ def auto_policies(
     drafters: Drafters, calibration: CalibrationFile | None, backend: BackendName = "torch"
 ) -> list[PolicyName]:
     """The policies that `auto` compares: those with a forecast; without a calibration, the first drafter's, each of
-    whose drafters has its own place: none is known to gain anything by a second pass of the first.
+    whose drafters has its own place: a second pass of the first gains little (docs/bring-your-model.md).
     """
     runs = [name for name, facts in FACTS.items() if facts.forecast_by is not None and can_run(drafters, name, backend)]
     if calibration is None:
