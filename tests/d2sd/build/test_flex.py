@@ -50,7 +50,14 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     manifest = load_manifest(bundle.path)
     parameters = sum(p.numel() for p in FLEXDRAFT.load(folder, torch.float32).parameters())
     assert {name: drafter.model_dump() for name, drafter in manifest.drafters.items()} == {
-        "flex": {"num_layers": 1, "block_size": 4, "parameters": parameters, "split_layer": 2, "calibration_size": 8}
+        "flex": {
+            "num_layers": 1,
+            "block_size": 4,
+            "licence": "not stated",
+            "parameters": parameters,
+            "split_layer": 2,
+            "calibration_size": 8,
+        }
     }
     greedy: Any = manifest.checks["greedy"]
     assert greedy["flex"]["equal_to_plain_decoding"] > 0
