@@ -14,9 +14,7 @@ from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts
 from d2sd.train.confidence import fit as fitting
-
-#: Prompts of each file, and tokens of an answer.
-PROMPTS, TOKENS = 24, 64
+from d2sd.train.confidence.in_build import PROMPTS, TOKENS
 
 
 @click.command(cls=Reporting)
@@ -30,14 +28,9 @@ PROMPTS, TOKENS = 24, 64
 @device_option
 @click.option("--out", type=FilePath, required=True, help="File to write; the recipe names it in drafters.calibration.")
 def calibrate(
-    bundle: Path,
-    prompts: tuple[Path, ...],
-    exclude: Path | None,
-    count: int,
-    max_new_tokens: int,
-    device: str,
+    bundle: Path, prompts: tuple[Path, ...], exclude: Path | None, count: int, max_new_tokens: int, device: str,
     out: Path,
-) -> None:
+) -> None:  # fmt: skip
     """Fit the drafters' confidence to what BUNDLE's target accepts.
 
     Fitted at T = 0 and T = 1; the tokens per step of every tree size are measured along with it.
