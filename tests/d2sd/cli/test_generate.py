@@ -174,9 +174,9 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
 
 def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None:
     recipe = write_project(tmp_path, target={"path": "target", "template": {"thinking": False}})
-    template = "{% if thinking is defined and not thinking %}w5 {% endif %}{{ messages[0].content }}"
+    template = "{% if thinking is defined and not thinking %}w9 {% endif %}{{ messages[0].content }}"
     edit_json(tmp_path / "target" / "tokenizer_config.json", "chat_template", template)
-    for overrides, expected in (([], (5, 3)), (["--set", "target.template={}"], (3,))):
+    for overrides, expected in (([], (9, 3)), (["--set", "target.template={}"], (3,))):
         out = tmp_path / str(len(overrides))
         done = CliRunner().invoke(main, ["build", str(recipe), "--out", str(out), *overrides])
         assert done.exit_code == 0, done.output
