@@ -60,7 +60,7 @@ def answers(bundle: Bundle, policy: PolicyName) -> list[list[int]]:
     return found
 
 
-def other_ways(bundle: Bundle) -> list[object]:
+def other_ways(bundle: Bundle) -> tuple[list[list[int]], list[float]]:
     """Grammars, penalties, biases and log-probabilities, which the host has a part in."""
     engine = make_engine(bundle, policy="hybrid", max_batch=4)
     params = [
@@ -69,11 +69,9 @@ def other_ways(bundle: Bundle) -> list[object]:
         SamplingParams(temperature=1.0, seed=3, prompt_logprobs=1, bad_words_token_ids=((4,), (7, 8))),
     ]
     sequences = engine.generate(Request((3, 1, 4, 1, 5, 9, 2), 14, one) for one in params)
-    logprobs = [[round(entry.logprob, 3) for entry in s.logprobs or ()] for s in sequences]
-    prompt = [[round(entry.logprob, 3) for entry in s.prompt_logprobs or ()] for s in sequences]
-    assert any(logprobs)
-    assert any(prompt)
-    return [[s.answer for s in sequences], logprobs, prompt]
+    reported = [entry.logprob for s in sequences for entry in (*(s.logprobs or ()), *(s.prompt_logprobs or ()))]
+    assert len(reported) > 14
+    return [s.answer for s in sequences], reported
 
 
 def kill(ranks: Ranks, rank: int) -> None:
@@ -107,13 +105,15 @@ def test_four_ranks(path: Path) -> None:
     with shared(path, 4) as bundle:
         assert bundle.target.config.body.num_kv_heads == 1
         assert answers(bundle, "d2sd") == plain
-        assert other_ways(bundle) == other_ways(whole)
+        (found, reported), (expected, alone) = other_ways(bundle), other_ways(whole)
+        assert found == expected
+        assert reported == pytest.approx(alone, abs=1e-3)
 
 
 @pytest.mark.slow
 def test_a_lost_rank_ends_all(path: Path) -> None:
     """While requests run and while none does; clients get an error that names it."""
-    with LLM(path, policy="hybrid", tensor_parallel=3 - 1) as llm:
+    with LLM(path, policy="hybrid", tensor_parallel=2) as llm:
         form = StructuredOutputsParams(regex="[0-9]{2}-[a-f]{1,3}")
         params = SamplingParams(temperature=1.0, seed=5, structured_outputs=form, max_tokens=30)
         with LLM(path, policy="hybrid") as alone:
