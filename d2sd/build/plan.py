@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from d2sd.build.geometry import Place, check_geometry, described, models_of
 from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
+from d2sd.build.refused import refuse
 from d2sd.build.sources import check_downloaded, located, sources_of
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
@@ -297,7 +298,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     else:
         config = parse_target_config(HFConfig.read(file))
         quantization, weights_present = _checked(file, check_target_tensors, config, weights=weights)
-    _refuse(recipe, config.body, f"{config.family} in {file}", target=True)
+    refuse(recipe, config.body, f"{config.family} in {file}", target=True)
     fp8, plain = recipe.fp8 or _NO_FP8, target_shapes(config)
     published = target_shapes(config, quantization)
     choice, stored = choose(recipe, quantization, published, plain, file / "config.json"), bytes_of(published, _STORED)
@@ -312,33 +313,6 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     sizes = numbers_of(plain), size, token, weights_present
     licence = _licence(recipe.target, file)
     return Part("target", str(file), config, *sizes, choice=choice, licence=licence, stored_bytes=stored), config
-
-
-#: What is done without for a target with these, and why.
-_REFUSED = {
-    "experts": {
-        "engines": "Experts are not exported to TensorRT engines.",
-        "fp8.target": "d2sd does not quantize experts to FP8.",
-        "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
-    }
-}
-#: What is done without for a target with `BodyConfig.beyond_fused`.
-_UNFUSED = {
-    "engines": "Layers of this family are not exported to TensorRT engines.",
-    "exact": "On CUDA the batch-invariant step is fused layers, which this family does not have.",
-}
-
-
-def _refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> None:
-    """Raise `RecipeError` for what a model of this kind cannot have."""
-    fp8 = recipe.fp8 is not None and recipe.fp8.target
-    asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
-    for feature in body.beyond_llama:
-        unknown = _UNFUSED if feature in body.beyond_fused else {}
-        for key, reason in _REFUSED.get(feature, unknown).items():
-            if asked[key]:
-                fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
-                raise RecipeError(reason, where=f"recipe: {key}", found=found, fix=fix)
 
 
 C = TypeVar("C", DecoderConfig, DraftConfig)
@@ -358,7 +332,7 @@ def _drafter(
 ) -> Part:
     kind, policy = kind_of(role), recipe.tree.policy
     config: DraftConfig = kind.read_config(folder, _declared(source))
-    _refuse(recipe, config.body, f"the drafter in {folder}", target=False)
+    refuse(recipe, config.body, f"the drafter in {folder}", target=False)
     if target is not None:
         kind.check(config, target, role, recipe.tree.block_size, folder)
     runs = () if policy == "auto" else FACTS[policy].among(recipe.drafters.sources).drafters
