@@ -172,7 +172,9 @@ def prepare_arithmetic(instruction: Instruction) -> Step:
     if {"sat", "cc"} & set(parts) or (product and "hi" in parts and width(kind) != 32):
         raise Unsupported(instruction.opcode)
     wide = kind[0] + str(2 * width(kind)) if "wide" in parts else kind
-    function = INTEGER["hi" if "hi" in parts else "mul" if product else name]
+    function, relu = INTEGER["hi" if "hi" in parts else "mul" if product else name], "relu" in parts
+    if relu and (name not in ("min", "max") or kind != "s32"):
+        raise Unsupported(instruction.opcode)
 
     def calculate(machine: Machine, mask: Mask) -> None:
         values = [machine.value(source, kind) for source in sources[: 2 if product else None]]
@@ -183,6 +185,8 @@ def prepare_arithmetic(instruction: Instruction) -> Step:
         found = function(*values)
         if name == "mad":
             found = found + machine.value(sources[2], wide)
+        if relu:
+            found = np.maximum(found, 0)
         machine.write_value(to, kind if name == "popc" else wide, found, mask)
 
     return calculate

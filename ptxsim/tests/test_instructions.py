@@ -85,6 +85,7 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
     *((f"div.{k}", f"{k} {k}", k, trunc_div) for k in ("s32", "u32", "u16")),
     *((f"rem.{k}", f"{k} {k}", k, lambda a, b: 0 if b == 0 else a - b * trunc_div(a, b)) for k in ("s32", "u32")),
     *((f"min.{k}", f"{k} {k}", k, min) for k in ("s32", "u32", "s64")),
+    ("min.relu.s32", "s32 s32", "s32", lambda x, y: max(min(x, y), 0)),
     *((f"max.{k}", f"{k} {k}", k, max) for k in ("s32", "u32", "s64")),
     ("neg.s32", "s32", "s32", lambda a: -a),
     ("neg.s64", "s64", "s64", lambda a: -a),

@@ -120,8 +120,12 @@ def tree_of(anchor: int, first: Draft, branches: Branches, second: Draft, row: i
         candidates.append((path, logprob))
     nodes: dict[tuple[int, ...], tuple[int, int, int, float]] = {}  # tokens so far: parent, depth, candidate, score
     numbers: dict[tuple[int, ...], int] = {}
+    proposed = 0
     for number, (path, logprob) in enumerate(candidates):
         for depth in range(len(path)):
+            if f32(sum(logprob[: depth + 1])) == -math.inf:
+                break  # nothing is proposed from here on
+            proposed += 1
             key = tuple(path[: depth + 1])
             if key not in nodes:
                 numbers[key] = len(nodes)
@@ -137,7 +141,7 @@ def tree_of(anchor: int, first: Draft, branches: Branches, second: Draft, row: i
         "score": [nodes[key][3] for key in kept] + [-math.inf] * padding,
         "valid": [True] * len(kept) + [False] * padding,
         "attn_mask": [[i == j if max(i, j) >= len(kept) else sees[i][j] for j in range(budget)] for i in range(budget)],
-        "num_merged": sum(len(path) for path, _ in candidates) - len(nodes),
+        "num_merged": proposed - len(nodes),
     }
 
 
