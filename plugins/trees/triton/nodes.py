@@ -70,6 +70,7 @@ def store_candidates(
     g = tl.arange(0, GP)[None, :]
     proposed = (path_score > float("-inf")) & (c < C) & (g < G)
     own = (owner == c) & proposed
+    tokens_of_all = tl.sum(tl.sum(proposed.to(tl.int32), axis=1), axis=0)
     in_row = tl.cumsum(own.to(tl.int32), axis=1)
     of_row = tl.sum(own.to(tl.int32), axis=1)
     index = (tl.cumsum(of_row, axis=0) - of_row)[:, None] + in_row - 1
@@ -96,7 +97,7 @@ def store_candidates(
     tl.store(branch_id + at, n * 0, mask=padding)
     tl.store(score + at, tl.full([NP], float("-inf"), tl.float32), mask=padding)
     tl.store(valid + at, real, mask=n < N)
-    tl.store(num_merged + request, tl.sum(tl.sum(proposed.to(tl.int32), axis=1), axis=0) - total)
+    tl.store(num_merged + request, tokens_of_all - total)
 
     tl.debug_barrier()  # what other threads have stored
     up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
@@ -123,7 +124,9 @@ def candidates_kernel(
     owner = c + tl.zeros([CP, GP], dtype=tl.int32)
     for back in range(C):
         e = C - 1 - back
-        other = tl.sum(tl.where(c == e, token, 0), axis=0)[None, :]
+        at = request * C * G + e * G + g
+        score_of = tl.load(path_score + at, mask=g < G, other=float("-inf"))
+        other = tl.load(candidate + at, mask=(g < G) & (score_of > float("-inf")), other=-1)
         same = tl.cumsum((token != other).to(tl.int32), axis=1) == 0
         owner = tl.where(same & (c < C), e, owner)
     store_candidates(
