@@ -230,5 +230,5 @@ def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatc
     """A step with vocabularies can be captured in a graph like any other."""
     target, first, second, flex = copies()
     made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
-    monkeypatch.setattr(test_capturable, "honest", lambda: made)
+    monkeypatch.setattr(test_capturable, "honest", lambda *_: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))
