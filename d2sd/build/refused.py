@@ -1,4 +1,4 @@
-"""What models of a kind are served without, refused while a build is planned."""
+"""Refuses, while a build is planned, what models of a kind are served without."""
 
 from __future__ import annotations
 
