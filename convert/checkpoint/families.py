@@ -51,6 +51,10 @@ def _qwen3(config: HFConfig, body: BodyConfig) -> BodyConfig:
 def _qwen3_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
     every = config.size("decoder_sparse_step", 1)
     alone = config.integers("mlp_only_layers") if config.values.get("mlp_only_layers") is not None else ()
+    if not set(alone) <= set(range(body.num_layers)):
+        raise config.refuse(
+            "The config names a layer that is not there.", "mlp_only_layers", f"0 to {body.num_layers - 1}"
+        )
     dense = tuple(i for i in range(body.num_layers) if i in alone or (i + 1) % every)
     experts = ExpertsConfig(
         *_expert_counts(config),

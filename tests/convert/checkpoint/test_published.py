@@ -143,6 +143,7 @@ def test_what_the_keys_mean() -> None:
         (QWEN3_30B, {"num_local_experts": 64}, "num_experts"),
         (QWEN3_30B, {"use_sliding_window": True}, "use_sliding_window"),
         (QWEN3_30B, {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        (QWEN3_30B, {"mlp_only_layers": [48]}, "mlp_only_layers"),
         (GPT_OSS_20B, {"layer_types": ["chunked_attention"] * 24}, "layer_types"),
         (GPT_OSS_20B, {"layer_types": ["full_attention"]}, "layer_types"),
         (GPT_OSS_20B, {"sliding_window": None}, "sliding_window"),
