@@ -38,16 +38,16 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
+from d2sd.modeling.fused_layer import FusedLayer
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, linear, qk_norm_rope, silu_mul
+from d2sd.plugins.layer_ops import add_rms_norm, linear, qk_norm_rope
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
@@ -122,48 +122,6 @@ def _unjoinable(group: Sequence[nn.Module], *, context: bool, exact: bool) -> st
     return reason or (f"{kind.__name__} has no product for a drafter's context" if context else None)
 
 
-class _Layer:
-    """One layer's products and parameters, or with the feed-forward network of `target`."""
-
-    def __init__(
-        self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: _Layer | None, *, exact: bool
-    ) -> None:
-        attention = layer.self_attn
-        self.reduce = layer.reduce
-        self.input_norm = layer.input_layernorm.weight.detach()
-        self.post_norm = layer.post_attention_layernorm.weight.detach()
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = Product(projections, dtype, exact=exact)
-        sizes = [part.weight.shape[0] for part in projections]
-        for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
-            part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
-        self.o = Product([attention.o_proj], dtype, exact=exact)
-        shared = None if target is None else target.feed_forward
-        self.feed_forward: _SwiGLU | _Unfused = shared or _feed_forward(layer.mlp, dtype, exact=exact)
-        self.sinks = None if attention.sinks is None else attention.sinks.detach()
-        norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
-        caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
-        scales, bias = self.qkv.scales, None if self.qkv.input_scale is None else self.qkv.bias
-        self.heads = Heads(
-            body.num_heads,
-            body.num_kv_heads,
-            body.head_dim,
-            body.rms_norm_eps,
-            q_norm=norms[0],
-            k_norm=None if norms[1] is None else norms[1][None],
-            bias=None if bias is None else bias[None],
-            scales=None if scales is None else scales[None],
-            k_scale=caches[0],
-            v_scale=caches[1],
-        )
-
-    def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
-        """The feed-forward network's output [R, E] for x + branch, which `total` receives."""
-        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=self.feed_forward.input_scale)
-        out: Tensor = self.feed_forward(normed)
-        return out if self.reduce is None else self.reduce(out)
-
-
 class _Pass:
     """Outputs of a pass over x [B, T, E], besides hidden states."""
 
@@ -182,7 +140,7 @@ class _Pass:
         return rows.positions
 
     def heads(
-        self, index: int, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor
+        self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [B, T, Hq, D], keys and values [B, T, Hkv, D] of the layer's rows."""
         k, v = self.k[index], self.v[index]
@@ -208,7 +166,7 @@ class _PassWithContext(_Pass):
         return torch.cat([self._committed.positions.flatten(), rows.positions.flatten()])
 
     def heads(
-        self, index: int, layer: _Layer, normed: Tensor, cos: Tensor, sin: Tensor
+        self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         count, context = self._count, self._committed
         q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v)
@@ -221,54 +179,6 @@ class _PassWithContext(_Pass):
         return own_q, own_k, own_v
 
 
-class _SwiGLU(nn.Module):
-    """The joined products of a feed-forward network. Without parameters."""
-
-    def __init__(self, products: tuple[tuple[nn.Module, ...], ...], dtype: torch.dtype, *, exact: bool) -> None:
-        super().__init__()
-        (gate, up), (down,) = cast("tuple[tuple[Linear, Linear], tuple[Linear]]", products)
-        self.gate_up, self.down = Product([gate, up], dtype, exact=exact), Product([down], dtype, exact=exact)
-        self._dtype = dtype
-        for part, weight in zip((gate, up), self.gate_up.weight.chunk(2), strict=True):
-            part.weight.data = weight  # a view, for drafters that borrow it and cannot be fused
-
-    @property
-    def input_scale(self) -> Tensor | None:
-        return self.gate_up.input_scale
-
-    @property
-    def nbytes(self) -> int:
-        return self.gate_up.weight.nbytes + self.down.weight.nbytes
-
-    def forward(self, x: Tensor) -> Tensor:
-        gate_up, scales = self.gate_up(x), self.gate_up.scales
-        out: Tensor = self.down(silu_mul(gate_up, self._dtype, scales=scales, scale=self.down.input_scale))
-        return out
-
-
-class _Unfused(nn.Module):
-    """A feed-forward network without products that the kernels join: experts."""
-
-    input_scale = None
-
-    def __init__(self, module: FeedForward) -> None:
-        super().__init__()
-        self._module = (module,)  # a tuple, so that its parameters are not this module's
-
-    @property
-    def nbytes(self) -> int:
-        return sum(parameter.nbytes for parameter in self._module[0].parameters())
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self._module[0](x)
-        return out
-
-
-def _feed_forward(module: FeedForward, dtype: torch.dtype, *, exact: bool) -> _SwiGLU | _Unfused:
-    products = module.products()
-    return _SwiGLU(products, dtype, exact=exact) if products else _Unfused(module)
-
-
 def _share_input_scale(layers: nn.ModuleList) -> None:
     """One scale, the largest, for the inputs of the FP8 qkv products of all layers: a context is quantized once."""
     attentions = [layer.self_attn for layer in cast("Sequence[Layer]", layers)]
@@ -278,15 +188,6 @@ def _share_input_scale(layers: nn.ModuleList) -> None:
         largest = torch.stack([part.input_scale for part in quantized]).max()
         for part in quantized:
             part.input_scale = largest
-
-
-def _weight(norm: nn.Module) -> Tensor | None:
-    return norm.weight.detach() if isinstance(norm, RMSNorm) else None
-
-
-def _scale(cache: nn.Module) -> Tensor | None:
-    """[1], of FP8 pages."""
-    return cache.scale.view(1) if isinstance(cache, Fp8Cache) else None
 
 
 class FusedLayers(nn.Module):
@@ -311,10 +212,10 @@ class FusedLayers(nn.Module):
             _share_input_scale(layers)
         self._config, self._exact = body, exact
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
-        self._layers: list[_Layer] = []
+        self._layers: list[FusedLayer] = []
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
         for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
-            self._layers.append(_Layer(layer, body, self._dtype, of_target, exact=exact))
+            self._layers.append(FusedLayer(layer, body, self._dtype, of_target, exact=exact))
         self._context: ContextProduct | None = None
         if context:
             self._context = ContextProduct([(layer.qkv, layer.heads) for layer in self._layers], body)
@@ -347,7 +248,7 @@ class FusedLayers(nn.Module):
             return hidden.view(x.shape), out.features, out.k, out.v
 
     def _run(
-        self, layers: Sequence[_Layer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
+        self, layers: Sequence[FusedLayer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor | None]:
         """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
         body, eps = self._config, self._config.rms_norm_eps
