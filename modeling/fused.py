@@ -87,9 +87,11 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     layers = FusedLayers(eager.config.body, eager.layers, eager.norm, context=context, target=shared, exact=exact)
     replace_layers(eager, layers)
     if isinstance(model, Drafter):
-        model.fc = Product([cast("Linear", model.fc)], weight.dtype)  # type: ignore[assignment]
-    elif exact and isinstance(model, Decoder):
-        model.packed_head = partial(linear, weight=model.head.detach())
+        fc = cast("Linear", model.fc)
+        model.fc = Product([fc], weight.dtype, has_room=isinstance(fc, Fp8Linear))  # type: ignore[assignment]
+    elif isinstance(model, Decoder):
+        head = model.head.detach()
+        model.packed_head = partial(linear, weight=head) if exact else Product.of(head)
     torch.cuda.empty_cache()  # the parts that were joined
 
 
@@ -151,13 +153,12 @@ class _Pass:
 class _PassWithContext(_Pass):
     """A pass whose qkv products begin with rows of context; their K/V is in the pages before the layer attends."""
 
-    def __init__(self, body: BodyConfig, x: Tensor, context: CommittedRows, pool: KVPool, scale: Tensor | None) -> None:
+    def __init__(self, body: BodyConfig, x: Tensor, context: CommittedRows, pool: KVPool, first: Product) -> None:
+        """`first`: the qkv product of the first layer."""
         self._committed, self._pool, self._shape = context, pool, x.shape[:2]
         self._count = context.keep.numel()
         rows = self._count + self._shape.numel()
-        self._joint = x.new_empty(
-            rows, body.hidden_size, dtype=None if scale is None else torch.float8_e4m3fn
-        )  # inputs of the products
+        self._joint = cast("Tensor", first.room(rows))  # inputs of the qkv products, which are of one shape
         self.context, self.normed = self._joint[: self._count], self._joint[self._count :]
         self.k, self.v = x.new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()  # of one layer at a time
         self.columns = {}
@@ -221,6 +222,11 @@ class FusedLayers(nn.Module):
             self._context = ContextProduct([(layer.qkv, layer.heads) for layer in self._layers], body)
 
     @property
+    def products(self) -> list[Product]:
+        """All products, layer by layer, those of a target that lends them among them."""
+        return [product for layer in self._layers for product in layer.products]
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights of all products, and of experts."""
         projections = [product for layer in self._layers for product in (layer.qkv, layer.o)]
@@ -259,7 +265,8 @@ class FusedLayers(nn.Module):
         for index, layer in enumerate(layers):
             total = out.columns.get(index - 1, buffer)
             scale = layer.qkv.input_scale
-            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=out.normed)
+            made = layer.qkv.room(len(x)) if out.normed is None else out.normed
+            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=made)
             x = x if branch is None else total
             parts = out.heads(index, layer, normed, cos, sin)
             heads = attend(index, *parts, layer.o.input_scale, sinks=layer.sinks)
@@ -282,9 +289,8 @@ class FusedLayers(nn.Module):
         """See `ContextLayers.with_context`."""
         assert self._context is not None
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            scale = self._context.input_scale
-            out = _PassWithContext(self._config, x, context, pool, scale)
-            add_rms_norm(projected, None, norm.weight, norm.eps, scale=scale, out=out.context)
+            out = _PassWithContext(self._config, x, context, pool, self._layers[0].qkv)
+            add_rms_norm(projected, None, norm.weight, norm.eps, scale=self._context.input_scale, out=out.context)
             residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
             hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps)
             return hidden.view(x.shape)

@@ -32,7 +32,7 @@ class FusedLayer:
         sizes = [part.weight.shape[0] for part in projections]
         for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
             part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
-        self.o = Product([attention.o_proj], dtype, exact=exact)
+        self.o = Product([attention.o_proj], dtype, exact=exact, has_room=False)
         shared = None if target is None else target.feed_forward
         self.feed_forward: SwiGLU | Unfused = shared or _feed_forward(layer.mlp, dtype, exact=exact)
         self.sinks = None if attention.sinks is None else attention.sinks.detach()
@@ -52,10 +52,18 @@ class FusedLayer:
             v_scale=caches[1],
         )
 
+    @property
+    def products(self) -> list[Product]:
+        """Its products, in the order in which a pass computes them."""
+        inner = self.feed_forward
+        return [self.qkv, self.o, *((inner.gate_up, inner.down) if isinstance(inner, SwiGLU) else ())]
+
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
         """The feed-forward network's output [R, E] for x + branch, which `total` receives."""
-        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=self.feed_forward.input_scale)
-        out: Tensor = self.feed_forward(normed)
+        inner = self.feed_forward
+        scale, room = inner.input_scale, inner.room(len(x))
+        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=scale, out=room)
+        out: Tensor = inner(normed)
         return out if self.reduce is None else self.reduce(out)
 
 
@@ -78,9 +86,14 @@ class SwiGLU(nn.Module):
     def nbytes(self) -> int:
         return self.gate_up.weight.nbytes + self.down.weight.nbytes
 
+    def room(self, rows: int) -> Tensor | None:
+        """See `Product.room`."""
+        return self.gate_up.room(rows)
+
     def forward(self, x: Tensor) -> Tensor:
-        gate_up, scales = self.gate_up(x), self.gate_up.scales
-        out: Tensor = self.down(silu_mul(gate_up, self._dtype, scales=scales, scale=self.down.input_scale))
+        gate_up, scales, down = self.gate_up(x), self.gate_up.scales, self.down
+        gated = silu_mul(gate_up, self._dtype, scales=scales, scale=down.input_scale, out=down.room(len(x)))
+        out: Tensor = down(gated)
         return out
 
 
@@ -96,6 +109,9 @@ class Unfused(nn.Module):
     @property
     def nbytes(self) -> int:
         return sum(parameter.nbytes for parameter in self._module[0].parameters())
+
+    def room(self, rows: int) -> None:
+        """See `Product.room`."""
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self._module[0](x)

@@ -27,6 +27,7 @@ from d2sd.modeling.fp8 import Fp8Linear, carried_product
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
+from d2sd.modeling.product import Product
 from d2sd.modeling.quantized import ComputedLinear, carrier
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
@@ -352,4 +353,4 @@ def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
     weight = target.head_rows(ids)
     plain = target.packed_head is None or weight.device.type != "cpu"  # drafts need not be batch-invariant
-    return partial(F.linear, weight=weight) if plain else packed_product(weight, None)
+    return Product.of(weight) if plain else packed_product(weight, None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
+
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fused import fuse
@@ -21,6 +23,17 @@ def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = 
     if on_cpu:
         pack(target)
     else:
+        sum_in_fp32()
         fuse(target, exact=exact)
     for drafter in drafters:
         (pack if on_cpu else fuse)(drafter, target if drafter.borrows_mlps else None)
+
+
+def sum_in_fp32() -> None:
+    """Let PyTorch's products on CUDA, of this process, keep all sums in fp32, and those of fp32 round nothing."""
+    # PyTorch lets cuBLAS add the parts of a product that it splits in bf16 or fp16. It splits few rows and not many, so
+    # that verification would round otherwise than plain decoding, and choose another token more often.
+    matmul = torch.backends.cuda.matmul
+    matmul.allow_bf16_reduced_precision_reduction = False
+    matmul.allow_fp16_reduced_precision_reduction = False
+    matmul.allow_tf32 = False

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from d2sd.modeling.fp8 import Fp8Linear
+from d2sd.modeling.product_forms import PLAIN, Form, Weights, bucket
 from d2sd.modeling.quantized import ComputedLinear, joined
 from d2sd.plugins.layer_ops import linear, quantize
 
@@ -23,11 +24,17 @@ class Product(nn.Module):
     is the bare sums in fp32, and that op applies `scales` too.
     """
 
+    #: How so many rows are multiplied, by their bucket; others are by the plain form. Set before steps are captured.
+    forms: Mapping[int, Form]
     _whole: Callable[[Tensor], Tensor] | None  # a product that quantizes its input itself
 
-    def __init__(self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False) -> None:
+    def __init__(
+        self, parts: Sequence[Linear], dtype: torch.dtype, *, exact: bool = False, has_room: bool = True
+    ) -> None:
+        """`has_room`: its input is made in `room`."""
         super().__init__()
-        self._dtype, self._exact = dtype, exact
+        self._dtype, self._exact, self._has_room = dtype, exact, has_room
+        self.forms = {}
         self._whole = None
         if isinstance(parts[0], ComputedLinear):
             whole = type(parts[0]).joined(parts)
@@ -49,30 +56,59 @@ class Product(nn.Module):
             if not _equal(self.weight_scales):
                 self.scales = self.input_scale * self.weight_scales
 
+    @classmethod
+    def of(cls, weight: Tensor) -> Product:
+        """The product of weights [out, in] alone, such as a head's."""
+        layer = cast("Linear", SimpleNamespace(weight=weight, bias=None))
+        return cls([layer], weight.dtype, has_room=False)
+
+    @property
+    def weights(self) -> Weights | None:
+        """The weights for whose product a form can be chosen; None: it has its own."""
+        if self._whole is not None or self._exact:
+            return None
+        if self.input_scale is None:
+            return Weights(self.weight, self._dtype, self.bias, room=self._has_room)
+        if self.scales is not None:
+            ones = self._one, self._one
+            return Weights(self.weight, torch.float32, scales=ones, scaled=False, room=self._has_room)
+        return Weights(self.weight, self._dtype, scales=(self.input_scale, self._weight_scale), room=self._has_room)
+
+    def room(self, rows: int) -> Tensor | None:
+        """Memory for an input [rows, in] behind which the chosen form may read more rows; None: any will do."""
+        if self._whole is not None or self._exact:
+            return None
+        dtype = self._dtype if self.input_scale is None else torch.float8_e4m3fn
+        reads = self._form(rows).reads(rows, dtype)
+        return self.weight.new_empty(reads, self.weight.shape[1], dtype=dtype)[:rows]
+
+    def _form(self, rows: int) -> Form:
+        return self.forms.get(bucket(rows), PLAIN) if self.forms else PLAIN
+
     def forward(self, x: Tensor) -> Tensor:
         """x [..., in] in the model's type, or in FP8 by `input_scale` -> [..., out]."""
         if self._whole is not None:
             out: Tensor = self._whole(x)
             return out
-        if self.input_scale is None:
-            product = linear if self._exact else F.linear
-            return product(x, self.weight, self.bias)
         rows = x.flatten(0, -2)
-        if rows.dtype != torch.float8_e4m3fn:
-            rows = quantize(rows.contiguous(), self.input_scale)
-        if self._exact:
-            if self.scales is not None:
-                return linear(rows, self.weight, dtype=torch.float32)
-            scales = self.input_scale, self._weight_scale
-            output = linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
-            return output.view(*x.shape[:-1], -1)
+        if self.input_scale is not None and rows.dtype != torch.float8_e4m3fn:
+            rows = quantize(rows.contiguous(), self.input_scale, out=self.room(len(rows)))
+        out = self._exact_product(rows) if self._exact else self._product(rows)
+        return out.view(*x.shape[:-1], -1)
+
+    def _product(self, rows: Tensor) -> Tensor:
+        weights = self.weights
+        assert weights is not None
+        out = self._form(len(rows)).call(rows, weights)
+        return out if self._added is None or self.input_scale is None else out + self._added
+
+    def _exact_product(self, rows: Tensor) -> Tensor:
+        if self.input_scale is None:
+            return linear(rows, self.weight, self.bias)
         if self.scales is not None:
-            return sums(rows, self.weight, self._one)
-        out = torch._scaled_mm(
-            rows, self.weight.t(), scale_a=self.input_scale, scale_b=self._weight_scale, out_dtype=self._dtype
-        )
-        out = out.view(*x.shape[:-1], -1)
-        return out if self._added is None else out + self._added
+            return linear(rows, self.weight, dtype=torch.float32)
+        scales = self.input_scale, self._weight_scale
+        return linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
 
 
 def _equal(scales: Tensor) -> bool:

@@ -256,23 +256,23 @@ class SharedHead:
     """The exchange behind a vocabulary-parallel head."""
 
     def __init__(self, group: Group, vocab_size: int) -> None:
-        self._group, self._vocab_size = group, vocab_size
+        self.group, self._vocab_size = group, vocab_size
         self._width = -(-vocab_size // group.shard.size)
 
     def logits(self, part: Tensor) -> Tensor:
         """The logits of the rank's rows of the head -> [..., V], the same on every rank."""
         if part.shape[-1] < self._width:
             part = nn.functional.pad(part, (0, self._width - part.shape[-1]))
-        whole = self._group.gather(part)
+        whole = self.group.gather(part)
         return whole if whole.shape[-1] == self._vocab_size else whole[..., : self._vocab_size].contiguous()
 
     def rows(self, weight: Tensor, ids: Tensor) -> Tensor:
         """Rows `ids` of the whole head [Vd, E]; `weight [W, E]` are the rank's. For a copy, when a model is loaded."""
-        first, last = self._group.shard.rows_of_head(self._vocab_size)
+        first, last = self.group.shard.rows_of_head(self._vocab_size)
         own = (ids >= first) & (ids < last)
         found = weight.new_zeros(len(ids), weight.shape[1])
         found[own] = weight[ids[own] - first]
-        return self._group.all_reduce(found)
+        return self.group.all_reduce(found)
 
 
 def connect(model: Decoder, group: Group) -> None:

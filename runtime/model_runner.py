@@ -97,7 +97,7 @@ class ModelRunner:
         self.window: Window | None = None  # of the context that drafters read; None: all of it
         self.pool_pages = 0  # of each pool, the scratch page 0 among them; set by `allocate`, as is the next one
         self.windowed_pages: int | None = None  # those of layers with a window; None: they have the same pages
-        self._tables = self._draft_tables()
+        self.tables = self._draft_tables()
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
         self._widest = min([self.vocab_size, *sizes])
@@ -264,7 +264,7 @@ class ModelRunner:
         hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None]
         # an id below 0, at which the request has ended, is not in the table; there any row will do
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
-        logits = self.drafters[role].logits(hidden, anchor[:, None], self._tables[role])
+        logits = self.drafters[role].logits(hidden, anchor[:, None], self.tables[role])
         behind = replace(batch, context_len=batch.context_len + accepted.count)
         return self._candidates(role, behind, logits, width, hidden, anchor[:, None, None]).part(slice(None), 0)
 
@@ -327,7 +327,7 @@ class ModelRunner:
         rows = Rows(positions, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
-        drafter, tables = self.drafters[role], self._tables[role]
+        drafter, tables = self.drafters[role], self.tables[role]
         hidden = drafter.draft_hidden(blocks, rows, pool, context, tables)
         logits = drafter.logits(hidden, blocks[:, :, 0], tables)
         return logits if choice.reads_any_type(logits) else logits.float(), hidden

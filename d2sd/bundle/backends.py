@@ -25,6 +25,7 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
     Raises `BundleError` if the bundle has no graphs or engines or they cannot run on this machine, `BuildError` if
     TensorRT is not installed.
     """
+    from d2sd.bundle.product_times import choose_products
     from d2sd.modeling.prepare import prepare_for_inference
     from d2sd.runtime.model_runner import ModelRunner
 
@@ -42,11 +43,14 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
         target, drafters = bundle.target.to(device), {role: drafter.to(device) for role, drafter in drafters.items()}
         prepare_for_inference(target, drafters.values(), exact=bundle.recipe.exact)
         block_size = bundle.recipe.tree.block_size
-        if bundle.ranks is not None:
+        if bundle.ranks is None:
+            runner = ModelRunner(target, drafters, block_size=block_size)
+        else:
             from d2sd.runtime.parallel.leader import LeadingRunner
 
-            return LeadingRunner(target, drafters, block_size, bundle.ranks)
-        return ModelRunner(target, drafters, block_size=block_size)
+            runner = LeadingRunner(target, drafters, block_size, bundle.ranks)
+        choose_products(runner, None if target.shared_head is None else target.shared_head.group)
+        return runner
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(

@@ -66,8 +66,8 @@ def step_times(
         "cores": _cores(),
         "threads": torch.get_num_threads(),
         "kernels": library.name() if on_cpu else None,
-        "packages": [_version(package) for package in _PACKAGES],
-        "code": _code(),
+        "packages": [package_version(package) for package in _PACKAGES],
+        "code": code(),
     }
     try:
         folder = cache_folder()
@@ -81,7 +81,8 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
+    """The version of an installed package."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -89,7 +90,7 @@ def _version(package: str) -> str | None:
 
 
 @cache
-def _code() -> str:
+def code() -> str:
     """Hash of d2sd's own code: its version alone does not change with every commit."""
     root = Path(d2sd.__file__).parent
     return digest([sha256(file) for folder in _FOLDERS for file in sorted((root / folder).rglob("*.py"))])

@@ -83,7 +83,12 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
 
 
 def silu_mul(
-    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+    gate_up: Tensor,
+    dtype: torch.dtype,
+    *,
+    scales: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """silu(gate) * up of [R, 2·I], gate first -> [R, I].
 
@@ -91,9 +96,10 @@ def silu_mul(
         dtype: the model's, in which gate, silu(gate) and the result are rounded.
         scales: [2] fp32 of an FP8 product's sums, of gate and of up.
         scale: 0-dim fp32; with it the result is quantized.
+        out: [R, I], contiguous, of the result's type; receives the result. None: a new tensor.
     """
-    out: Tensor = _implementation(gate_up).silu_mul(gate_up, dtype, scales=scales, scale=scale)
-    return out
+    gated: Tensor = _implementation(gate_up).silu_mul(gate_up, dtype, scales=scales, scale=scale, out=out)
+    return gated
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -105,10 +111,13 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
     return out
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
-    """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel."""
-    out: Tensor = _implementation(x).quantize(x, scale)
-    return out
+def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
+    """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel.
+
+    `out`, contiguous, receives the result. None: a new tensor.
+    """
+    quantized: Tensor = _implementation(x).quantize(x, scale, out)
+    return quantized
 
 
 def linear(

@@ -77,14 +77,20 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def silu_mul(
-    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+    gate_up: Tensor,
+    dtype: torch.dtype,
+    *,
+    scales: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.silu_mul`."""
     gate, up = gate_up.chunk(2, dim=-1)
     if scales is not None:
         gate, up = gate * scales[0], up * scales[1]
-    out = F.silu(gate.to(dtype)) * up.to(dtype)
-    return out if scale is None else quantize(out, scale)
+    gated = F.silu(gate.to(dtype)) * up.to(dtype)
+    result = gated if scale is None else quantize(gated, scale)
+    return result if out is None else out.copy_(result)
 
 
 def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -93,9 +99,10 @@ def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: to
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """`d2sd.plugins.layer_ops.quantize`."""
-    return to_pages(x, scale)
+    result = to_pages(x, scale)
+    return result if out is None else out.copy_(result)
 
 
 def linear(

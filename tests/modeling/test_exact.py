@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
 from d2sd.modeling import kv_pool, product
@@ -18,6 +17,7 @@ from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, Rows
 from d2sd.modeling.native import reduced_head
+from d2sd.modeling.product import Product
 from d2sd.plugins import dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
 
@@ -63,9 +63,7 @@ def test_every_product_and_attention_is_batch_invariant(fp8: bool, bias: bool, m
 
     counted(product, "linear")
     counted(kv_pool, "cascade_attention")
-    monkeypatch.setattr(product, "F", None)  # no other product
-    monkeypatch.setattr(product, "sums", None)
-    monkeypatch.setattr(torch, "_scaled_mm", None)
+    monkeypatch.setattr(Product, "_product", None)  # no other product
     found = logits(exact)
     torch.testing.assert_close(found, expected, atol=5e-5, rtol=5e-5)
     # two passes of three layers; the head's was bound when the model was fused
@@ -81,7 +79,8 @@ def test_drafts_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.tensor([3, 5])
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda"), raising=False)
     head: Any = reduced_head(target, ids)
-    assert head.func is F.linear
+    assert isinstance(head, Product)
+    assert head.weights is not None
 
 
 def test_a_model_that_cannot_be_fused_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -131,8 +131,8 @@ def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypat
         whole.append(hidden.is_contiguous())
         return head(hidden)
 
-    tables = {role: own._replace(head=partial(watched, head=own.head)) for role, own in runner._tables.items()}
-    monkeypatch.setattr(runner, "_tables", tables)
+    tables = {role: own._replace(head=partial(watched, head=own.head)) for role, own in runner.tables.items()}
+    monkeypatch.setattr(runner, "tables", tables)
     first = runner.draft_first(batch, WIDTH)
     runner.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), SECOND, WIDTH)
     runner.draft_first(batch, WIDTH, DrafterRole.FLEX)

@@ -121,12 +121,21 @@ def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[s
 
 
 def silu_mul(
-    gate_up: Tensor, dtype: torch.dtype, *, scales: Tensor | None = None, scale: Tensor | None = None
+    gate_up: Tensor,
+    dtype: torch.dtype,
+    *,
+    scales: Tensor | None = None,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.silu_mul` on CUDA."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
-    out = torch.empty(rows, width, dtype=dtype if scale is None else torch.float8_e4m3fn, device=gate_up.device)
+    made = dtype if scale is None else torch.float8_e4m3fn
+    if out is None:
+        out = torch.empty(rows, width, dtype=made, device=gate_up.device)
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == ((rows, width), made)
     silu_mul_kernel[rows, triton.cdiv(width, BLOCK)](
         gate_up, scales, out, scale, **silu_constants(width, dtype), num_warps=WARPS, **OPTIONS
     )
@@ -161,10 +170,13 @@ def table_constants(half: int, factor: float) -> dict[str, Any]:
     return {"FACTOR": factor, "HEAD": half, "PADDED": power(half), "INTERPRET": INTERPRET}
 
 
-def quantize(x: Tensor, scale: Tensor) -> Tensor:
+def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """`d2sd.plugins.layer_ops.quantize` on CUDA."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     assert x.is_contiguous()
-    out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == (x.shape, torch.float8_e4m3fn)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # a drafter's `fc` runs outside of its fused layers
         grid = (triton.cdiv(x.numel(), BLOCK),)
         quantize_kernel[grid](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)

@@ -81,8 +81,8 @@ def test_other_models_and_limits_have_another(changes: dict[str, Any]) -> None:
         ("library.name", lambda: None),
         ("os.sched_getaffinity", lambda pid: {0, 1, 2}),
         ("torch.get_num_threads", lambda: 63),
-        ("_code", lambda: "x"),
-        ("_version", lambda package: "0"),
+        ("code", lambda: "x"),
+        ("package_version", lambda package: "0"),
     ],
 )
 def test_another_machine_has_another(name: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,9 +126,9 @@ def test_what_a_vocabulary_lacks_is_not_gained() -> None:
 
 def test_one_copy_of_the_head_for_each_vocabulary() -> None:
     same, other, single = (Coached(frequent(24), ids) for ids in (frequent(24), frequent(16), None))
-    assert same._tables[FIRST].head is same._tables[SECOND].head
-    assert other._tables[FIRST].head is not other._tables[SECOND].head
-    assert single._tables[SECOND].head == single.target.raw_logits
+    assert same.tables[FIRST].head is same.tables[SECOND].head
+    assert other.tables[FIRST].head is not other.tables[SECOND].head
+    assert single.tables[SECOND].head == single.target.raw_logits
 
 
 # -- the same drafts as a whole head whose other tokens are impossible -------------------------------------------------

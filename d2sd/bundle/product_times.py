@@ -1,0 +1,129 @@
+"""Times of products, kept in a file beside step times: the next start on the same kind of GPU reads them.
+
+They depend on shapes and not on a bundle, so bundles share the file; shapes that it lacks are timed and added. Its name
+is a hash of what else they depend on: the GPU's name, the versions of PyTorch, CUDA and Triton, and d2sd's code.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from d2sd.bundle.step_times import code, package_version
+from d2sd.errors import D2SDError
+from d2sd.io import cache_folder, digest, write_text
+from d2sd.modeling.product_forms import PLAIN, ProductShape
+from d2sd.runtime.product_times import Bench, Times, agreed, chosen, graph_timer, products_of, use
+from d2sd.schema import read_model
+
+if TYPE_CHECKING:
+    from d2sd.modeling.product import Product
+    from d2sd.modeling.tensor_parallel import Group
+    from d2sd.runtime.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+
+class Row(BaseModel):
+    """The forms of one product."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    shape: ProductShape
+    rows: Annotated[int, Field(ge=1)]
+    seconds: dict[str, Annotated[float, Field(gt=0)]]
+
+
+class File(BaseModel):
+    """What was measured, and where."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    d2sd_product_times: Literal[1] = 1
+    gpu: str
+    torch: str
+    products: list[Row]
+
+    @property
+    def times(self) -> Times:
+        """By shape and rows."""
+        return {(row.shape, row.rows): dict(row.seconds) for row in self.products}
+
+
+def choose_products(runner: ModelRunner, group: Group | None) -> None:
+    """Choose the forms of a runner's products on CUDA, before anything is captured; elsewhere they stay plain.
+
+    Of ranks that share a target, rank 0 chooses for all.
+    """
+    products = products_of(runner) if runner.device.startswith("cuda") else []
+    if not products:
+        return
+    choice = {}
+    if group is None or group.shard.rank == 0:
+        bench = Bench(torch.cuda.get_device_capability(runner.device), graph_timer(runner.device))
+        choice = chosen(kept_times(_path(runner.device), bench, products, torch.cuda.get_device_name(runner.device)))
+    use(products, choice if group is None else agreed(products, choice, group))
+
+
+def _path(device: str) -> Path | None:
+    depends = {
+        "gpu": torch.cuda.get_device_name(device),
+        "packages": [package_version(package) for package in ("torch", "triton")],
+        "cuda": torch.version.cuda,
+        "code": code(),
+    }
+    try:
+        return cache_folder() / f"product-times-{digest(depends)[:24]}.json"
+    except OSError:  # the user has no home
+        return None
+
+
+def kept_times(path: Path | None, bench: Bench, products: list[Product], gpu: str) -> Times:
+    """The times of these products and of all others in the file, to which those that it lacks are added.
+
+    A file that cannot be read, or that is another GPU's, is made anew, and one that cannot be written is not kept;
+    neither is an error.
+    """
+    known: Times = {}
+    if path is not None and path.exists():
+        try:
+            known = read(path, gpu)
+        except (D2SDError, OSError) as error:
+            logger.info("timing products again: %s", error)
+    start = time.monotonic()
+    times = bench.times(products, known)
+    if times.keys() == known.keys():
+        return times
+    seconds = time.monotonic() - start
+    try:
+        if path is None:
+            raise OSError("the user has no home")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, times, gpu)
+    except OSError as error:
+        logger.info("timed products in %.1f s, but cannot keep the times: %s", seconds, error)
+    else:
+        logger.info("timed products in %.1f s; the next start reads them from %s", seconds, path)
+    return times
+
+
+def read(path: Path, gpu: str) -> Times:
+    """The times in a file. Raises D2SDError if it is malformed, or of another GPU or PyTorch."""
+    file = read_model(File, path, error=D2SDError, what="file of product times")
+    here = gpu, str(torch.__version__)
+    if (file.gpu, file.torch) != here:
+        raise D2SDError("The times are of another GPU or PyTorch.", where=path, found=file.gpu, expected=gpu)
+    if any(PLAIN.name not in row.seconds for row in file.products):
+        raise D2SDError("A product has no time of its plain form.", where=path)
+    return file.times
+
+
+def write(path: Path, times: Times, gpu: str) -> None:
+    """Replace the file. Raises OSError."""
+    rows = [Row(shape=shape, rows=rows, seconds=seconds) for (shape, rows), seconds in times.items()]
+    write_text(path, File(gpu=gpu, torch=str(torch.__version__), products=rows).model_dump_json() + "\n")
