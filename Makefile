@@ -74,7 +74,8 @@ verify: .venv/demo
 gpu-suite: $(if $(DRY),.venv/dev)
 	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry)
 
-## compile the Triton kernels for every architecture, without a GPU: minutes; checks shared memory and registers
+## compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
+## machine code of each loop over weights, pages or logits what is in flight while it computes: half an hour, less again
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 

@@ -1,21 +1,25 @@
-"""Compiles Triton kernels without a GPU, and reads the resource usage of the machine code.
+"""Compiles Triton kernels without a GPU exactly as they are served, and reads the resource usage of the machine code.
 
+A launcher's own call is compiled by Triton's launch itself, for a GPU that is not there: specialised by the arguments
+(integers that are 1 or multiples of 16, aligned pointers), with the launch's options, through Triton's cache.
 One result an architecture: Triton names sm_90a, sm_100a, sm_120a, and such code runs nowhere else.
 """
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import triton  # type: ignore[import-untyped]
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import ASTSource  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+from benchmarks.sass import resources
 
 #: A100, L4 and L40, H100 and H200, B200, RTX 50 and RTX PRO.
 CAPABILITIES = (80, 89, 90, 100, 120)
@@ -45,23 +49,29 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
             found.append(Bound(types, given, compile["num_warps"]))
         return True
 
-    driver, target = triton.runtime.driver, GPUTarget("cuda", capability, 32)
-    active = driver._active
-    with triton.knobs.runtime.scope():
+    with triton.knobs.runtime.scope(), pretended(capability):
         triton.knobs.runtime.jit_cache_hook = bound
-        driver.set_active(
-            SimpleNamespace(
-                get_current_target=lambda: target,
-                get_current_stream=lambda device: 0,
-                get_current_device=lambda: f"ahead of time, {capability}",  # Triton keeps what it compiled by device
-            )
-        )
-        try:
-            run()
-        finally:
-            driver._active = active
+        run()
     (one,) = found
     return one
+
+
+@contextmanager
+def pretended(capability: int) -> Iterator[None]:
+    """A GPU of this capability is Triton's current device; nothing can be launched on it."""
+    driver, target = triton.runtime.driver, GPUTarget("cuda", capability, 32)
+    active = driver._active
+    driver.set_active(
+        SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_stream=lambda device: 0,
+            get_current_device=lambda: f"ahead of time, {capability}",  # Triton keeps what it compiled by device
+        )
+    )
+    try:
+        yield
+    finally:
+        driver._active = active
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,58 +81,51 @@ class Compiled:
     name: str  # of its entry point
     ptx: str
     cubin: bytes
+    names: tuple[str, ...]  # of its arguments that are not compile-time constants, tuples by part
+    warps: int  # of a block
     parameters: int  # of the entry point: Triton adds two pointers to scratch memory
-    arguments: int  # of the kernel that are not compile-time constants
     shared: int  # bytes per block
     scratch: int  # bytes of the memory behind those two pointers
     registers: int  # per thread
-    spilled: int  # bytes per thread, stores and loads
+    spilled: int  # bytes per thread of local memory, without the arrays that the kernel declares
 
 
-def compile_kernel(
-    kernel: Any, types: dict[str, Any], constants: dict[str, Any], capability: int, warps: int
-) -> Compiled:
-    """Compile for one architecture, bypassing Triton's cache, since ptxas reports usage only when it runs.
+def compile_kernel(kernel: Any, run: Callable[[], object], capability: int) -> Compiled:
+    """Compile the launch of `kernel` that `run` makes, with tensors on the meta device, for one architecture.
 
     Args:
         kernel: a `triton.jit` function.
-        types: its run-time arguments in order, such as {"q": "*bf16", "rows": "i32"}; of a tuple those of its parts,
-            "constexpr" for None. All others of the kernel that are not constants are None. Pointers count as multiples
-            of 16 bytes, as PyTorch and TensorRT give them.
-        constants: its `constexpr` arguments.
+        run: calls its launcher; other kernels that it launches are left out.
         capability: 90 for 9.0.
-        warps: of a block.
     """
-    fixed = {name: None for name in kernel.arg_names if name not in types} | constants
-    signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
-    parts: dict[tuple[int, ...], str] = {}
-    for place, kind in enumerate(signature.values()):
-        parts |= {(place, n): part for n, part in enumerate(kind)} if isinstance(kind, tuple) else {(place,): kind}
-    fixed |= {place: None for place, kind in parts.items() if len(place) > 1 and kind == "constexpr"}
-    aligned = {place: [["tt.divisibility", 16]] for place, kind in parts.items() if kind.startswith("*")}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=fixed, attrs=aligned)
-    said = io.StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(said):
-        triton.knobs.nvidia.dump_ptxas_log = True
-        triton.knobs.compilation.always_compile = True
-        done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
-    ptx, meta = done.asm["ptx"], done.metadata
+    found: list[Any] = []
+    launch = JITFunction.run
+
+    def compiled(launched: Any, *given: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        if launched is kernel:
+            found.append(launch(launched, *given, grid=grid, warmup=True, **options))
+
+    with patch.object(JITFunction, "run", compiled), pretended(capability):
+        run()
+    (done,) = found
+    ptx, meta, used = done.asm["ptx"], done.metadata, resources(done.asm["cubin"])
     entry = ptx[ptx.index(".entry") : ptx.index("{", ptx.index(".entry"))]
+    declared = sum(int(size) for size in re.findall(r"\.local .*__local_depot\d+\[(\d+)\]", ptx))
     return Compiled(
         name=meta.name,
         ptx=ptx,
         cubin=done.asm["cubin"],
+        names=tuple(_names(done.src.signature)),
+        warps=meta.num_warps,
         parameters=entry.count(".param"),
-        arguments=sum(kind != "constexpr" for kind in parts.values()),
         shared=meta.shared,
         scratch=meta.global_scratch_size + meta.profile_scratch_size,
-        registers=_largest(r"Used (\d+) registers", said.getvalue()),
-        spilled=_largest(r"(\d+) bytes spill", said.getvalue()),
+        registers=used["REG"],
+        spilled=max(0, used["STACK"] - declared),
     )
 
 
-def _largest(pattern: str, log: str) -> int:
-    """The largest number that ptxas reports; a report without any is an error, not 0."""
-    found = [int(number) for number in re.findall(pattern, log)]
-    assert found, f"ptxas reports no {pattern!r}:\n{log}"
-    return max(found)
+def _names(signature: dict[str, Any]) -> Iterator[str]:
+    for name, kind in signature.items():
+        parts = {f"{name}[{n}]": part for n, part in enumerate(kind)} if isinstance(kind, tuple) else {name: kind}
+        yield from (part for part, one in parts.items() if one != "constexpr")

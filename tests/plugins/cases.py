@@ -44,6 +44,9 @@ class Kernel:
     #: where the launch needs compute capability 8.9.
     launches: Mapping[str, Callable[[], object]]
     reads_back: tuple[str, ...] = ()
+    #: Arguments of more than a megabyte that a step reads from memory: weights, K/V pages and logits. The others were
+    #: written by the launches before, and come from the L2 cache.
+    streamed: tuple[str, ...] = ()
     touched: Touched = field(default=lambda values, context: ({}, 0))
 
 

@@ -166,9 +166,10 @@ KERNELS = (
         {case.name: case.launch for case in compiled()},
         reads_back=("partial", "lse", "arrived"),
         touched=attention_touched,
+        streamed=("k_pages", "v_pages"),
     ),
     Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
-    Kernel(attention_kernel, ("out", "lse"), EXACT),
+    Kernel(attention_kernel, ("out", "lse"), EXACT, streamed=("k_pages", "v_pages")),
     Kernel(
         merge_splits_kernel, ("out",), {"exact merge D=128": partial(attend_exactly, "bf16", "bf16", 128, tree=True)}
     ),

@@ -43,17 +43,32 @@ DRAFTS = {
 GREEDY = {f"{vocab}": partial(choose, vocab, False) for vocab in VOCABULARIES}
 SAMPLED = {f"{vocab}": partial(choose, vocab, True) for vocab in VOCABULARIES}
 KERNELS = (
-    Kernel(segments_kernel, ("maxima", "partial"), {f"segments {name}": run for name, run in DRAFTS.items()}),
     Kernel(
-        pool_kernel, ("tokens", "logprob"), {f"pool {name}": run for name, run in DRAFTS.items()}, touched=pool_touched
+        segments_kernel,
+        ("maxima", "partial"),
+        {f"segments {name}": run for name, run in DRAFTS.items()},
+        streamed=("logits",),
+    ),
+    Kernel(
+        pool_kernel,
+        ("tokens", "logprob"),
+        {f"pool {name}": run for name, run in DRAFTS.items()},
+        touched=pool_touched,
+        streamed=("logits",),
     ),
     Kernel(
         scores_kernel,
         ("partial",),
         {f"scores of {name}": run for name, run in GREEDY.items()}
         | {f"scores of {name} sampled": run for name, run in SAMPLED.items()},
+        streamed=("logits",),
     ),
-    Kernel(threshold_kernel, ("threshold",), {f"filters of {name}": run for name, run in SAMPLED.items()}),
+    Kernel(
+        threshold_kernel,
+        ("threshold",),
+        {f"filters of {name}": run for name, run in SAMPLED.items()},
+        streamed=("logits",),
+    ),
     Kernel(combine_kernel, ("chosen",), {f"combine {name}": run for name, run in GREEDY.items()}),
 )
 CHECKS = {

@@ -62,7 +62,12 @@ HEADS |= {f"qk+norm+rope bf16 D={size}": partial(heads, "bf16", size) for size i
 HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context=True)}
 PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", "fp16", "fp32", "fp8")}
 KERNELS = (
-    Kernel(linear_kernel, ("out",), PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)}),
+    Kernel(
+        linear_kernel,
+        ("out",),
+        PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)},
+        streamed=("weight",),
+    ),
     Kernel(
         kernel.add_rms_norm_kernel,
         ("total", "out"),
