@@ -24,7 +24,7 @@ from d2sd.runtime.request import buckets
 
 logger = logging.getLogger(__name__)
 
-#: A form must take at most this share of plain's seconds: less is not told from noise, and plain is known best.
+#: A form must take at most this share of plain's seconds: smaller gains may be noise.
 MARGIN = 0.95
 _REPEATS = 5
 #: Bytes of weights that are multiplied in turn, several times an L2 cache; and most products.
