@@ -124,7 +124,7 @@ def _weights(product: Product) -> Weights:
 
 
 def _cold(group: list[Product]) -> list[Product]:
-    """As many of the products as have `_COLD` bytes of weights together."""
+    """Take as many of the products as have `_COLD` bytes of weights together."""
     return group[: min(_MOST, -(-_COLD // group[0].weight.nbytes))]
 
 

@@ -1,4 +1,4 @@
-"""Times of products, kept in a file beside step times: the next start on the same kind of GPU reads them.
+"""Keep the times of products in a file next to that of step times: the next start on the same kind of GPU reads them.
 
 They depend on shapes and not on a bundle, so bundles share the file; shapes that it lacks are timed and added. Its name
 is a hash of what else they depend on: the GPU's name, the versions of PyTorch, CUDA and Triton, and d2sd's code.
@@ -40,7 +40,7 @@ class Row(BaseModel):
 
 
 class File(BaseModel):
-    """What was measured, and where."""
+    """The times, and where they were measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
