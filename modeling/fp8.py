@@ -23,6 +23,9 @@ from d2sd.plugins.shared.fp8 import LARGEST, from_pages, to_pages
 #: Ends of the names of layers that are computed as one product, and so have one scale of weights each.
 _JOINED = re.compile(r"\.([qkv]|gate|up)_proj$")
 
+#: Attribute of models whose linear layers are FP8, `DraftModel.in_fp8`.
+IN_FP8 = "in_fp8"
+
 
 def carried_product(
     x: Tensor, weight: Tensor, input_scale: Tensor, weight_scale: Tensor, bias: Tensor | None
@@ -48,12 +51,12 @@ class Fp8Linear(QuantizedLinear):
         self.store("input_scale", (), torch.float32)
 
     @classmethod
-    def of(cls, layer: nn.Linear, input_scale: float, weight_scale: Tensor) -> Fp8Linear:
+    def of(cls, layer: nn.Linear, input_scale: float | Tensor, weight_scale: Tensor) -> Fp8Linear:
         """`layer` with its weights rounded."""
         fp8_layer = cls(layer.in_features, layer.out_features, layer.bias is not None)
         weight = layer.weight.detach()
         fp8_layer.weight_scale = weight_scale.clone()
-        fp8_layer.input_scale = torch.tensor(input_scale, device=weight.device)
+        fp8_layer.input_scale = torch.as_tensor(input_scale, device=weight.device)
         fp8_layer.weight = nn.Parameter(to_pages(weight, fp8_layer.weight_scale), requires_grad=False)
         fp8_layer.bias = layer.bias
         return fp8_layer
@@ -98,6 +101,7 @@ def linear_names(model: nn.Module) -> list[str]:
 def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False) -> None:
     """Replace `linears` of a model on the meta device by empty FP8 layers; with `cache`, make its K/V FP8 too."""
     make_quantized(model, dict.fromkeys(linears, Scheme("FP8", Fp8Linear)))
+    setattr(model, IN_FP8, bool(linears))
     if cache:
         make_fp8_cache(model)
 
@@ -122,6 +126,8 @@ def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
         parent, _, last = name.rpartition(".")
         scale = largest[_JOINED.sub("", name)].float() / LARGEST
         setattr(model.get_submodule(parent), last, Fp8Linear.of(layer, input_scales[name], scale))
+    if layers:
+        setattr(model, IN_FP8, True)
 
 
 def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:

@@ -27,7 +27,6 @@ from d2sd.modeling.fp8 import Fp8Linear, carried_product
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
-from d2sd.modeling.product import Product
 from d2sd.modeling.quantized import ComputedLinear, carrier
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
@@ -347,10 +346,3 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
 @cache
 def _say_why(reason: str) -> None:
     print(f"d2sd: layers run as PyTorch operators, several times slower: {reason}", file=sys.stderr, flush=True)
-
-
-def reduced_head(target: TargetModel, ids: Tensor) -> Callable[[Tensor], Tensor]:
-    """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is."""
-    weight = target.head_rows(ids)
-    plain = target.packed_head is None or weight.device.type != "cpu"  # drafts need not be batch-invariant
-    return Product.of(weight) if plain else packed_product(weight, None)

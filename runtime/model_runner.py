@@ -16,11 +16,11 @@ from torch import Tensor
 
 from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, Tables, block_rows
+from d2sd.modeling.draft_head import draft_tables
+from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.inference import takes_one_table
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows, first_rows
-from d2sd.modeling.native import reduced_head
 from d2sd.plugins import choice, lookup, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.lookup import Text
@@ -97,7 +97,7 @@ class ModelRunner:
         self.window: Window | None = None  # of the context that drafters read; None: all of it
         self.pool_pages = 0  # of each pool, the scratch page 0 among them; set by `allocate`, as is the next one
         self.windowed_pages: int | None = None  # those of layers with a window; None: they have the same pages
-        self.tables = self._draft_tables()
+        self.tables = draft_tables(target, self.drafters)
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
         self._widest = min([self.vocab_size, *sizes])
@@ -359,18 +359,6 @@ class ModelRunner:
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""
         return min(most, self._widest)
-
-    def _draft_tables(self) -> dict[DrafterRole, Tables]:
-        """Drafters with the same draft vocabulary share a head."""
-        heads: dict[tuple[int, ...] | None, Callable[[Tensor], Tensor]] = {None: self.target.raw_logits}
-        for drafter in self.drafters.values():
-            ids = drafter.draft_ids
-            if ids is not None and drafter.config.draft_vocabulary not in heads:
-                heads[drafter.config.draft_vocabulary] = reduced_head(self.target, ids)
-        return {
-            role: Tables(self.target.embed_tokens, heads[drafter.config.draft_vocabulary])
-            for role, drafter in self.drafters.items()
-        }
 
 
 def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:

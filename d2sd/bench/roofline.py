@@ -143,8 +143,9 @@ class Roofline:
         attention = 4 * batch * rows * seen * body.num_heads * body.head_dim / half
         read = stored + batch * seen * part.kv_token_bytes // body.num_layers
         if logits:
-            products += 2 * batch * logits * self._head_weights(part) / half
-            read += self._head_weights(part) * size
+            in_fp8 = narrow > 0 and part.role is not None and part.draft_config.draft_vocabulary is not None
+            products += 2 * batch * logits * self._head_weights(part) / (peaks.fp8 if in_fp8 else half)
+            read += self._head_weights(part) * (1 if in_fp8 else size)
         return products + attention, read
 
     def _head_weights(self, part: Part) -> int:

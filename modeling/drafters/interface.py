@@ -80,6 +80,8 @@ class DraftModel(nn.Module):
     borrows_mlps: ClassVar[bool] = False
     #: Fewest candidates of a slot that `conditioned` is given; 0: it is not called.
     pool: int = 0
+    #: Its linear layers are FP8, and so is its copy of the target's head (`draft_head`).
+    in_fp8: bool = False
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""

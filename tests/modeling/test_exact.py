@@ -13,10 +13,10 @@ import torch
 from d2sd.errors import D2SDError
 from d2sd.modeling import kv_pool, product
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.draft_head import reduced_head
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, Rows
-from d2sd.modeling.native import reduced_head
 from d2sd.modeling.product import Product
 from d2sd.plugins import dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import copy
-from functools import partial
 
 import pytest
 import torch
 
-from d2sd.modeling.native import PackedLinear, pack, packed_product, reduced_head
+from d2sd.modeling.draft_head import reduced_head
+from d2sd.modeling.native import PackedLinear, pack, packed_product
+from d2sd.modeling.product import Product
 from d2sd.plugins.cpu import library
 from tests.tiny import full_logits, random_tokens, tiny_decoder, tiny_drafter
 
@@ -55,7 +56,7 @@ def test_a_reduced_head_gives_the_logits_of_its_ids(tie: bool, packed: bool) -> 
     if packed:
         pack(target)
     head = reduced_head(target, ids)
-    assert isinstance(head, partial) != packed  # a plain product, or a packed copy
+    assert isinstance(head, Product) != packed  # a plain product, or a packed copy
     torch.testing.assert_close(head(hidden), expected, atol=1e-5, rtol=1e-5)
 
 
