@@ -15,7 +15,8 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from d2sd.bench.roofline import Roofline, StepCost, arithmetic_costs
+from d2sd.bench.measured import shares, steps
+from d2sd.bench.roofline import Roofline, StepCost, step_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
 from d2sd.bundle.serving import auto_policies
@@ -65,6 +66,7 @@ class Option(BaseModel):
     policy: str
     served: dict[int, str]  # by batch bucket
     tokens_per_step: dict[str, float]  # of these
+    measured: bool = False  # whether its step times are the user's GPU's
     gpus: int
     most_rate: float  # requests a second that a GPU is given
     weight_bytes: int
@@ -88,9 +90,19 @@ def read_plan(source: Path) -> Plan:
 
 
 def compute(
-    plan: Plan, gpu: str, policy: Policy, demand: Demand, max_batch: int, *, tau: float | None, efficiency: float
+    plan: Plan,
+    gpu: str,
+    policy: Policy,
+    demand: Demand,
+    max_batch: int,
+    *,
+    tau: float | None,
+    efficiency: float | None = None,
 ) -> Option:
-    """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails."""
+    """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails.
+
+    Without `efficiency`, step times and efficiencies of the user's GPUs of this kind come before published ones.
+    """
     configs = {role: part.draft_config for role, part in plan.drafters.items()}
     names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
     roles = {role for name in names for role in FACTS[name].among(configs).drafters}
@@ -99,9 +111,10 @@ def compute(
     limits.check(Request((0,) * demand.prompt_tokens, demand.output_tokens), 1)
     pages = fitting_pages(plan, gpu, limits)
     request_pages = limits.pages_for(demand.prompt_tokens + demand.output_tokens + plan.recipe.tree.block_size)
-    roofline = Roofline(plan, gpu, efficiency)
+    roofline = Roofline(plan, gpu, efficiency, shares(gpu) if efficiency is None else {})
     context = demand.prompt_tokens + demand.output_tokens // 2  # in the middle of its answer
-    costs = arithmetic_costs(roofline, policy, max_batch, context, tau)
+    find = steps(plan, gpu) if efficiency is None else None
+    costs = step_costs(roofline, policy, max_batch, context, tau, find)
     prompt, chunk = demand.prompt_tokens, limits.prefill_chunk
     chunks = [roofline.prefill_seconds(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
     # The pages that fit hold a request of max_context, and so at least one of this load.
@@ -111,6 +124,7 @@ def compute(
         policy=policy,
         served={size: cost.policy for size, cost in costs.items()},
         tokens_per_step={cost.policy: cost.tokens for cost in costs.values()},
+        measured=any(cost.measured for cost in costs.values()),
         gpus=math.ceil(demand.rate / most_rate) * plan.ranks,
         most_rate=most_rate,
         weight_bytes=plan.weight_bytes,

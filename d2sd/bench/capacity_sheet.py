@@ -6,13 +6,14 @@ from pydantic import BaseModel
 
 from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
 from d2sd.bench.markdown import table
-from d2sd.bench.roofline import EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS
+from d2sd.bench.measured import shares
+from d2sd.bench.roofline import EFFICIENCIES, EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS, Published
 from d2sd.build.plan import GPUS, Plan
 from d2sd.recipe import Policy
 
 
 class Sheet(BaseModel):
-    """The sheet as JSON. Every figure is arithmetic."""
+    """The sheet as JSON. Figures are arithmetic, over step times of the user's GPU where an option has them."""
 
     label: str = "arithmetic, not measured"
     name: str  # of the recipe
@@ -20,7 +21,8 @@ class Sheet(BaseModel):
     gpu: str
     max_batch: int
     ranks: int = 1  # GPUs that share the target
-    efficiency: float
+    efficiency: float | None  # of all peaks, as given; None: what others or the user's GPU have measured
+    measured: dict[str, list[float]] = {}  # shares of peaks that products reached on the user's GPU, by rows
     demand: Demand
     options: list[Option]
 
@@ -33,7 +35,7 @@ class Sheet(BaseModel):
         lines = [
             f"# Capacity: {self.name} on {self.gpu}",
             "",
-            f"**This is arithmetic; nothing was measured.** {load}; {bounds}.",
+            f"**This is arithmetic; {self._measured()}.** {load}; {bounds}.",
             "",
             table([("", list(_rows(self.options[0]))), *columns]),
             "",
@@ -53,8 +55,8 @@ class Sheet(BaseModel):
         )
         return [
             *([shared] if self.ranks > 1 else []),
-            f"A step reaches {self.efficiency:g} of the {self.gpu}'s peaks: {peaks.bandwidth / 1e12:g} TB/s, and "
-            f"{peaks.half / 1e12:g} TFLOP/s in 16 bits ({peaks.fp8 / 1e12:g} in FP8, {peaks.fp32 / 1e12:g} in fp32). "
+            f"The {self.gpu}'s peaks are {peaks.bandwidth / 1e12:g} TB/s, and {peaks.half / 1e12:g} TFLOP/s in 16 bits "
+            f"({peaks.fp8 / 1e12:g} in FP8, {peaks.fp32 / 1e12:g} in fp32). {self._efficiency()} "
             f"Each pass reads its weights once and the K/V of its context; a layer takes {1e6 * LAYER_SECONDS:.0f} µs "
             "more for small kernels. Host, network and tokenizer take no time.",
             f"Weights and K/V fill at most four fifths of {GPUS[self.gpu] // 10**9} GB; precision {self.precision}; at "
@@ -65,6 +67,26 @@ class Sheet(BaseModel):
             "random arrivals queue. The queue itself is not computed, and TTFT is without one.",
         ]
 
+    def _measured(self) -> str:
+        """Where step times come from."""
+        of_gpu = [option.policy for option in self.options if option.measured]
+        return f"step times of {' and '.join(of_gpu)} were measured here" if of_gpu else "nothing was measured"
+
+    def _efficiency(self) -> str:
+        if self.efficiency is not None:
+            return f"A step reaches {self.efficiency:g} of them."
+        of_gpu = "".join(
+            f"; on a GPU of yours {kind} {min(found):.2f} to {max(found):.2f}, by rows, which holds for these"
+            for kind, found in self.measured.items()
+        )
+        used = [one for one in EFFICIENCIES if self.gpu in one.gpus]
+        said = "; ".join(f"{one.kind}{_from(one)} {one.low:g} to {one.high:g} ({one.source})" for one in used)
+        return f"A step reaches the middle of the shares that others measured: {said}{of_gpu}."
+
+
+def _from(one: Published) -> str:
+    return f" from {one.rows} rows" if one.rows > 1 else ""
+
 
 def make_sheet(
     plan: Plan,
@@ -74,10 +96,15 @@ def make_sheet(
     policy: Policy | None,
     *,
     tau: float | None,
-    efficiency: float,
+    efficiency: float | None = None,
 ) -> Sheet:
-    """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter."""
-    recipe = plan.recipe
+    """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter.
+
+    `efficiency` is the share of all peaks that a step reaches; None: see `compute`.
+    """
+    recipe, measured = plan.recipe, dict[str, list[float]]()
+    for (kind, _), share in (shares(gpu) if efficiency is None else {}).items():
+        measured.setdefault(kind, []).append(share)
     batch, chosen_policy = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
     options = [
         compute(plan, gpu, name, demand, batch, tau=tau if name == chosen_policy else None, efficiency=efficiency)
@@ -90,6 +117,7 @@ def make_sheet(
         max_batch=batch,
         ranks=plan.ranks,
         efficiency=efficiency,
+        measured=measured,
         demand=demand,
         options=options,
     )

@@ -1,7 +1,8 @@
-"""Step costs on a GPU by arithmetic: a pass takes the longer of reading its bytes and computing its products.
+"""Step costs on a GPU by arithmetic: a product takes the longer of reading its bytes and computing; so does attention.
 
 Bytes are the weights, once a pass, and the K/V of the context; operations are two for every weight and row, and those
-of attention. Of experts, a row computes those that it chose, and a pass reads as many as random choices of its rows
+of attention. Of both peaks a pass reaches the shares in `EFFICIENCIES`, which others measured, or shares measured on
+the user's GPU. Of experts, a row computes those that it chose, and a pass reads as many as random choices of its rows
 would be on average. To that comes the time of the small kernels of every layer. A decode step is the passes of both
 drafters and of the target one after the other. Not counted: activations, sampling, building trees, injecting context
 into the drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hides.
@@ -9,9 +10,10 @@ into the drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from d2sd.build.plan import Part, Plan
 from d2sd.build.shares import table_weights
@@ -23,18 +25,16 @@ from d2sd.modeling.drafters.interface import block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
-from d2sd.runtime.request import buckets
+from d2sd.runtime.request import bucket, buckets
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
-#: Assumptions, until docs/gpu.md has measurements. Share of both peaks that large products and reads reach: what the
-#: ledger asks of the attention kernel against the copy rate.
-EFFICIENCY = 0.8
+#: Assumptions, until docs/gpu.md has measurements.
 #: Seconds of a small kernel behind another in a CUDA graph, 1.5 to 2.5 µs.
 NODE_SECONDS = 2e-6
-#: Seconds of a small sum over the GPUs of one machine, and bytes a second that each sends over NVLink 4.
-EXCHANGE_SECONDS, LINK = 10e-6, 450e9
+#: Seconds of a small sum over the GPUs of one machine; bytes a second that each sends over NVLink 4, and their share.
+EXCHANGE_SECONDS, LINK, LINK_SHARE = 10e-6, 450e9, 0.8
 #: Seconds of the small kernels of one layer: ten launches (`d2sd.modeling.fused`).
 LAYER_SECONDS = 10 * NODE_SECONDS
 
@@ -57,13 +57,55 @@ PEAKS = {
 }
 
 
+Kind = Literal["16-bit weights", "FP8 weights", "K/V", "operations"]
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Shares of a peak that others measured; `share` is the middle of what they report."""
+
+    kind: Kind  # what is read at the peak bandwidth, or operations at the peak of their type
+    gpus: tuple[str, ...]
+    rows: int  # at least so many
+    low: float
+    high: float
+    source: str
+
+    @property
+    def share(self) -> float:
+        return (self.low + self.high) / 2
+
+
+_HOPPER, _ALL = ("H100", "H200"), tuple(PEAKS)
+_VLLM = "vLLM, pull requests 20071 and 18778: 4,096 and 6,144 outputs of 4,096 inputs, partly from the L2 cache"
+#: None of them is d2sd's. For more rows the last line of a kind holds; on other GPUs and types than measured they are
+#: assumptions.
+EFFICIENCIES = (
+    Published("16-bit weights", _HOPPER, 1, 0.70, 0.78, "cuBLAS in bf16"),
+    Published("16-bit weights", ("B200",), 1, 0.31, 0.79, _VLLM),
+    Published("16-bit weights", ("B200",), 16, 0.57, 0.79, _VLLM),
+    Published("FP8 weights", _HOPPER, 1, 0.52, 0.68, "CUTLASS, issue 1139: 16 to 64 rows on H100; vLLM on B200"),
+    Published("FP8 weights", ("B200",), 1, 0.36, 0.52, _VLLM),
+    Published("K/V", _ALL, 1, 0.36, 0.55, "FlashAttention, issue 1572: version 3 decoding from pages on H100"),
+    Published("operations", _ALL, 1, 0.78, 0.81, "cuBLAS in bf16 on H200"),
+)
+
+
+def published_share(gpu: str, kind: Kind, rows: int) -> float:
+    """The share of its peak that this kind of work of so many rows reaches."""
+    return [one.share for one in EFFICIENCIES if one.kind == kind and gpu in one.gpus and one.rows <= rows][-1]
+
+
 @dataclass(frozen=True, slots=True)
 class Roofline:
     """Seconds of the passes of a plan's models on one GPU."""
 
     plan: Plan
     gpu: str
-    efficiency: float = EFFICIENCY
+    efficiency: float | None = None  # of all peaks; None: `EFFICIENCIES`
+    #: Shares that products of these weights, and up to so many rows, reach on the user's GPU, in place of published
+    #: ones: of the longer of reading and computing.
+    measured: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
 
     def decode_seconds(self, policy: TreePolicy, batch: int, context: int) -> float:
         """A decode step of `batch` requests of `context` tokens."""
@@ -105,12 +147,30 @@ class Roofline:
     def _seconds(self, part: Part, batch: int, rows: int, context: int, logits: int) -> float:
         """One pass over `batch` requests of `rows` rows each, `logits` of which pass the head.
 
-        The longer of its products at their peak rate and of reading its bytes, and the small kernels of its layers.
+        Its products, its attention, and the small kernels of its layers.
         """
-        products, read = self._work(part, batch, rows, context, logits)
-        slowest = max(products, read / PEAKS[self.gpu].bandwidth)
-        kernels = part.body.num_layers * LAYER_SECONDS
-        return slowest / self.efficiency + kernels + self._exchange_seconds(part, batch * rows, batch * logits)
+        every, body = batch * rows, part.body
+        seconds = sum(self._product(*work) for work in self._work(part, batch, rows, batch * logits))
+        seen, half = part.seen(context), self._half
+        read = batch * seen * part.kv_token_bytes // body.num_layers
+        computed = 4 * every * seen * body.num_heads * body.head_dim / half
+        seconds += self._slower("K/V", every, read, computed)
+        kernels = body.num_layers * LAYER_SECONDS
+        return seconds + kernels + self._exchange_seconds(part, every, batch * logits)
+
+    def _product(self, kind: Kind, rows: int, weights: float, read: float) -> float:
+        """Products of `rows` rows with so many weights, of which `read` bytes are read."""
+        peak = PEAKS[self.gpu].fp8 if kind == "FP8 weights" else self._half
+        return self._slower(kind, rows, read, 2 * rows * weights / peak)
+
+    def _slower(self, kind: Kind, rows: int, read: float, computed: float) -> float:
+        """The longer of reading these bytes and of what takes `computed` seconds at its peak, at their efficiencies."""
+        reading, share = read / PEAKS[self.gpu].bandwidth, self.efficiency
+        share = share or self.measured.get((kind, bucket(max(rows, 1))))
+        if share is not None:
+            return max(reading, computed) / share
+        shares = (published_share(self.gpu, one, rows) for one in (kind, "operations"))
+        return max(work / share for work, share in zip((reading, computed), shares, strict=True))
 
     def _exchange_seconds(self, part: Part, rows: int, logits: int) -> float:
         """Sums of the target's layers over GPUs that share it, and the logits that they gather."""
@@ -118,19 +178,28 @@ class Roofline:
             return 0.0
         sums = 0 if part.role is not None else 2 * part.body.num_layers
         size = sums * rows * part.body.hidden_size + logits * part.config.vocab_size
-        return sums * EXCHANGE_SECONDS + size * self._size / (LINK * self.efficiency)
+        return sums * EXCHANGE_SECONDS + size * self._size / (LINK * (self.efficiency or LINK_SHARE))
 
     @property
     def _size(self) -> int:
         """Bytes of a weight that is not FP8."""
         return DTYPES[self.plan.recipe.precision].itemsize
 
-    def _work(self, part: Part, batch: int, rows: int, context: int, logits: int) -> tuple[float, float]:
-        """Seconds of a pass's products at the peak rate, and the bytes that it reads; `logits` rows pass the head."""
-        peaks, body, size = PEAKS[self.gpu], part.body, self._size
-        half = peaks.fp32 if size == 4 else peaks.half
+    @property
+    def _half(self) -> float:
+        """The peak of operations that are not FP8."""
+        peaks = PEAKS[self.gpu]
+        return peaks.fp32 if self._size == 4 else peaks.half
+
+    def _work(self, part: Part, batch: int, rows: int, logits: int) -> list[tuple[Kind, int, float, float]]:
+        """A pass's products: what they read, of how many rows, weights that a row computes with, bytes that are read.
+
+        `logits` rows of all requests pass the head.
+        """
+        body, size = part.body, self._size
         stored, weights = part.weight_bytes, part.parameters
         narrow = min((weights * size - stored) / (size - 1), weights) if size > 1 else 0  # weights in FP8, or narrower
+        narrow_bytes = stored - (weights - narrow) * size
         if isinstance(part.config, DecoderConfig):  # the embedding is looked up; if it is tied, it is the head
             tables = table_weights(part.config, self.plan.ranks)
             stored, weights = stored - tables * size, weights - tables
@@ -138,15 +207,14 @@ class Roofline:
             share = experts.chosen / experts.count
             stored -= round(body.expert_weights * size * (1 - share) ** (batch * rows))
             weights -= round(body.expert_weights * (1 - share))
-        products = 2 * batch * rows * (narrow / peaks.fp8 + (weights - narrow) / half)
-        seen = part.seen(context)
-        attention = 4 * batch * rows * seen * body.num_heads * body.head_dim / half
-        read = stored + batch * seen * part.kv_token_bytes // body.num_layers
-        if logits:
-            in_fp8 = narrow > 0 and part.role is not None and part.draft_config.draft_vocabulary is not None
-            products += 2 * batch * logits * self._head_weights(part) / (peaks.fp8 if in_fp8 else half)
-            read += self._head_weights(part) * (1 if in_fp8 else size)
-        return products + attention, read
+        narrow, narrow_bytes = min(narrow, weights), min(narrow_bytes, stored)
+        head = self._head_weights(part) if logits else 0
+        in_fp8 = narrow > 0 and part.role is not None and part.draft_config.draft_vocabulary is not None
+        return [
+            ("16-bit weights", batch * rows, weights - narrow, stored - narrow_bytes),
+            ("FP8 weights", batch * rows, narrow, narrow_bytes),
+            ("FP8 weights" if in_fp8 else "16-bit weights", max(logits, 1), head, head * (1 if in_fp8 else size)),
+        ]
 
     def _head_weights(self, part: Part) -> int:
         """Weights of the head over the vocabulary or the draft vocabulary."""
@@ -162,12 +230,22 @@ class StepCost:
     policy: str
     seconds: float  # of a decode step
     tokens: float  # that each request gains in it
+    measured: bool = False  # else computed
 
 
-def arithmetic_costs(
-    roofline: Roofline, policy: Policy, max_batch: int, context: int, tau: float | None = None
+#: Policies and batch buckets -> step times of the user's GPU, if there are any of them all.
+Measured = Callable[[Sequence[TreePolicy], Sequence[int]], StepTimes | None]
+
+
+def step_costs(
+    roofline: Roofline,
+    policy: Policy,
+    max_batch: int,
+    context: int,
+    tau: float | None = None,
+    measured: Measured | None = None,
 ) -> dict[int, StepCost]:
-    """Costs of an engine of `policy` by batch bucket, for requests of `context` tokens each.
+    """Costs of an engine of `policy` by batch bucket, for requests of `context` tokens each: `measured`, or computed.
 
     `tau` is the tokens a step of the policy, in place of the calibration's forecast at the recipe's temperature. Raises
     D2SDError if there is neither.
@@ -185,13 +263,30 @@ def arithmetic_costs(
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
     forecast = _forecast(plan, candidates, tau)
     batches = buckets(max_batch)
-    seconds = {(one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in batches}
+    of_gpu = measured and _measured_seconds(measured, candidates, batches, context, all_of=policy != "auto")
+    seconds = of_gpu or {
+        (one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in batches
+    }
     selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
     chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in batches}
     return {
-        size: StepCost(str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature))
+        size: StepCost(
+            str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature), measured=bool(of_gpu)
+        )
         for size, choice in chosen.items()
     }
+
+
+def _measured_seconds(
+    measured: Measured, candidates: Sequence[TreePolicy], batches: Sequence[int], context: int, *, all_of: bool
+) -> dict[tuple[TreePolicy, int], float] | None:
+    """Seconds of the steps that a GPU has measured: trees that did not pay there are missing, unless `all_of` them."""
+    times = measured(candidates, batches)
+    if times is None:
+        return None
+    found = {(one, size): times.step(one, size, context) for one in candidates for size in batches}
+    known = {step: seconds for step, seconds in found.items() if seconds is not None}
+    return None if all_of and len(known) < len(found) else known
 
 
 def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> Forecast:

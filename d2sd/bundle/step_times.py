@@ -52,6 +52,12 @@ def step_times(
     """`measure_step_times`, once per machine: later calls read the file."""
     runner, limits = engine.runner, engine.limits
     on_cpu = runner.device == "cpu"
+    about = About(
+        gpu=None if on_cpu else torch.cuda.get_device_name(runner.device),
+        bundle=digest(bundle.manifest.files),
+        backend=backend,
+        ranks=1 if bundle.ranks is None else bundle.ranks.size,
+    )
     depends = {
         "files": bundle.manifest.files,  # the calibration decides which trees are not worth timing
         "calibrated": engine.calibration is not None,
@@ -61,7 +67,8 @@ def step_times(
         "policies": [(policy.name, asdict(policy)) for policy in policies],
         "limits": (limits.max_batch, limits.max_context, limits.page_size),
         "backend": backend,
-        "device": runner.device if on_cpu else torch.cuda.get_device_name(runner.device),
+        "ranks": about.ranks,
+        "device": about.gpu or runner.device,
         "processor": processor(),
         "cores": _cores(),
         "threads": torch.get_num_threads(),
@@ -73,7 +80,7 @@ def step_times(
         folder = cache_folder()
     except OSError:  # the user has no home
         return measure_step_times
-    return partial(kept_step_times, folder / f"step-times-{digest(depends)[:24]}.json")
+    return partial(kept_step_times, folder / f"step-times-{digest(depends)[:24]}.json", about=about)
 
 
 def _cores() -> int:
@@ -96,10 +103,22 @@ def code() -> str:
     return digest([sha256(file) for folder in _FOLDERS for file in sorted((root / folder).rglob("*.py"))])
 
 
+class About(BaseModel):
+    """The origin of times, by which a capacity sheet finds those that it can use."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    gpu: str | None  # its name; None: a CPU
+    bundle: str  # hash of its files' hashes
+    backend: str
+    ranks: int  # GPUs that share the target
+
+
 class _File(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
-    d2sd_step_times: Literal[2] = 2
+    d2sd_step_times: Literal[3] = 3
+    about: About | None = None
     seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step
     context: list[tuple[str, int, _Seconds]]  # the same of a token more of context
     pending: dict[DrafterRole, _Seconds]
@@ -114,6 +133,7 @@ def kept_step_times(
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
     steps: DecodeSteps | None = None,
+    about: About | None = None,
 ) -> StepTimes:
     """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
 
@@ -138,7 +158,7 @@ def kept_step_times(
         return times
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, times, busy=busy)
+        _write(path, times, about, busy=busy)
     except OSError as error:
         logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
     else:
@@ -160,17 +180,40 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy:
     times = read_model(_File, path, error=D2SDError, what="file of step times")
     if times.busy and not busy:
         raise D2SDError("The step times were measured on a busy machine.", where=path)
+    return _times(times, path, policies, sizes)
+
+
+def _times(
+    file: _File, path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, others: bool = False
+) -> StepTimes:
+    """The times of `policies`. Raises D2SDError if plain decoding lacks a size, or if there are `others` unasked."""
     known = {str(policy): policy for policy in policies}
-    plain = {size for name, size, _ in times.seconds if name == "off"}
-    if not known.keys() >= {name for name, *_ in (*times.seconds, *times.context)} or not plain >= set(sizes):
+    plain = {size for name, size, _ in file.seconds if name == "off"}
+    more = {name for name, *_ in (*file.seconds, *file.context)} - known.keys()
+    if (more and not others) or not plain >= set(sizes):
         raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
-    seconds = {(known[name], size): duration for name, size, duration in times.seconds}
-    context = {(known[name], size): added for name, size, added in times.context}
-    return StepTimes(seconds, context, times.pending)
+    seconds = {(known[name], size): duration for name, size, duration in file.seconds if name in known}
+    context = {(known[name], size): added for name, size, added in file.context if name in known}
+    return StepTimes(seconds, context, file.pending)
 
 
-def _write(path: Path, times: StepTimes, *, busy: bool) -> None:
+def measured_step_times(
+    folder: Path, about: Callable[[About], bool], policies: Sequence[Policy], sizes: Sequence[int]
+) -> StepTimes | None:
+    """Step times in the newest file of the cache folder that is `about` this and has these policies and sizes."""
+    files = sorted(folder.glob("step-times-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
+    for path in files:
+        try:
+            file = read_model(_File, path, error=D2SDError, what="file of step times")
+            if file.about is not None and about(file.about):
+                return _times(file, path, policies, sizes, others=True)
+        except (D2SDError, OSError) as error:
+            logger.info("step times are not used: %s", error)
+    return None
+
+
+def _write(path: Path, times: StepTimes, about: About | None, *, busy: bool) -> None:
     seconds = [(str(policy), size, duration) for (policy, size), duration in times.seconds.items()]
     context = [(str(policy), size, added) for (policy, size), added in times.context.items()]
-    file = _File(seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
+    file = _File(about=about, seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
     write_text(path, file.model_dump_json() + "\n")

@@ -9,7 +9,6 @@ import click
 
 from d2sd.bench.capacity import Demand, Slo, read_plan
 from d2sd.bench.capacity_sheet import make_sheet
-from d2sd.bench.roofline import EFFICIENCY
 from d2sd.build.plan import GPUS
 from d2sd.build.shares import of_one_gpu
 from d2sd.cli.options import tensor_parallel_option
@@ -38,14 +37,12 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option(
     "--efficiency",
     type=RealRange(0, 1, min_open=True),
-    default=EFFICIENCY,
-    show_default=True,
-    help="Share of the GPU's peak bandwidth and products that a step reaches.",
+    help="Share of the GPU's peaks that a step reaches.  [default: as measured here, else as others measured]",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
 def capacity(
     source: Path, gpu: str, rate: float, prompt_tokens: int, output_tokens: int, ttft: float, itl: float,
-    tensor_parallel: int, max_batch: int | None, policy: Policy | None, tau: float | None, efficiency: float,
+    tensor_parallel: int, max_batch: int | None, policy: Policy | None, tau: float | None, efficiency: float | None,
     out: Path | None,
 ) -> None:  # fmt: skip
     """Compute how many GPUs serve a load within latency targets, with and without speculation.

@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from d2sd.bench.roofline import LAYER_SECONDS, PEAKS, Roofline, arithmetic_costs
+from d2sd.bench.roofline import EFFICIENCIES, LAYER_SECONDS, PEAKS, Kind, Roofline, published_share, step_costs
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, RopeConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.step_times import StepTimes
 
 RECIPE = Recipe.model_validate(
     {
@@ -94,21 +95,21 @@ def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:
 
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
-    costs = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=4.0)
+    costs = step_costs(ROOFLINE, "auto", 16, 1000, tau=4.0)
     assert costs[1].policy == costs[4].policy == "hybrid+lookup of 64 rows"
     assert costs[4].tokens == 4.0
     largest = make_policy("hybrid", block_size=16, branches=4, row_budget=64)
     assert costs[4].seconds == ROOFLINE.decode_seconds(largest, 4, 1000)
-    hardly = arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=1.05)
+    hardly = step_costs(ROOFLINE, "auto", 16, 1000, tau=1.05)
     assert {one.policy for one in hardly.values()} == {"off"}
     assert {one.tokens for one in hardly.values()} == {1.0}
 
 
 def test_unknown_tokens_a_step_are_asked_for() -> None:
     with pytest.raises(D2SDError, match=r"(?s)tokens a step are unknown.*--tau"):
-        arithmetic_costs(ROOFLINE, "auto", 16, 1000)
+        step_costs(ROOFLINE, "auto", 16, 1000)
     with pytest.raises(D2SDError, match=r"(?s)out of range.*1 \.\. 16"):
-        arithmetic_costs(ROOFLINE, "auto", 16, 1000, tau=17)
+        step_costs(ROOFLINE, "auto", 16, 1000, tau=17)
 
 
 def test_layers_with_windows_read_no_more_than_those() -> None:
@@ -120,3 +121,52 @@ def test_layers_with_windows_read_no_more_than_those() -> None:
             saved = batch * 18 * 4096 * max(0, context - 511) / 3.35e12
             whole = ROOFLINE.decode_seconds(OFF, batch, context)
             assert windowed.decode_seconds(OFF, batch, context) == pytest.approx(whole - saved)
+
+
+def test_published_shares_are_told_by_type_and_rows() -> None:
+    kinds: tuple[Kind, ...] = "16-bit weights", "FP8 weights", "K/V", "operations"
+    assert [published_share("H100", kind, 1) for kind in kinds] == pytest.approx([0.74, 0.6, 0.455, 0.795])
+    found = [published_share("B200", "16-bit weights", rows) for rows in (1, 15, 16, 512)]
+    assert found == pytest.approx([0.55, 0.55, 0.68, 0.68])
+    for gpu in PEAKS:
+        for kind in kinds:
+            assert 0 < published_share(gpu, kind, 1) < 1
+    assert all(one.low < one.high and one.source for one in EFFICIENCIES)
+
+
+def test_without_an_efficiency_each_part_reaches_its_own_share() -> None:
+    published, layers = Roofline(PLAN, "H100"), 36 * LAYER_SECONDS
+    read = 2 * (8_190_735_360 - HEAD)
+    expected = read / 3.35e12 / 0.74 + 8000 * 147_456 / 3.35e12 / 0.455
+    assert published.decode_seconds(OFF, 8, 1000) == pytest.approx(expected + layers)
+    weights, attention = 8_190_735_360 - 2 * HEAD, 4 * 512 * 1000 * 32 * 128 * 36
+    found = published.prefill_seconds(512, 1000)
+    assert found == pytest.approx((2 * 512 * weights + attention) / 989e12 / 0.795 + layers)
+    narrow = Roofline(replace(PLAN, target=replace(TARGET, weight_bytes=weights + 4 * HEAD)), "H100")
+    expected = (weights / 0.6 + 2 * HEAD / 0.74) / 3.35e12
+    assert narrow.decode_seconds(OFF, 1, 0) == pytest.approx(expected + layers)
+
+
+def test_shares_of_the_users_gpu_come_before_published_ones() -> None:
+    read = 2 * (8_190_735_360 - HEAD)
+    timed = Roofline(PLAN, "H100", measured={("16-bit weights", 8): 0.5})
+    assert timed.decode_seconds(OFF, 5, 0) == pytest.approx(read / 3.35e12 / 0.5 + 36 * LAYER_SECONDS)
+    assert timed.decode_seconds(OFF, 1, 0) == Roofline(PLAN, "H100").decode_seconds(OFF, 1, 0)
+
+
+def test_step_times_of_the_users_gpu_replace_arithmetic() -> None:
+    """At the load's context, and only if they have every step that is asked for."""
+    tree = make_policy("hybrid", block_size=16, branches=4, row_budget=64, lookup=True)
+    seconds = {(policy, size): 0.01 * size for policy in (OFF, tree) for size in (1, 2, 4)} | {(tree, 4): 0.5}
+    times = StepTimes(seconds, {(OFF, 1): 1e-6}, {})
+    costs = step_costs(ROOFLINE, "auto", 4, 1064, tau=4.0, measured=lambda *_: times)
+    assert [cost.policy for cost in costs.values()] == ["hybrid+lookup of 64 rows", "hybrid+lookup of 64 rows", "off"]
+    assert [cost.seconds for cost in costs.values()] == pytest.approx([0.01, 0.02, 0.04])
+    assert all(cost.measured for cost in costs.values())
+    plain = step_costs(ROOFLINE, "off", 4, 1064, measured=lambda *_: times)
+    assert plain[1].seconds == pytest.approx(0.01 + 1e-6 * 1000)
+    fewer = StepTimes({step: found for step, found in seconds.items() if step != (tree, 4)}, {}, {})
+    assert step_costs(ROOFLINE, "auto", 4, 1064, tau=4.0, measured=lambda *_: fewer)[4].policy == "off"
+    whole = step_costs(ROOFLINE, "hybrid", 4, 1064, tau=4.0, measured=lambda *_: fewer)
+    assert whole == step_costs(ROOFLINE, "hybrid", 4, 1064, tau=4.0)
+    assert not whole[1].measured

@@ -102,7 +102,7 @@ def changed(**values: Any) -> Callable[[str], str]:
         changed(seconds=[["off", 1, 0.1], ["off", 2, 1e999]]),
         changed(pending=[-1.0]),
         changed(context={"1": "much"}),
-        changed(d2sd_step_times=1),
+        changed(d2sd_step_times=2),
         changed(context=[["tree", 1, 0.1]]),
         changed(more=1),
     ],

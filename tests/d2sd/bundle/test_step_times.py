@@ -30,10 +30,12 @@ def file(
     policies: Any = POLICIES,
     backend: Any = "torch",
     device: str = "cpu",
+    ranks: int | None = None,
 ) -> Path:
     bundle: Any = SimpleNamespace(
         manifest=SimpleNamespace(files={"target/model": files}),
         recipe=SimpleNamespace(precision=precision, exact=False),
+        ranks=ranks and SimpleNamespace(size=ranks),
     )
     engine: Any = SimpleNamespace(
         runner=SimpleNamespace(device=device, block_size=block_size, drafters=range(drafters)),
@@ -62,6 +64,7 @@ def test_equal_conditions_give_one_file_in_the_cache_folder() -> None:
         {"page_size": 16},
         {"calibration": "any"},
         {"backend": "onnx"},
+        {"ranks": 2},
         {"policies": POLICIES[:2]},
         {"policies": [*POLICIES[:2], Hybrid(8, 3)]},
         {"policies": [*POLICIES[:2], DDTree(8, 2)]},
@@ -105,7 +108,7 @@ def test_a_user_without_a_home_measures_each_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
     bundle: Any = SimpleNamespace(
-        manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32", exact=False)
+        manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32", exact=False), ranks=None
     )
     runner = SimpleNamespace(device="cpu", block_size=4, drafters={})
     limits = SimpleNamespace(max_batch=1, max_context=64, page_size=8)
