@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +17,7 @@ from d2sd.bundle.step_times import About, kept_step_times
 from d2sd.io import digest
 from d2sd.manifest import NAME
 from d2sd.modeling.product_forms import ProductShape
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.product_times import Times
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import Chain, Off
@@ -43,7 +44,7 @@ def keep(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
         times = StepTimes({(policy, size): 0.01 * number for policy in POLICIES for size in (1, 2)}, {}, {})
         monkeypatch.setattr("d2sd.bundle.step_times.measure_step_times", lambda *_: times)
         about: dict[str, Any] = {"gpu": H100, "bundle": digest(FILES), "backend": "torch", "ranks": 1} | changed
-        path, runner = folder / f"step-times-{number}.json", Any
+        path, runner = folder / f"step-times-{number}.json", cast("ModelRunner", None)
         kept_step_times(path, runner, POLICIES, {}, Limits(2, 64, 4, 16), about=About(**about))
         os.utime(path, (number, number))
         return path
