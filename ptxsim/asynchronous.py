@@ -17,6 +17,7 @@ from ptxsim.parse import Immediate, Instruction, Operand, Register, Unsupported,
 from ptxsim.values import Array, decode, encode
 
 _OPEN = -1  # group of what has not been committed
+TEAM = 4 * WARP  # threads of a warpgroup
 
 
 # -- copies ------------------------------------------------------------------------------------------------------------
@@ -114,28 +115,28 @@ def prepare_fence(instruction: Instruction) -> Step:
 
 @dataclass
 class _Product:
-    blocks: Array
-    at: Array  # [blocks, bytes] of shared memory that it reads
+    teams: Array  # warpgroups, those of the first block first
+    at: Array  # [teams, bytes] of shared memory that it reads
     results: frozenset[str]
     inputs: frozenset[str]  # registers of A
-    group: Array  # [blocks], _OPEN until committed
+    group: Array  # [teams], _OPEN until committed
 
 
 class Products:
-    """Each block's products that have not been waited for."""
+    """Each warpgroup's products that have not been waited for."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.flying: list[_Product] = []
-        self.committed = np.zeros(machine.blocks, np.int64)
-        self.fence = np.full(machine.blocks, -1)  # number of the last wgmma.fence
+        self.committed = np.zeros(machine.lanes // TEAM, np.int64)
+        self.fence = np.full(machine.lanes // TEAM, -1)  # number of the last wgmma.fence
 
     def _uses(self, name: str, *, written: bool) -> bool:
-        """Whether a product of a block that is active writes this register, or reads it where that matters."""
+        """Whether a product of a warpgroup that is active writes this register, or reads it where that matters."""
         active = self.machine.active
         for product in self.flying:
             used = name in product.results or (written and name in product.inputs)
-            if used and (active is None or active.reshape(self.machine.blocks, -1)[product.blocks].any()):
+            if used and (active is None or active.reshape(-1, TEAM)[product.teams].any()):
                 return True
         return False
 
@@ -149,7 +150,7 @@ class Products:
 
     def issue(self, product: _Product) -> None:
         """Threads must not have used registers of the product behind the last wgmma.fence."""
-        fence = int(self.fence[product.blocks].min())
+        fence = int(self.fence[product.teams].min())
         if fence < 0:
             raise Fault("the first wgmma of a kernel without wgmma.fence")
         for name in product.results | product.inputs:
@@ -157,20 +158,20 @@ class Products:
                 raise Fault(f"wgmma uses {name}, which threads used since the last wgmma.fence")
         self.flying.append(product)
 
-    def commit(self, blocks: Array) -> None:
+    def commit(self, teams: Array) -> None:
         for product in self.flying:
-            joins = (product.group == _OPEN) & np.isin(product.blocks, blocks)
-            product.group[joins] = self.committed[product.blocks[joins]]
-        self.committed[blocks] += 1
+            joins = (product.group == _OPEN) & np.isin(product.teams, teams)
+            product.group[joins] = self.committed[product.teams[joins]]
+        self.committed[teams] += 1
 
-    def wait(self, blocks: Array, latest: int) -> None:
+    def wait(self, teams: Array, latest: int) -> None:
         left = []
         for product in self.flying:
-            done = np.isin(product.blocks, blocks) & (product.group != _OPEN)
-            done &= product.group < self.committed[product.blocks] - latest
-            self.machine.shared.end_async(product.at[done], product.blocks[done])
+            done = np.isin(product.teams, teams) & (product.group != _OPEN)
+            done &= product.group < self.committed[product.teams] - latest
+            self.machine.shared.end_async(product.at[done], self.machine.block_of(product.teams[done]))
             if not done.all():
-                rest = product.blocks[~done], product.at[~done], product.results, product.inputs, product.group[~done]
+                rest = product.teams[~done], product.at[~done], product.results, product.inputs, product.group[~done]
                 left.append(_Product(*rest))
         self.flying = left
 
@@ -182,13 +183,13 @@ def prepare_wgmma(instruction: Instruction) -> Step:
         return _prepare_product(instruction)
 
     def order(machine: Machine, mask: Mask) -> None:
-        blocks = machine.whole_blocks(mask, instruction.opcode)
+        teams = machine.whole_teams(mask, instruction.opcode)
         if name == "fence":
-            machine.products.fence[blocks] = machine.executed
+            machine.products.fence[teams] = machine.executed
         elif name == "commit_group":
-            machine.products.commit(blocks)
+            machine.products.commit(teams)
         else:
-            machine.products.wait(blocks, _number(instruction.operands[0]))
+            machine.products.wait(teams, _number(instruction.operands[0]))
 
     return order
 
@@ -207,30 +208,30 @@ def _prepare_product(instruction: Instruction) -> Step:
     outputs = registers_of(results)
 
     def multiply(machine: Machine, mask: Mask) -> None:
-        blocks = machine.whole_blocks(mask, "wgmma")
-        assert machine.threads == 4 * WARP, "one warpgroup a block"
+        teams = machine.whole_teams(mask, "wgmma")
+        blocks = machine.block_of(teams)
         parts = []
 
         def from_memory(operand: Operand, rows: int, turned: bool) -> Array:
-            at = _named_by(_same(machine, operand, blocks), machine.shared.size, rows, turned)
+            at = _named_by(_same(machine, operand, teams), machine.shared.size, rows, turned)
             at = at + (blocks * machine.shared.size)[:, None]
             parts.append(at)
             data = machine.shared.load_async(at, blocks).view(np.uint16)
             return decode(kind, data).reshape(-1, rows, 16).astype(np.float64)
 
         if from_registers:
-            a = _gather_a([_of_blocks(machine, register, blocks) for register in registers_of(left)], kind)
+            a = _gather_a([_of_teams(machine, register, teams) for register in registers_of(left)], kind)
         else:
             a = from_memory(left, 64, transposed[0])
         b = from_memory(right, columns, transposed[-1])
         product = a @ b.swapaxes(1, 2)
-        adds = _same(machine, accumulate, blocks, bits=1).astype(bool)
+        adds = _same(machine, accumulate, teams, bits=1).astype(bool)
         if adds.any():
-            product += np.where(adds[:, None, None], _accumulator(machine, outputs, blocks, columns), 0)
+            product += np.where(adds[:, None, None], _accumulator(machine, outputs, teams, columns), 0)
         inputs = _names(registers_of(left)) if from_registers else frozenset()
-        group = np.full(len(blocks), _OPEN)
-        machine.products.issue(_Product(blocks, np.concatenate(parts, 1), _names(outputs), inputs, group))
-        _scatter(machine, outputs, blocks, encode("f32", product))
+        group = np.full(len(teams), _OPEN)
+        machine.products.issue(_Product(teams, np.concatenate(parts, 1), _names(outputs), inputs, group))
+        _scatter(machine, outputs, teams, encode("f32", product))
 
     return multiply
 
@@ -239,16 +240,16 @@ def _names(operands: tuple[Operand, ...]) -> frozenset[str]:
     return frozenset(operand.name for operand in operands if isinstance(operand, Register))
 
 
-def _of_blocks(machine: Machine, register: Operand, blocks: Array) -> Array:
-    """A register as [blocks, 4 warps, lanes]; what a product in flight writes may not be A."""
+def _of_teams(machine: Machine, register: Operand, teams: Array) -> Array:
+    """A register as [teams, 4 warps, lanes]; what a product in flight writes may not be A."""
     assert isinstance(register, Register)
     machine.products.check_read(register.name)
-    return machine.registers[register.name].reshape(machine.blocks, 4, WARP)[blocks]
+    return machine.registers[register.name].reshape(-1, 4, WARP)[teams]
 
 
-def _same(machine: Machine, operand: Operand, blocks: Array, bits: int = 64) -> Array:
-    """An operand that all threads of a block must have in common [blocks]."""
-    values = np.broadcast_to(machine.read(operand, bits), machine.lanes).reshape(machine.blocks, -1)[blocks]
+def _same(machine: Machine, operand: Operand, teams: Array, bits: int = 64) -> Array:
+    """An operand that all threads of a warpgroup must have in common [teams]."""
+    values = np.broadcast_to(machine.read(operand, bits), machine.lanes).reshape(-1, TEAM)[teams]
     if (values != values[:, :1]).any():
         raise Fault("an operand of wgmma differs within the warpgroup")
     first: Array = values[:, 0]
@@ -268,26 +269,26 @@ def _places_of(number: int) -> tuple[Array, Array]:
     return ROW + 8 * (number % 4 // 2), 8 * (number // 4) + COLUMN + number % 2
 
 
-def _accumulator(machine: Machine, outputs: tuple[Operand, ...], blocks: Array, columns: int) -> Array:
+def _accumulator(machine: Machine, outputs: tuple[Operand, ...], teams: Array, columns: int) -> Array:
     """D as it is, which a product in flight of the same shape may be about to write."""
-    found = np.zeros((len(blocks), 4, 16, columns))
+    found = np.zeros((len(teams), 4, 16, columns))
     for number, register in enumerate(outputs):
         assert isinstance(register, Register)
         row, column = _places_of(number)
         bits = machine.registers[register.name]
-        found[:, :, row, column] = bits.view(np.float32).reshape(machine.blocks, 4, WARP)[blocks]
+        found[:, :, row, column] = bits.view(np.float32).reshape(-1, 4, WARP)[teams]
     return found.reshape(-1, 64, columns)
 
 
-def _scatter(machine: Machine, outputs: tuple[Operand, ...], blocks: Array, bits: Array) -> None:
+def _scatter(machine: Machine, outputs: tuple[Operand, ...], teams: Array, bits: Array) -> None:
     """Straight to the registers: nobody may look before the wait."""
-    bits = bits.reshape(len(blocks), 4, 16, -1)
+    bits = bits.reshape(len(teams), 4, 16, -1)
     for number, register in enumerate(outputs):
         assert isinstance(register, Register)
         row, column = _places_of(number)
         old = machine.registers.get(register.name)
         new = np.zeros(machine.lanes, np.uint32) if old is None else old.copy()
-        new.reshape(machine.blocks, 4, WARP)[blocks] = bits[:, :, row, column]
+        new.reshape(-1, 4, WARP)[teams] = bits[:, :, row, column]
         machine.registers[register.name] = new
 
 

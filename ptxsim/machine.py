@@ -176,6 +176,21 @@ class Machine:
             raise Fault(f"{what} by a part of a block")
         return np.flatnonzero(of_block.all(1))
 
+    def whole_teams(self, mask: Mask, what: str) -> Array:
+        """The warpgroups, all or no lanes of each; those of a block one behind the other."""
+        size = 4 * WARP
+        if self.threads % size:
+            raise Fault(f"{what} by a block of {self.threads} threads")
+        if mask is None:
+            return np.arange(self.lanes // size)
+        of_team = mask.reshape(-1, size)
+        if (of_team.any(1) != of_team.all(1)).any():
+            raise Fault(f"{what} by a part of a warpgroup")
+        return np.flatnonzero(of_team.all(1))
+
+    def block_of(self, teams: Array) -> Array:
+        return teams * 4 * WARP // self.threads
+
     # -- taking turns --------------------------------------------------------------------------------------------------
 
     def run(self, limit: int = 3_000_000) -> Machine:

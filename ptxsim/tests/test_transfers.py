@@ -288,10 +288,10 @@ def swizzled(matrix: Array, line: int, turned: bool) -> tuple[Array, int]:
     return found.view(np.uint8), mode << 62 | stride >> 4 << 32 | leading >> 4 << 16
 
 
-def written(data: Array) -> Iterator[str]:
+def written(data: Array, threads: int) -> Iterator[str]:
     yield "ld.param.b64 %rd0, [kernel_param_0]; mov.u32 %r90, %tid.x; mul.wide.u32 %rd1, %r90, 16;"
     yield "shl.b32 %r91, %r90, 4; add.s64 %rd0, %rd0, %rd1;"
-    for start in range(0, data.size, 128 * 16):
+    for start in range(0, data.size, threads * 16):
         yield f"ld.global.v4.b32 {{%r92, %r93, %r94, %r95}}, [%rd0 + {start}];"
         yield f"st.shared.v4.b32 [%r91 + {start}], {{%r92, %r93, %r94, %r95}};"
     yield "fence.proxy.async.shared::cta; bar.sync 0; wgmma.fence.sync.aligned;"
@@ -300,32 +300,33 @@ def written(data: Array) -> Iterator[str]:
 @pytest.mark.parametrize("line", [128, 64, 32])
 @pytest.mark.parametrize("turned", [False, True])
 @pytest.mark.parametrize("from_registers", [False, True])
-def test_wgmma(line: int, turned: bool, from_registers: bool) -> None:
-    """64 x 16 times 16 x 32, the second time added to what is there."""
-    kind, columns = "bf16", 32
-    a, b = (encode(kind, DICE.normal(size=(rows, 16))) for rows in (64, columns))
-    (a_bytes, a_name), (b_bytes, b_name) = swizzled(a, line, turned), swizzled(b, line, turned)
-    data = np.concatenate([a_bytes, b_bytes])
-    b_name |= a_bytes.size >> 4
-    registers = {"%rd2": np.full(128, a_name, np.uint64), "%rd3": np.full(128, b_name, np.uint64)}
-    warps = [packed(a[16 * warp : 16 * warp + 16], a_place, 8) for warp in range(4)]
+@pytest.mark.parametrize("teams", [1, 2])
+def test_wgmma(line: int, turned: bool, from_registers: bool, teams: int) -> None:
+    """64 x 16 of each warpgroup times 16 x 32, the second time added to what is there."""
+    kind, columns, threads = "bf16", 32, 128 * teams
+    a, b = (encode(kind, DICE.normal(size=(rows, 16))) for rows in (64 * teams, columns))
+    (b_bytes, b_name), *lefts = (swizzled(part, line, turned) for part in (b, *np.split(a, teams)))
+    data = np.concatenate([b_bytes, *(part for part, _ in lefts)])
+    a_names = [name | (turn + 1) * b_bytes.size >> 4 for turn, (_, name) in enumerate(lefts)]
+    registers = {"%rd2": np.repeat(np.array(a_names, np.uint64), 128), "%rd3": np.full(threads, b_name, np.uint64)}
+    warps = [packed(a[16 * warp : 16 * warp + 16], a_place, 8) for warp in range(4 * teams)]
     registers |= {f"%r{60 + n}": np.concatenate([warp[n] for warp in warps]) for n in range(4)}
     outputs = ",".join(f"%r{n}" for n in range(16))
     left = "{%r60,%r61,%r62,%r63}" if from_registers else "%rd2"
     flags = f"1, 1, {int(turned)}" if from_registers else f"1, 1, {int(turned)}, {int(turned)}"
     name = f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind}"
     lines = (
-        "\n".join(written(data))
+        "\n".join(written(data, threads))
         + f"""
         {name} {{{outputs}}}, {left}, %rd3, 0, {flags};
         {name} {{{outputs}}}, {left}, %rd3, 1, {flags};
         wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"""
     )
-    found = run(lines, registers, threads=128, memory=memory_of(data), shared=data.size).registers
+    found = run(lines, registers, threads=threads, memory=memory_of(data), shared=data.size).registers
     product = decode(kind, a).astype(np.float64) @ decode(kind, b).T.astype(np.float64)
     expected = (product.astype(np.float32) + product).astype(np.float32)
     for number in range(16):
-        for thread in range(128):
+        for thread in range(threads):
             row, column = c_place(thread % 32, number % 4)
             value = found[f"%r{number}"][thread : thread + 1].view(np.float32)[0]
             assert value == expected[16 * (thread // 32) + row, 8 * (number // 4) + column]

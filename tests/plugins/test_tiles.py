@@ -7,13 +7,16 @@ import pytest
 from d2sd.plugins.cascade_attention.triton.tiles import (
     LEAST_SHARE,
     MOST_SPLITS,
+    MOST_TALL_SPLITS,
     choose_splits,
-    chunk_warps,
+    most_shared,
     padded,
+    resident,
     select_tile,
 )
 
 POWERS = [2**n for n in range(10)]
+ARCHITECTURES = (0, 80, 86, 89, 90, 100, 120)
 
 
 @pytest.mark.parametrize("size", [16, 64, 96, 128, 256])
@@ -22,30 +25,32 @@ POWERS = [2**n for n in range(10)]
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("bounded", [False, True])
 def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: bool, bounded: bool) -> None:
-    blocks = select_tile(packed_rows, size, itemsize, fp8=fp8, bounded=bounded)
-    assert {blocks.rows, blocks.columns, blocks.new, blocks.warps, padded(size)} <= set(POWERS)
-    assert min(blocks.rows, blocks.columns, blocks.new, padded(size)) >= 16, "a product's least size"
-    assert 32 % blocks.new == 0, "a tile of new rows reads one mask word"
+    for capability in ARCHITECTURES:
+        tile = select_tile(packed_rows, size, itemsize, capability, fp8=fp8, bounded=bounded)
+        assert {tile.rows, tile.columns, tile.new, tile.warps, padded(size)} <= set(POWERS)
+        assert min(tile.rows, tile.columns, tile.new, padded(size)) >= 16, "a product's least size"
+        assert 32 % tile.new == 0, "a tile of new rows reads one mask word"
+        assert tile.stages >= 3, "with two a tile is waited for before the next is asked for"
     assert size <= padded(size) < 2 * size
 
 
-def test_chunks_over_fp8_pages_take_eight_warps_where_four_spill() -> None:
-    def warps(size: int, capability: int, rows: int = 64, *, fp8: bool = True) -> int:
-        return chunk_warps(select_tile(rows, size, 2, fp8=fp8), size, capability, fp8=fp8)
-
-    assert [warps(128, capability) for capability in (80, 89, 90, 100, 120)] == [8, 8, 4, 4, 8]
-    assert [warps(64, 89), warps(96, 89), warps(256, 89), warps(128, 89, 16), warps(128, 89, fp8=False)] == [
-        4,
-        8,
-        4,
-        4,
-        4,
-    ]
-
-
 def test_few_rows_take_a_small_tile() -> None:
-    assert [select_tile(rows, 128, 2, fp8=False).rows for rows in (1, 16, 17, 32, 33, 1000)] == [16, 16, 32, 32, 64, 64]
-    assert [select_tile(1000, 128, 2, fp8=fp8, bounded=True).rows for fp8 in (False, True)] == [64, 32]
+    def heights(capability: int, splits: int = 1) -> list[int]:
+        rows = (1, 16, 17, 32, 33, 64, 65, 1000)
+        return [select_tile(packed, 128, 2, capability, fp8=False, splits=splits).rows for packed in rows]
+
+    assert heights(80) == heights(120) == [16, 16, 32, 32, 64, 64, 64, 64]
+    assert heights(90) == heights(100) == [16, 16, 32, 32, 64, 64, 128, 128]
+    assert heights(90, MOST_TALL_SPLITS + 1) == heights(80), "who merges reads a tile of every split"
+
+
+def test_more_shared_memory_holds_more_columns_and_blocks() -> None:
+    def held(capability: int, rows: int = 64) -> tuple[int, int]:
+        tile = select_tile(rows, 128, 2, capability, fp8=False, splits=4)
+        return tile.columns, resident(tile, 128, 2, capability, fp8=False)
+
+    assert [held(capability) for capability in (80, 89, 90, 100, 120)] == [(32, 2), (32, 1), (64, 2), (64, 2), (32, 1)]
+    assert most_shared(86) < most_shared(80) < most_shared(90)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +65,7 @@ def test_few_rows_take_a_small_tile() -> None:
     ],
 )
 def test_splits_fill_the_chip(programs: int, slots: int, splits: int) -> None:
-    assert choose_splits(programs, slots, processors=132) == splits
+    assert choose_splits(programs, slots, places=132) == splits
 
 
 def test_splits_stay_in_bounds() -> None:

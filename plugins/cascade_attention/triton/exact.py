@@ -21,7 +21,7 @@ from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
 from d2sd.plugins.cascade_attention.triton.launch import constants
-from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded, select_tile
+from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded
 from d2sd.plugins.layer_ops import quantize
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
@@ -30,8 +30,6 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 SPAN = 1024
 #: Bytes of partial results, above which the rows of a pass are attended to in parts, one after the other.
 MOST_PARTIAL = 2**29
-#: Rows that fill any tile of attention.
-_MANY = 1024
 
 
 def key_order_triton(attn_mask: Tensor) -> Tensor:
@@ -148,8 +146,16 @@ def _launch(
 
 
 def attention_tile(size: int, itemsize: int, *, fp8: bool, bounded: bool) -> TileConfig:
-    """The largest tile of `select_tile`, for any number of rows."""
-    return select_tile(_MANY, size, itemsize, fp8=fp8, bounded=bounded)
+    """The same for any number of rows and on every architecture: another number of columns changes bits."""
+    wide = padded(size)
+    if itemsize == 4:
+        return TileConfig(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
+    rows = 32 if wide == 256 or (wide == 128 and fp8 and bounded) else 64
+    if wide == 256:
+        return TileConfig(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
+    if wide == 128:
+        return TileConfig(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
+    return TileConfig(rows, columns=64, new=32, warps=4, stages=2)
 
 
 @cache

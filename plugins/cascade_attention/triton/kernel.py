@@ -50,13 +50,16 @@ def _product(a, b, WIDEN: tl.constexpr):
 
 @triton.jit
 def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
-    """Add one tile of keys to the online softmax: running maximum, sum of weights and weighted sum of values."""
-    scores = tl.where(seen, _product(queries, tl.trans(keys), WIDEN) * SCALE, float("-inf"))
+    """Add one tile of keys to the online softmax: running maximum, sum of weights and weighted sum of values.
+
+    Maxima are those of q · k. Scaled with the subtraction, an exponent is one operation of its own.
+    """
+    scores = tl.where(seen, _product(queries, tl.trans(keys), WIDEN), float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row without any key so far has the maximum -inf, and -inf - -inf is NaN.
-    floor = tl.where(new_best == float("-inf"), 0.0, new_best)
-    weights = tl.exp2(scores - floor[:, None])
-    faded = tl.exp2(best - floor)
+    floor = tl.where(new_best == float("-inf"), 0.0, new_best) * SCALE
+    weights = tl.exp2(scores * SCALE - floor[:, None])
+    faded = tl.exp2(best * SCALE - floor)
     total = total * faded + tl.sum(weights, 1)
     sums = sums * faded[:, None] + _product(weights.to(values.dtype), values, WIDEN)
     return new_best, total, sums
@@ -68,6 +71,12 @@ def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
     if FP8:
         return (pages.to(tl.float32) * scale).to(TYPE)
     return pages.to(TYPE)
+
+
+@triton.jit
+def _page_ids(table, token, end, PAGE: tl.constexpr):
+    """The pages of these tokens; of those past the end 0."""
+    return tl.load(table + token.to(tl.uint32) // PAGE, mask=token < end, other=0)
 
 
 @triton.jit
@@ -107,7 +116,7 @@ def _merge(
             values = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0).to(tl.float32)
             total += weights
             sums += weights[:, None] * values
-        result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+        result = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
 
 
@@ -150,7 +159,7 @@ def cascade_attention_kernel(
     sums = tl.zeros([BLOCK_M, PADDED], tl.float32)
     if sinks is not None:
         last = split == SPLITS - 1
-        sink = tl.load(sinks + head * GROUP + packed % GROUP).to(tl.float32) * 1.4426950408889634  # log2(e)
+        sink = tl.load(sinks + head * GROUP + packed % GROUP).to(tl.float32) * (1.4426950408889634 / SCALE)  # log2(e)
         best, total = tl.where(last, sink, best), tl.where(last, 1.0, total)
     key_scale, value_scale = 1.0, 1.0
     if FP8:
@@ -172,16 +181,20 @@ def cascade_attention_kernel(
     if starts is not None:  # up to the last row of the tile, if it has one
         seen_rows = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tl.minimum(rows, tl.max(row, 0) + 1), 0)
         end = tl.where(seen_rows > 0, end, 0)
+    # Ids of pages are read a tile ahead: copies whose addresses wait for a load of their own turn are not pipelined.
+    table = page_table + request * columns
+    page = _page_ids(table, begin + tl.arange(0, BLOCK_N), end, PAGE)
     for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
         token = start + tl.arange(0, BLOCK_N)
         known = token < end
-        page = tl.load(page_table + request * columns + token // PAGE, mask=known, other=0).to(tl.int64)
-        slot = ((page * PAGE + token % PAGE) * HKV + head) * HEAD  # 64 bits: pools exceed 2^31 numbers
+        inside = token.to(tl.uint32) % PAGE
+        slot = ((page.to(tl.int64) * PAGE + inside) * HKV + head) * HEAD  # 64 bits: pools exceed 2^31 numbers
         at, mask = slot[:, None] + lane[None, :], known[:, None] & in_head[None, :]
         keys = _widened(tl.load(k_pages + at, mask=mask, other=0.0), key_scale, FP8, TYPE)
         values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
         seen = known[None, :] if bounds is None else known[None, :] & (token[None, :] - bound[:, None] >= 0)
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+        page = _page_ids(table, token + BLOCK_N, end, PAGE)
 
     # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
     words = tl.cdiv(rows, 32)
@@ -189,7 +202,7 @@ def cascade_attention_kernel(
         passed = 0
     else:  # rows of a chunk in front of all windows
         passed = tl.maximum(tl.minimum(least - context, rows), 0) // BLOCK_T * BLOCK_T
-    for start in tl.range(passed, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=1):
+    for start in tl.range(passed, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=STAGES):
         if starts is None:
             bits = tl.load(attn_mask + (first + row) * words + start // 32, mask=real, other=0)
         column = start + tl.arange(0, BLOCK_T)
@@ -206,7 +219,7 @@ def cascade_attention_kernel(
 
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
     total = tl.where(total == 0.0, 1.0, total)
-    result = sums / total[:, None]
+    result = sums * (1.0 / total)[:, None]
     if SPLITS == 1:
         store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
     else:
@@ -214,7 +227,7 @@ def cascade_attention_kernel(
         lines = (requests * rows if starts is None else tl.load(starts + requests)) * (HKV * GROUP)
         mine = split * lines + line
         tl.store(partial + mine[:, None] * HEAD + lane[None, :], result.to(TYPE), mask=in_tile)
-        tl.store(lse + mine, best + tl.log2(total), mask=real)
+        tl.store(lse + mine, best * SCALE + tl.log2(total), mask=real)
         tl.debug_barrier()  # one thread announces the stores of all
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         if tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1:

@@ -17,7 +17,15 @@ from triton import next_power_of_2 as power
 
 from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
-from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, choose_splits, chunk_warps, padded, select_tile
+from d2sd.plugins.cascade_attention.triton.tiles import (
+    MOST_SPLITS,
+    MOST_TALL_SPLITS,
+    TileConfig,
+    choose_splits,
+    padded,
+    resident,
+    select_tile,
+)
 
 # Shape letters as in reference.py.
 
@@ -45,7 +53,8 @@ def cascade_attention_triton(
     if window is not None:  # of all rows of a tile
         slots = min(slots, window + shape[1])
     bounded = (mask.first if isinstance(mask, ChunkMask) else first) is not None
-    splits = _splits(*shape, k.shape[2], q.element_size(), slots, q.device, fp8=context.fp8, bounded=bounded)
+    shapes = *shape, k.shape[2], q.element_size(), slots
+    splits = _splits(*shapes, q.device, _capability(), fp8=context.fp8, bounded=bounded)
     counters = arrived() if arrived is not None and splits > 1 else None
     return launch(q, k, v, context, mask, splits=splits, first=first, sinks=sinks, scale=scale, arrived=counters)
 
@@ -68,13 +77,22 @@ def _splits(
     itemsize: int,
     slots: int,
     device: torch.device,
+    capability: int,
     *,
     fp8: bool,
     bounded: bool,
 ) -> int:
-    tile = select_tile(rows * heads // kv_heads, size, itemsize, fp8=fp8, bounded=bounded)
-    programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
-    return choose_splits(programs, slots, torch.cuda.get_device_properties(device).multi_processor_count)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    given = size, itemsize, capability
+
+    def chosen(most: int) -> int:
+        """With the tile for so many splits."""
+        tile = select_tile(rows * heads // kv_heads, *given, fp8=fp8, bounded=bounded, splits=most)
+        programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
+        return min(most, choose_splits(programs, slots, processors * resident(tile, *given, fp8=fp8)))
+
+    splits = chosen(MOST_SPLITS)
+    return splits if splits > MOST_TALL_SPLITS else chosen(MOST_TALL_SPLITS)
 
 
 @cache
@@ -86,13 +104,14 @@ def _plan(
     itemsize: int,
     page_size: int,
     splits: int,
+    capability: int,
     *,
     fp8: bool,
     bounded: bool,
 ) -> tuple[TileConfig, dict[str, Any]]:
     """Tile and compile-time constants."""
     group = heads // kv_heads
-    tile = select_tile(rows * group, size, itemsize, fp8=fp8, bounded=bounded)
+    tile = select_tile(rows * group, size, itemsize, capability, fp8=fp8, bounded=bounded, splits=splits)
     fixed = constants(tile, size, kv_heads, group, page_size, fp8=fp8)
     return tile, fixed | {"SPLITS": splits, "BLOCK_T": tile.new}
 
@@ -123,7 +142,7 @@ def launch(
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
     shape = rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1]
-    tile, fixed = _plan(*shape, splits, fp8=context.fp8, bounded=bounds is not None)
+    tile, fixed = _plan(*shape, splits, _capability(), fp8=context.fp8, bounded=bounds is not None)
     out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
     grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     partial, lse = None, None
@@ -132,13 +151,12 @@ def launch(
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
         arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
         assert len(arrived) >= grid[0] * grid[1]
-    warps = tile.warps if starts is None else chunk_warps(tile, size, _capability(), fp8=context.fp8)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
             bounds, None if sinks is None else sinks.contiguous(), context.k_scale, context.v_scale, out, scale,
-            partial, lse, arrived, rows, page_table.shape[1], **fixed, num_warps=warps,
+            partial, lse, arrived, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
         )  # fmt: skip
     return out
 

@@ -50,20 +50,24 @@ class Attention:
     sinks: bool = False
 
     @property
-    def tile(self) -> TileConfig:
-        bounded = self.window is not None
-        return select_tile(self.rows * self.group, self.size, TYPES[self.kind].itemsize, fp8=self.fp8, bounded=bounded)
+    def packed(self) -> int:
+        """Rows of all query heads of a K/V head."""
+        return self.rows * self.group
+
+    def tile(self, capability: int) -> TileConfig:
+        more = {"fp8": self.fp8, "bounded": self.window is not None, "splits": self.splits}
+        return select_tile(self.packed, self.size, TYPES[self.kind].itemsize, capability, **more)
 
     @property
     def name(self) -> str:
         """The name that `make kernels` prints."""
         more = " split" * (self.splits > 1) + " to fp8" * self.quantized + " chunks" * self.chunks
         more += " window" * (self.window is not None) + " sinks" * self.sinks
-        return f"attention {self.kind}{'/fp8' * self.fp8} D={self.size} tile={self.tile.rows}{more}"
+        return f"attention {self.kind}{'/fp8' * self.fp8} D={self.size} rows={self.packed}{more}"
 
     def __str__(self) -> str:
         more = f"-window{self.window}" * (self.window is not None) + "-sinks" * self.sinks
-        return f"{self.kind}{'-fp8' * self.fp8}-D{self.size}-rows{self.tile.rows}-splits{self.splits}{more}"
+        return f"{self.kind}{'-fp8' * self.fp8}-D{self.size}-rows{self.packed}-splits{self.splits}{more}"
 
     def launch(self) -> None:
         """On the meta device, for one request."""
@@ -111,7 +115,7 @@ def executed() -> Iterator[Attention]:
     """
     for fp8 in (False, True):
         for size in (16, 32, 64, 96, 128, 256):
-            for rows in (1, 8, 16) if size < 256 else (1, 8):
+            for rows in (1, 8, 16, 20):
                 for turn, kind in enumerate(("bf16", "fp16")):
                     split = (rows == 8) == bool(turn)
                     yield Attention(kind, size, rows, 4 if split else 1, fp8)
