@@ -55,8 +55,8 @@ class Attention:
         return self.rows * self.group
 
     def tile(self, capability: int) -> TileConfig:
-        more = {"fp8": self.fp8, "bounded": self.window is not None, "splits": self.splits}
-        return select_tile(self.packed, self.size, TYPES[self.kind].itemsize, capability, **more)
+        shape = self.packed, self.size, TYPES[self.kind].itemsize, capability
+        return select_tile(*shape, fp8=self.fp8, bounded=self.window is not None, splits=self.splits)
 
     @property
     def name(self) -> str:
