@@ -17,6 +17,8 @@ from d2sd.modeling.native import PackedFp8Linear, packed_product
 from d2sd.modeling.product import Product
 from d2sd.plugins.shared.fp8 import LARGEST
 
+#: Outputs and inputs of an FP8 product are multiples of this in PyTorch on CUDA.
+FP8_STEP = 16
 Role = TypeVar("Role")
 Head = Callable[[Tensor], Tensor]
 
@@ -56,11 +58,13 @@ def largest_hidden(drafter: DraftModel) -> Tensor:
 def reduced_head(target: TargetModel, ids: Tensor, largest: Tensor | None = None) -> Head:
     """The target's head over `ids [Vd]`: [..., E] -> [..., Vd]. A copy of its rows, packed where the head is.
 
-    In FP8 if `largest` bounds its inputs: a draft's logits decide what is proposed, never what is accepted.
+    In FP8 if `largest` bounds its inputs, and PyTorch has such a product: a draft's logits decide what is proposed,
+    never what is accepted.
     """
     weight = target.head_rows(ids)
     on_cpu = target.packed_head is not None and weight.device.type == "cpu"  # drafts need not be batch-invariant
-    if largest is None:
+    uneven = weight.device.type != "cpu" and any(size % FP8_STEP for size in weight.shape)
+    if largest is None or uneven:
         return packed_product(weight, None) if on_cpu else Product.of(weight)
     whole = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     whole.weight = nn.Parameter(weight, requires_grad=False)

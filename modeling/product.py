@@ -53,7 +53,7 @@ class Product(nn.Module):
             self.weight_scales = torch.stack([part.weight_scale for part in quantized])
             if len(parts) > 1:
                 self._added = None
-            if not _equal(self.weight_scales):
+            if len(parts) > 1 and not _equal(self.weight_scales):
                 self.scales = self.input_scale * self.weight_scales
 
     @classmethod

@@ -87,12 +87,15 @@ class Bench:
     @torch.inference_mode()
     def times(self, products: Iterable[Product], known: Times) -> Times:
         """`known`, and the seconds of all forms of shapes and buckets that it lacks."""
-        found = dict(known)
+        found, told = dict(known), False
         for shape, group in by_shape(products).items():
             if forms(1, _weights(group[0]), self.capability) == [PLAIN]:
                 continue
             for rows in buckets(MOST_ROWS):
                 if (shape, rows) not in known:
+                    if not told:
+                        logger.info("timing products that were not timed on such a GPU before; their times are kept")
+                        told = True
                     found[shape, rows] = self._times([_weights(product) for product in _cold(group)], rows)
         return found
 

@@ -2,9 +2,9 @@
 
 Weights are random, which changes no time.
 
-Each step is timed as the engine serves it, inputs uploaded and result read: operator by operator (eager: what the host
-needs is in it) and as one CUDA graph. Beside the times are its bytes and graph nodes as `count` finds them without a
-GPU; docs/roofline.md has the same rows by arithmetic.
+Each step is timed as the engine serves it, with the fastest forms of its products, inputs uploaded and result read:
+operator by operator (eager: what the host needs is in it) and as one CUDA graph. Beside the times are its bytes and
+graph nodes as `count` finds them without a GPU; docs/roofline.md has the same rows by arithmetic.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
+from d2sd.bundle.product_times import choose_products
 from d2sd.convert.checkpoint.flexdraft import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
@@ -122,6 +123,7 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
     note(**figures)
     runner, policy = made(one, device), one.make_policy()
+    choose_products(runner, None)
     inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:

@@ -13,6 +13,7 @@ from d2sd.modeling.draft_head import draft_tables, largest_hidden, reduced_head
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import Fp8Linear, linear_names, round_to_fp8
 from d2sd.modeling.native import PackedFp8Linear, pack
+from d2sd.modeling.product import Product
 from tests.tiny import tiny_decoder, tiny_drafter
 
 IDS = (2, 3, 41, 62)
@@ -77,3 +78,12 @@ def test_drafters_of_one_vocabulary_and_type_share_a_head() -> None:
     hidden = hidden_of(wide)
     torch.testing.assert_close(tables[2].head(hidden), target.logits(hidden)[:, list(IDS)], atol=1e-5, rtol=1e-5)
     assert torch.equal(tables[3].head(hidden), target.raw_logits(hidden)), "the target's own head stays as it is"
+
+
+@pytest.mark.parametrize(("count", "fp8"), [(16, True), (48, True), (24, False)])
+def test_a_gpu_has_fp8_products_of_whole_steps_only(count: int, fp8: bool) -> None:
+    """PyTorch refuses others: such a head stays in 16 bits. Shapes alone decide, so a device without memory will do."""
+    target, ids = tiny_decoder().to("meta"), torch.arange(count, device="meta")
+    head = reduced_head(target, ids, torch.ones((), device="meta"))
+    assert isinstance(head, Product)
+    assert (head.weight.dtype == torch.float8_e4m3fn) == fp8
