@@ -76,17 +76,26 @@ class Chunks:
     ) -> Chunks:
         """`lengths[b]` rows right after the context of request b. The page tables cover their positions."""
         assert min(lengths) > 0
-        device = context_len.device
+        device, total = context_len.device, sum(lengths)
         starts = torch.tensor([0, *accumulate(lengths)], device=device)
-        rows = [(request, step) for request, length in enumerate(lengths) for step in range(length)]
-        request, step = torch.tensor(rows, device=device).unbind(1)
-        positions = context_len[request] + step
+        request = torch.arange(len(lengths), device=device).repeat_interleave(starts.diff(), output_size=total)
+        positions = torch.arange(total, device=device) + (context_len - starts[:-1])[request]
         column = positions // page_size
         mask, windowed = ChunkMask(tuple(lengths), starts), None
         if windowed_table is not None:
             windowed = windowed_table[request, column]
         pages = page_table[request, column]
         return Chunks(mask, positions[None], pages, page_table, context_len, windowed_table, windowed)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        found = self.attn_mask.starts, self.positions, self.pages, self.page_table, self.context_len
+        return [*found, *(part for part in (self.windowed_table, self.windowed_pages) if part is not None)]
+
+    def with_tensors(self, tensors: Sequence[Tensor]) -> Chunks:
+        """The same rows in other `tensors`, as on another device."""
+        starts, *others = tensors
+        return Chunks(ChunkMask(self.attn_mask.lengths, starts), *others)
 
 
 def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> AttnMask | ChunkMask:

@@ -118,25 +118,34 @@ def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
 
 
 class PrefillInputs(NamedTuple):
-    """The arguments of `ModelRunner.prefill`."""
+    """The arguments of `ModelRunner.prefill`, on the host."""
 
     tokens: Tensor  # [N] int64, chunk after chunk
     lengths: list[int]  # B tokens of each chunk
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, tokens computed before this chunk
     windowed_table: Tensor | None = None  # [B, M] int64, see `Batch`
+    following: Tensor | None = None  # [N] int64, the token behind each row, if a request reports prompt tokens
 
 
-def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], device: str) -> PrefillInputs:
-    """The next `count` prompt tokens of each (sequence, count), without padding: no graph is captured of a prefill."""
-    tokens = [token for s, count in chunks for token in s.tokens[s.cached : s.cached + count]]
-    table, windowed = page_tables([s for s, _ in chunks], len(chunks), exact=device == "cpu")
+def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], *, exact: bool) -> PrefillInputs:
+    """The next `count` prompt tokens of each (sequence, count), without padding: no graph is captured of a prefill.
+
+    `exact` as in `page_tables`.
+    """
+    starts = [(s, s.cached, s.cached + count) for s, count in chunks]
+    tokens = [token for s, start, end in starts for token in s.tokens[start:end]]
+    table, windowed = page_tables([s for s, _ in chunks], len(chunks), exact=exact)
+    following = None
+    if any(s.needs_prompt_rows for s, _ in chunks):
+        following = torch.tensor([token for s, start, end in starts for token in s.tokens[start + 1 : end + 1]])
     return PrefillInputs(
-        tokens=torch.tensor(tokens, device=device),
+        tokens=torch.tensor(tokens),
         lengths=[count for _, count in chunks],
-        page_table=table.to(device),
-        context_len=torch.tensor([s.cached for s, _ in chunks], device=device),
-        windowed_table=None if windowed is None else windowed.to(device),
+        page_table=table,
+        context_len=torch.tensor([s.cached for s, _ in chunks]),
+        windowed_table=windowed,
+        following=following,
     )
 
 

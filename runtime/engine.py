@@ -7,8 +7,6 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from statistics import fmean
 
-import torch
-
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
@@ -70,8 +68,9 @@ class Engine:
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
         self._prefilled = False  # since the last launch
         self._decode, self._next_id = decode, 0
-        free = runner.free_memory() if isinstance(limits.kv_memory, float) else None
-        size = limits.page_size
+        free, size = None, limits.page_size
+        if isinstance(limits.kv_memory, float):
+            free = max(0, runner.free_memory() - runner.context_bytes(bucket(limits.max_batch)))
         window = runner.longest_window
         windowed = None if window is None else WindowedLayers(window, runner.windowed_page_bytes(size))
         self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(size), free, windowed)
@@ -228,12 +227,14 @@ class Engine:
         return schedule.decode
 
     def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
-        hidden = self.runner.prefill(*prefill_inputs(chunks, self.runner.device))
-        of_chunks = torch.split(hidden, [count for _, count in chunks])
-        for (sequence, count), rows in zip(chunks, of_chunks, strict=True):
-            if sequence.needs_prompt_rows:
-                add_prompt_logprobs(sequence, rows, self.runner.prompt_logits)
+        hidden, following = self.runner.prefill(*prefill_inputs(chunks, exact=self.runner.device == "cpu"))
+        start = 0
+        for sequence, count in chunks:
+            if sequence.needs_prompt_rows and following is not None:
+                rows = slice(start, start + count)
+                add_prompt_logprobs(sequence, hidden[rows], following[rows], self.runner)
             sequence.cached += count
+            start += count
         self._prefilled = True
 
     def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:

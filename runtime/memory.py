@@ -8,6 +8,16 @@ from pathlib import Path
 from d2sd.errors import RecipeError
 from d2sd.runtime.request import Limits
 
+#: Features of committed tokens that wait for a drafter (`DrafterContext`): drafters share what waits for several.
+MAX_PENDING_BYTES = 64_000_000
+
+
+def context_bytes(row_bytes: int, rows: int) -> int:
+    """Most bytes for features of `row_bytes` a token on their way to the drafters' pages: a full queue, its rows in one
+    tensor when it is flushed, what is computed of them, and the `rows` that a captured step leaves to the next.
+    """
+    return 3 * MAX_PENDING_BYTES + rows * row_bytes if row_bytes else 0
+
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:

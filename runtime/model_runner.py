@@ -18,9 +18,7 @@ from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
-from d2sd.modeling.fp8 import kv_scales
-from d2sd.modeling.inference import takes_one_table
-from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, KVPool, Rows, first_rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
 from d2sd.plugins import choice, lookup, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.lookup import Text
@@ -30,7 +28,9 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.drafting.window import Window
-from d2sd.runtime.memory import free_memory
+from d2sd.runtime.memory import context_bytes, free_memory
+from d2sd.runtime.pools import PoolLayout
+from d2sd.runtime.staging import Staging
 
 # Shape letters: B requests, M pages a request (both buckets), G most tokens of a step, S = G - 1
 # slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
@@ -52,6 +52,13 @@ class Verified:
     def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
         """The logits [..., V] at nodes [...]."""
         return self.logits[request, node] if self.places is None else self.logits[self.places[request, node]]
+
+
+class Prefilled(NamedTuple):
+    """The target's outputs at the rows of a prefill."""
+
+    hidden: Tensor  # [N, E], ready for the head
+    following: Tensor | None  # [N], the token behind each row, where it was given
 
 
 class Block(NamedTuple):
@@ -93,10 +100,13 @@ class ModelRunner:
         self.static_shapes = weight.device.type != "cpu"  # as a CUDA graph needs; a CPU leaves rows out instead
         #: Captures decode steps; None: their operators are launched one by one.
         self.capture: Capture | None = CudaGraphs(self.device) if weight.device.type == "cuda" else None
+        #: Copies the inputs of a prefill to the device; None: they are where they are computed on.
+        self.staging = None if self.capture is None else Staging(self.device, self.capture.mark)
         self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
         self.window: Window | None = None  # of the context that drafters read; None: all of it
         self.pool_pages = 0  # of each pool, the scratch page 0 among them; set by `allocate`, as is the next one
         self.windowed_pages: int | None = None  # those of layers with a window; None: they have the same pages
+        self._layout = PoolLayout(target, self.drafters.values(), self._dtype)
         self.tables = draft_tables(target, self.drafters)
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
@@ -118,7 +128,7 @@ class ModelRunner:
         own. None: all layers have the same pages.
         """
         try:
-            self.pools = self._make_pools(pages, page_size, self.device, windowed_pages)
+            self.pools = self._layout.make(pages, page_size, self.device, windowed_pages)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.",
@@ -140,6 +150,10 @@ class ModelRunner:
         """Give up the K/V of these pages; call it before they are written again."""
         self.context.drop(pages, windowed_pages)
 
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host; the function returned waits for it."""
+        return (lambda: tensor) if self.capture is None else self.capture.fetch(tensor)
+
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         """The target's logits [R, V] in fp32 behind rows [R, E] of `prefill`."""
         return self.target.logits(hidden)
@@ -155,43 +169,23 @@ class ModelRunner:
     def close(self) -> None:
         """Free what other processes have for it."""
 
+    def context_bytes(self, requests: int) -> int:
+        """Bytes that the drafters' context takes before it is in the pools; those of a CPU are not planned."""
+        width = len(self.aux_layer_ids) * self.target.config.body.hidden_size if self.static_shapes else 0
+        return context_bytes(width * self._dtype.itemsize, requests * self.block_size)
+
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in the pools of all models."""
-        return self._bytes(1, page_size, None)
+        return self._layout.bytes(1, page_size, None)
 
     def windowed_page_bytes(self, page_size: int) -> int:
         """The part of `page_bytes` in the layers whose pages `allocate` can keep apart."""
-        return self._bytes(0, page_size, 1)
-
-    def _bytes(self, pages: int, page_size: int, windowed_pages: int | None) -> int:
-        pools = self._make_pools(pages, page_size, "meta", windowed_pages)
-        return sum(tensor.nbytes for pool in pools for tensor in pool.tensors)
+        return self._layout.bytes(0, page_size, 1)
 
     @property
     def longest_window(self) -> int | None:
         """Most tokens that a row sees in the layers whose pages `allocate` can keep apart; None: there are none."""
-        windows = [
-            window for model in self._with_pools if self._keeps_apart(model) for window in model.config.body.windows
-        ]
-        return max((window for window in windows if window is not None), default=None)
-
-    @property
-    def _with_pools(self) -> list[TargetModel | DraftModel]:
-        return [self.target, *(drafter for drafter in self.drafters.values() if drafter.has_context)]
-
-    def _keeps_apart(self, model: TargetModel | DraftModel) -> bool:
-        """Whether the layers of a model that have a window can have pages of their own."""
-        windows = model.config.body.windows
-        readers = [drafter for drafter in self.drafters.values() if model is self.target and not drafter.has_context]
-        return None not in windows or not any(takes_one_table(reader) for reader in (model, *readers))
-
-    def _make_pools(self, pages: int, page_size: int, device: str, windowed_pages: int | None) -> list[KVPool]:
-        pools = []
-        for model in self._with_pools:
-            windowed = windowed_pages if self._keeps_apart(model) else None
-            size = model.config.body, pages, page_size, self._dtype, device
-            pools.append(KVPool(*size, kv_scales(model), windowed))
-        return pools
+        return self._layout.longest_window
 
     @torch.inference_mode()
     def prefill(
@@ -201,20 +195,26 @@ class ModelRunner:
         page_table: Tensor,
         context_len: Tensor,
         windowed_table: Tensor | None = None,
-    ) -> Tensor:
+        following: Tensor | None = None,
+    ) -> Prefilled:
         """Compute and commit chunks of B prompts in one pass: `tokens [N]` are the chunks, concatenated.
 
         `lengths` are their numbers of tokens, of requests with page tables [B, M] and `context_len [B]` tokens before
-        the chunk. Returns the target's hidden states [N, E], ready for the head.
+        the chunk. All are on the host, and go to the device in one copy: nothing here waits for it.
         """
         rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table)
+        if self.staging is not None:
+            behind = [] if following is None else [following]
+            tokens, *found = self.staging([tokens, *behind, *rows.tensors])
+            following = found.pop(0) if behind else None
+            rows = rows.with_tensors(found)
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
         self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0], rows.windowed_pages)
         if self.text_pages is not None:
             self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
         windowed = rows.windowed_pages if self.context.has_windowed_pages else None
         self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages, windowed))
-        return out.hidden[0]
+        return Prefilled(out.hidden[0], following)
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:

@@ -27,6 +27,9 @@ class Capture(Protocol):
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to copy a tensor to the host, in the order of the device's work; the function returned waits for it."""
 
+    def mark(self) -> Callable[[], None]:
+        """Note what the device has been given to do; the function returned waits until it is done."""
+
 
 class CudaGraphs:
     """Captures CUDA graphs. All share one memory pool, so no two may run at a time."""
@@ -59,11 +62,18 @@ class CudaGraphs:
         """See `Capture`; the copy is to pinned memory."""
         with torch.cuda.device(self._device):
             host = tensor.to("cpu", non_blocking=True)
-            copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            copied.record()
+        copied = self.mark()
 
         def wait() -> Tensor:
-            copied.synchronize()
+            copied()
             return host
 
+        return wait
+
+    def mark(self) -> Callable[[], None]:
+        """See `Capture`."""
+        with torch.cuda.device(self._device):
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        wait: Callable[[], None] = done.synchronize
         return wait

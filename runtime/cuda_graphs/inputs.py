@@ -22,10 +22,9 @@ from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.staging import aligned_sizes, parts_like
 from d2sd.token_codes import NOT_FINITE
 
-#: Bytes: addresses that are multiples of it let a kernel load 16 bytes at a time, and TensorRT requires them.
-_ALIGNMENT = 256
 #: Stop tokens of a request that the device checks, with `NOT_FINITE` always among them.
 STOP_TOKENS = 8
 
@@ -75,11 +74,10 @@ class StaticInputs:
         table = batch.page_table.new_zeros(size, pages)
         wide = replace(batch, page_table=table, windowed_table=None if batch.windowed_table is None else table)
         like = _tensors(wide, Link.pack([], size), draft)
-        sizes = [-(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT for tensor in like]
 
         def buffer(**where: Any) -> tuple[Tensor, list[Tensor]]:
-            whole = torch.zeros(sum(sizes), dtype=torch.uint8, **where)
-            return whole, [_view(part, tensor) for part, tensor in zip(torch.split(whole, sizes), like, strict=True)]
+            whole = torch.zeros(sum(aligned_sizes(like)), dtype=torch.uint8, **where)
+            return whole, parts_like(whole, like)
 
         self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
         self._device, inputs = buffer(device=device)
@@ -131,8 +129,3 @@ def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:
 def _fields(state: Batch | Sampling | Link) -> list[tuple[str, Tensor]]:
     values = ((field.name, getattr(state, field.name)) for field in fields(state))
     return [(name, value) for name, value in values if isinstance(value, Tensor)]
-
-
-def _view(part: Tensor, like: Tensor) -> Tensor:
-    """The leading bytes of `part` as a tensor like `like`."""
-    return part[: like.nbytes].view(like.dtype).view(like.shape)

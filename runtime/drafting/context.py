@@ -7,7 +7,7 @@ states:
                     add, of a prompt chunk or a step without a graph
                                      |
                                      v          inject, replay: before the drafter runs,
-    step replayed                 QUEUED ---- or with MAX_PENDING_ROWS rows in the queue ----> INJECTED
+    step replayed                 QUEUED ----------- or where the queue is full -------------> INJECTED
          |                           ^                                                            ^
          |                           | anything else: add, drop, inject, another batch,           |
          v                           | a drafter that the next graph does not run                 |
@@ -15,10 +15,10 @@ states:
          |                                                                                        |
          +--- replay of a graph with as many requests that runs the drafter ----------------------+
 
-QUEUED: on the host's queue of the drafter, in tensors of its own. LEFT: in the memory that the graphs share, which the
-next replay overwrites; newer than all that is queued. INJECTED: in the drafter's pages. A graph injects in the passes
-that draft: both read the drafter's weights once. The next step may serve other requests: rows have the page table they
-were committed with.
+QUEUED: on the host's queue of the drafter, in tensors of its own, of MAX_PENDING_BYTES at most, however long a prompt
+is. LEFT: in the memory that the graphs share, which the next replay overwrites; newer than all that is queued.
+INJECTED: in the drafter's pages. A graph injects in the passes that draft: both read the drafter's weights once. The
+next step may serve other requests: rows have the page table they were committed with.
 
 Rows of a page are written before the drafter reads the page, whichever request reads it: a page that the prefix cache
 hands on may still have rows in the queue. On a CPU, padding and rows of pages that were given up (`drop`) are not
@@ -38,11 +38,13 @@ from torch import Tensor
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool
 from d2sd.policies import DrafterRole
+from d2sd.runtime.memory import MAX_PENDING_BYTES
 
 # Shape letters: B requests, T rows of each, G block size γ, M pages a request, R rows of all requests, n auxiliary
 # layers, E hidden.
 
-#: Queued rows, padding included, at which a queue is flushed: a row holds n·E numbers, 12 kB for SmolLM2.
+#: Rows, padding included, that fill a queue, if MAX_PENDING_BYTES do not: a row holds n·E numbers, 12 kB for SmolLM2
+#: and 41 kB for Qwen3-8B.
 MAX_PENDING_ROWS = 4096
 
 
@@ -71,8 +73,8 @@ class DrafterContext:
         """Rows QUEUED for each drafter; an upper bound."""
         return {role: queue.rows for role, queue in self._queues.items()}
 
-    def add(self, rows: CommittedRows | ContextRows, drafters: Collection[DrafterRole] | None = None) -> None:
-        """Queue the rows for these drafters, or all. In a captured step, `end` leaves them in the graphs' memory.
+    def add(self, rows: CommittedRows | ContextRows) -> None:
+        """Queue the rows for all drafters. In a captured step, `end` leaves them in the graphs' memory.
 
         The tensors are kept, not copied.
         """
@@ -81,15 +83,14 @@ class DrafterContext:
             self._committed = rows
             return
         self._queue_left()
-        for which, queue in self._queues.items():
-            if drafters is None or which in drafters:
-                queue.push(rows)
+        for queue in self._queues.values():
+            queue.push(rows, compact=self._on_cpu)
 
     @torch.inference_mode()
     def inject(self, drafters: Collection[DrafterRole]) -> None:
         """Inject all rows of these drafters, which are about to run without a graph.
 
-        Other drafters stay behind until `MAX_PENDING_ROWS`: one product for many steps reads their weights once.
+        Other drafters stay behind until their queues are full: one product for many steps reads their weights once.
         """
         self._queue_left()
         self._flush(drafters)
@@ -200,12 +201,12 @@ class DrafterContext:
         if left is not None and queues:
             copied = left.map(torch.clone)
             for queue in queues:
-                queue.push(copied)
+                queue.push(copied, compact=self._on_cpu)
 
     def _flush(self, drafters: Collection[DrafterRole]) -> None:
-        """QUEUED -> INJECTED, of these drafters and of long queues."""
+        """QUEUED -> INJECTED, of these drafters."""
         for which, queue in self._queues.items():
-            if which in drafters or queue.holds(MAX_PENDING_ROWS, compact=self._on_cpu):
+            if which in drafters:
                 queue.flush(compact=self._on_cpu)
 
 
@@ -220,22 +221,31 @@ class _Queue:
         self._dropped: tuple[dict[int, int], dict[int, int]] = {}, {}
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
 
-    def push(self, entry: CommittedRows | ContextRows) -> None:
+    @torch.inference_mode()
+    def push(self, entry: CommittedRows | ContextRows, *, compact: bool) -> None:
+        """Append rows. A queue that is full is flushed, and one without room before, so that a large entry is not
+        copied into one product with it. With `compact` only rows that will be computed count.
+        """
+        rows = (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
+        most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
+        if self.rows and not self._has_room(rows, most, compact=compact):
+            self.flush(compact=compact)
         self._entries.append((self._pushes, entry))
         self._pushes += 1
-        self.rows += (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
+        self.rows += rows
+        if not self._has_room(1, most, compact=compact):
+            self.flush(compact=compact)
+
+    def _has_room(self, rows: int, most: int, *, compact: bool) -> bool:
+        if self.rows + rows > most and compact:
+            self.compact()
+        return self.rows + rows <= most
 
     def drop(self, *pages: Sequence[int]) -> None:
         """Note that rows pushed so far for these pages, of each page table, are not to be computed."""
         if self._entries:
             for dropped, given_up in zip(self._dropped, pages, strict=True):
                 dropped.update(dict.fromkeys(given_up, self._pushes))
-
-    def holds(self, rows: int, *, compact: bool) -> bool:
-        """Whether so many rows are queued; with `compact` only rows that will be computed count."""
-        if self.rows >= rows and compact:
-            self.compact()
-        return self.rows >= rows
 
     def flush(self, *, compact: bool) -> None:
         """Compute the K/V of all rows in one product and write it to the pages, in the order of the queue."""

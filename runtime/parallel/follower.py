@@ -61,9 +61,7 @@ class Follower:
         context_len: Tensor,
         windowed_table: Tensor | None,
     ) -> None:
-        device = self._runner.device
-        windowed = None if windowed_table is None else windowed_table.to(device)
-        self._runner.prefill(tokens.to(device), lengths, page_table.to(device), context_len.to(device), windowed)
+        self._runner.prefill(tokens, lengths, page_table, context_len, windowed_table)
 
     def on_prompt_logits(self, hidden: Tensor) -> None:
         self._runner.prompt_logits(hidden.to(self._runner.device))

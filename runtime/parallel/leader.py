@@ -20,7 +20,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, Timer
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner, Prefilled, Verified
 from d2sd.runtime.parallel.agreement import Said
 from d2sd.runtime.parallel.grammars import SendingGrammar
 from d2sd.runtime.parallel.messages import send
@@ -81,9 +81,10 @@ class LeadingRunner(ModelRunner):
         page_table: Tensor,
         context_len: Tensor,
         windowed_table: Tensor | None = None,
-    ) -> Tensor:
+        following: Tensor | None = None,
+    ) -> Prefilled:
         self.send("prefill", tokens, tuple(lengths), page_table, context_len, windowed_table)
-        return super().prefill(tokens, lengths, page_table, context_len, windowed_table)
+        return super().prefill(tokens, lengths, page_table, context_len, windowed_table, following)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         self.send("prompt_logits", hidden)

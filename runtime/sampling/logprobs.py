@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as SequenceOf
-from typing import overload
+from typing import Protocol, overload
 
 import torch
 from torch import Tensor
@@ -66,11 +66,11 @@ class PromptLogprobs(SequenceOf[TokenLogprobs]):
     """
 
     def __init__(self) -> None:
-        self._rows: list[Tensor] = []  # of `pack_logprobs`, on the host
+        self._rows: list[Callable[[], Tensor]] = []  # of `pack_logprobs`, which are on their way to the host
         self._tokens: list[int] = []
 
-    def add(self, rows: Tensor, tokens: SequenceOf[int]) -> None:
-        """Append packed rows [R, 2 + 2W] on the host, of `tokens`."""
+    def add(self, rows: Callable[[], Tensor], tokens: SequenceOf[int]) -> None:
+        """Append packed rows [R, 2 + 2W] of `tokens`; the first reader calls `rows`, which may wait for the device."""
         self._rows.append(rows)
         self._tokens += tokens
 
@@ -84,22 +84,33 @@ class PromptLogprobs(SequenceOf[TokenLogprobs]):
     def __getitem__(self, index: int | slice) -> TokenLogprobs | list[TokenLogprobs]:
         if isinstance(index, slice):
             numbers = range(len(self))[index]
-            rows = torch.cat(self._rows)[list(numbers)] if self._rows else torch.empty(0, 2)
+            rows = torch.cat([read() for read in self._rows])[list(numbers)] if self._rows else torch.empty(0, 2)
             return unpack_logprobs(rows, [self._tokens[number] for number in numbers])
         place = range(len(self))[index]
         return self[place : place + 1][0]
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
         start = 0
-        for rows in self._rows:
+        for read in self._rows:
+            rows = read()
             yield from unpack_logprobs(rows, self._tokens[start : start + len(rows)])
             start += len(rows)
 
 
-def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, head: Callable[[Tensor], Tensor]) -> None:
-    """Report the prompt tokens that follow the rows `hidden` [R, E] of `sequence`, the first one at position `cached`.
+class Head(Protocol):
+    """The part of a `ModelRunner` that reads prompts."""
 
-    Tokens that were reported before, ahead of a preemption, are left out. Reads the result back to the host.
+    def prompt_logits(self, hidden: Tensor) -> Tensor:
+        """The target's logits [R, V] in fp32 behind rows [R, E]."""
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Begin to copy a tensor to the host; the function returned waits for it."""
+
+
+def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, following: Tensor, head: Head) -> None:
+    """Report the tokens `following` [R] the rows `hidden` [R, E] of `sequence`, the first one at position `cached`.
+
+    Tokens that were reported before, ahead of a preemption, are left out. Nothing waits for the device.
     """
     width, prompt_logprobs = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
     assert width is not None
@@ -109,5 +120,6 @@ def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, head: Callable[[Tens
     for start in range(1 + len(prompt_logprobs), last, _ROWS):  # the position of a token to report
         tokens = sequence.tokens[start : min(start + _ROWS, last)]
         row = start - 1 - sequence.cached
-        logits = head(hidden[row : row + len(tokens)].contiguous())
-        prompt_logprobs.add(pack_logprobs(logits, torch.tensor(tokens, device=logits.device), width).cpu(), tokens)
+        rows = slice(row, row + len(tokens))
+        logits = head.prompt_logits(hidden[rows].contiguous())
+        prompt_logprobs.add(head.fetch(pack_logprobs(logits, following[rows], width)), tokens)

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
@@ -101,6 +102,9 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
         watch.launches[watch.current] += 1
 
     with pytest.MonkeyPatch.context() as patch, FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        _device_constructors()  # knows operators by identity: made before one is patched
+        zeros = torch.zeros
+        patch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
         patch.setattr(model_runner, "CudaGraphs", lambda device: None)  # steps run one by one
         patch.setattr(dispatch, "use_kernels", lambda op, x, **_: x.device.type == "cuda")
         patch.setattr(product, "_equal", lambda scales: True)

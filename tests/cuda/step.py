@@ -23,6 +23,7 @@ from d2sd.modeling.config import ExpertsConfig
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.drafting.window import Window
+from d2sd.runtime.staging import Staging
 from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
 from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
@@ -174,20 +175,23 @@ def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> Non
 
 
 def test_prompts_of_any_number_are_one_pass() -> None:
-    """As many launches, one attention a layer among them; nothing is read back."""
+    """As many launches, one attention a layer among them; one copy goes in, and nothing is read back."""
     found = []
     with fake_gpu(watch := Watch()):
         made = runner(2, 2, fp8=False)
+        made.staging = Staging("cuda", lambda: lambda: None)
         made.allocate(64, 16)
         for lengths in ([40], [40], [5, 70, 1]):
-            count = torch.zeros(len(lengths), dtype=torch.long, device="cuda")
-            table = torch.zeros(len(lengths), 8, dtype=torch.long, device="cuda")
-            tokens = torch.zeros(sum(lengths), dtype=torch.long, device="cuda")
+            count = torch.zeros(len(lengths), dtype=torch.long)
+            table = torch.zeros(len(lengths), 8, dtype=torch.long)
+            tokens = torch.zeros(sum(lengths), dtype=torch.long)
             watch.launches.clear()
+            watch.copies.clear()
             with watch:
-                hidden = made.prefill(tokens, lengths, table, count)
+                hidden, _ = made.prefill(tokens, lengths, table, count)
             assert hidden.shape[0] == sum(lengths)
             found.append(watch.launches.total())
+            assert watch.copies == ["aten.copy_.default in other"]
     assert found[1] == found[2] > 2 * 8
 
 

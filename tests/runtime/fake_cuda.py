@@ -47,7 +47,7 @@ KINDS["windows"] = KINDS["hot"]  # of other models
 
 
 class Watch(TorchDispatchMode):
-    """Counts operators, and those between host and device by name."""
+    """Counts operators, and those between host and device by name: a copy for which the host waits is "waits"."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -60,7 +60,9 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.operators += 1
         if len({t.device.type for t in tree_leaves((args, kwargs, out)) if isinstance(t, Tensor)}) > 1:
-            self.crossing[func.overloadpacket.__name__] += 1
+            names = [argument.name for argument in func._schema.arguments]
+            given = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.crossing[func.overloadpacket.__name__ if given.get("non_blocking") else "waits"] += 1
         return out
 
 
@@ -78,8 +80,11 @@ class Captures:
         return out, lambda: None
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
-        copy = tensor.cpu()
+        copy = tensor.to("cpu", non_blocking=True)
         return lambda: copy
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
 
 
 def unpack(result: StepResult, host: Tensor) -> list[Committed]:
@@ -126,9 +131,18 @@ def main(folder: str, *runs: str) -> None:
             for _ in range(STEPS):
                 with (watch := Watch()):
                     engine.step()
-        assert isinstance(runner.capture, Captures)
-        captured = [{"operators": w.operators, "crossing": w.crossing} for w in runner.capture.watches]
-        print(json.dumps({"captured": captured, "step": watch.crossing}))
+            assert isinstance(runner.capture, Captures)
+            captured = [{"operators": w.operators, "crossing": w.crossing} for w in runner.capture.watches]
+            with (joining := Watch()):  # a prompt of several chunks, while the others decode
+                engine.submit(Request(tuple(range(1, 150)), 60, KINDS[kind]))
+                engine.step()
+            reading = replace(KINDS[kind], prompt_logprobs=2)
+            engine = Engine(runner, made, Limits(4, 256, 16, 64))
+            engine.submit(Request(tuple(range(1, 40)), 60, reading))
+            with (reported := Watch()):
+                engine.admit()
+        found = {"step": watch.crossing, "joining": joining.crossing, "reported": reported.crossing}
+        print(json.dumps({"captured": captured, **found}))
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from torch import Tensor
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner, Prefilled, Verified
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 
@@ -28,10 +28,11 @@ class NaNScratch(ModelRunner):
         page_table: Tensor,
         context_len: Tensor,
         windowed_table: Tensor | None = None,
-    ) -> Tensor:
-        hidden = super().prefill(tokens, lengths, page_table, context_len, windowed_table)
+        following: Tensor | None = None,
+    ) -> Prefilled:
+        found = super().prefill(tokens, lengths, page_table, context_len, windowed_table, following)
         poison(self, 0)
-        return hidden
+        return found
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)

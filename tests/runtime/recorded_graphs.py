@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.staging import Staging
 
 T = TypeVar("T")
 
@@ -100,6 +101,9 @@ class RecordedGraphs:
         copy = tensor.clone()
         return lambda: copy
 
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
     @property
     def replays(self) -> int:
         return sum(graph.replays for graph in self.graphs)
@@ -107,6 +111,7 @@ class RecordedGraphs:
     def guard(self, engine: Engine) -> Engine:
         """The engine with captured steps."""
         engine.runner.capture, engine.runner.static_shapes = self, True
+        engine.runner.staging = Staging("cpu", self.mark)
         step = engine.step
 
         def poisoned() -> Any:

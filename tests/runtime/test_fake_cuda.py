@@ -1,4 +1,6 @@
-"""On CUDA a step is one copy in, one graph without any copy, and one copy out: shown on fake CUDA tensors."""
+"""On CUDA a step is one copy in, one graph without any copy, and one copy out; a prefill is one copy in, and one out
+for each 64 prompt tokens that are reported. The host waits for none of them. Shown on fake CUDA tensors.
+"""
 
 from __future__ import annotations
 
@@ -39,3 +41,5 @@ def test_a_step_is_one_copy_in_and_one_out(runs: tuple[tuple[str, str], ...], on
         assert graph["operators"] > 100
         assert not graph["crossing"], run
         assert run["step"] == {"copy_": 1, "to": 1}, run
+        assert run["joining"] == {"copy_": 2, "to": 1}, run
+        assert run["reported"] == {"copy_": 1, "_to_copy": 1}, run

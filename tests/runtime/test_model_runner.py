@@ -334,7 +334,7 @@ def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
         tokens = [token for row, n in lengths.items() for token in TEXTS[row][done[row] : done[row] + n]]
         rows = list(lengths)
         context = torch.tensor([done[row] for row in rows])
-        hidden = runner.prefill(torch.tensor(tokens), list(lengths.values()), TABLE[rows], context)
+        hidden, _ = runner.prefill(torch.tensor(tokens), list(lengths.values()), TABLE[rows], context)
         assert hidden.shape == (len(tokens), runner.target.config.body.hidden_size)
         for row, n in lengths.items():
             done[row] += n
