@@ -147,7 +147,6 @@ class Soak:
     rerun: bool  # the graphs: run again, or recorded operators, which are checked more and slower
     windows: str = "none"
     engine: Engine = field(init=False)
-    graphs: RecordedGraphs = field(init=False)
     policies: list[Policy] = field(init=False)
     expected: dict[Sequence, tuple[list[int], str]] = field(default_factory=dict)  # of what is not finished
     streamed: dict[Sequence, list[int]] = field(default_factory=dict)
@@ -157,14 +156,19 @@ class Soak:
         self.dice = random.Random(self.seed)
         self.pool = pool(self.windows)
         texts = {r.seed: [*r.prompt, *answer, *[0] * BLOCK] for r, answer in self.pool.items()}
-        self.graphs = RecordedGraphs(rerun=self.rerun)
-        runner = Poisoned(*copies(self.windows), texts)
-        made = make_engine(runner, "off", max_batch=4, pages=20, decode=decode)
-        self.most = windowed_bound(made)
-        self.engine = self.graphs.guard(made)
+        self.engine = self._captured(make_engine(self._runner(texts), "off", max_batch=4, pages=20, decode=decode))
+        self.most = windowed_bound(self.engine)
         self.engine.runner.keep_text()
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
         self.policies = [make_policy(name, **sizes, lookup=True) for name in POLICIES]
+
+    def _runner(self, texts: dict[int, list[int]]) -> Poisoned:
+        return Poisoned(*copies(self.windows), texts)
+
+    def _captured(self, engine: Engine) -> Engine:
+        """The engine with graphs."""
+        self.graphs = RecordedGraphs(rerun=self.rerun)
+        return self.graphs.guard(engine)
 
     def run(self, steps: int) -> Counter[str]:
         """Serve until so many decode steps have been launched, then until nothing is left; returns what happened."""
@@ -221,14 +225,16 @@ class Soak:
         running = self.engine.scheduler.running
         if self.dice.random() < 0.02:
             for one in [one for one in running if one.cached]:
-                tables = torch.tensor(one.pages), torch.tensor(one.windowed_pages) if one.windowed_pages else None
-                tokens = one.tokens[: one.cached]
-                check_pages(self.engine.runner, tables[0], tokens, tables[1], self.windows)
+                self._check_pages(one)
         poison(self.engine.runner, slice(0, 1))
         held = [sum(page > 0 for page in one.windowed_pages) for one in running]
         assert max(held, default=0) <= self.most, "pages behind the window are kept"
         self.seen["most windowed pages"] = max(self.seen["most windowed pages"], *held, 0)
         self.seen["freed behind windows"] += sum(one.windowed_pages.count(0) for one in running)
+
+    def _check_pages(self, one: Sequence) -> None:
+        tables = torch.tensor(one.pages), torch.tensor(one.windowed_pages) if one.windowed_pages else None
+        check_pages(self.engine.runner, tables[0], one.tokens[: one.cached], tables[1], self.windows)
 
     def _check(self, output: Output) -> None:
         sequence = output.sequence

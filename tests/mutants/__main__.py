@@ -1,0 +1,135 @@
+"""Applies every mutant to a copy of this checkout and runs the tests that must notice.
+
+    python -m tests.mutants [PART OF A NAME OR FILE] ...
+
+Prints one line a mutant. Ends with 1 if one survives that the table does not explain, if an explained one dies, if its
+text is no longer there, or if a proof fails without any mutant.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.cuda import guard
+from tests.mutants.mutant import Mutant, Proof
+from tests.mutants.table import MUTANTS
+
+ROOT = Path(__file__).parents[2]
+#: Seconds: what takes longer hangs, as a search without an end does. Proofs need a tenth.
+TIMEOUT = 400
+WORKERS = int(os.environ.get("WORKERS", os.cpu_count() or 2))
+
+
+def main(*wanted: str) -> int:
+    start = time.perf_counter()
+    chosen = [m for m in MUTANTS if not wanted or any(part in f"{m.name} {m.file}" for part in wanted)]
+    stale = 0
+    for mutant in chosen:
+        try:
+            mutant.apply((ROOT / mutant.file).read_text())
+        except ValueError as error:
+            print(f"UNAPPLIABLE  {error}", flush=True)
+            stale += 1
+    if stale:
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        guard.build(Path(folder))
+        trees: queue.Queue[Path] = queue.Queue()
+        for number in range(WORKERS):
+            trees.put(copied(Path(folder) / f"tree{number}"))
+        lock, bad = threading.Lock(), []
+
+        def said(line: str, fine: bool) -> None:
+            with lock:
+                print(line, flush=True)
+                bad.extend([] if fine else [line])
+
+        def unchanged(proof: Proof) -> None:
+            tree = trees.get()
+            passed, _, output = holds(proof, tree, Path(folder))
+            trees.put(tree)
+            if not passed:
+                said(f"FAILS        without a mutant: {' '.join(proof.arguments)}\n{output[-3000:]}", False)
+
+        def changed(mutant: Mutant) -> None:
+            tree = trees.get()
+            file = tree / mutant.file
+            source = file.read_text()
+            file.write_text(mutant.apply(source))
+            survived, seconds, _ = holds(mutant.proof, tree, Path(folder))
+            file.write_text(source)
+            trees.put(tree)
+            fine = survived == bool(mutant.survives)
+            verdict = "survives" if survived else "killed"
+            note = f" ({mutant.survives})" if mutant.survives and fine else "" if fine else "  <-- unexpected"
+            said(f"{verdict:<12} {seconds:4.0f} s  {mutant.file}: {mutant.name}{note}", fine)
+
+        with ThreadPoolExecutor(WORKERS) as workers:
+            list(workers.map(unchanged, dict.fromkeys(mutant.proof for mutant in chosen)))
+            list(workers.map(changed, chosen))
+    explained = sum(bool(mutant.survives) for mutant in chosen)
+    print(f"{len(chosen)} mutants, {explained} of them explained survivors; {time.perf_counter() - start:.0f} s")
+    print(f"{len(bad)} not as expected" if bad else "all as expected")
+    return bool(bad)
+
+
+def copied(tree: Path) -> Path:
+    """The checkout, without what git ignores; large folders that no mutant is in are links."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    tree.mkdir()
+    for name in listed:
+        source, to = ROOT / name, tree / name
+        if name.startswith("models/") or not (source.exists() or source.is_symlink()):
+            continue
+        to.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source, to, follow_symlinks=False)
+    (tree / "models").symlink_to(ROOT / "models")
+    return tree
+
+
+def holds(proof: Proof, tree: Path, folder: Path) -> tuple[bool, float, str]:
+    """Whether the tests pass, how long they took, and what they said."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line"]
+    environment = os.environ | {
+        "PYTHONPATH": str(tree),
+        "PYTHONDONTWRITEBYTECODE": "1",  # a file that is changed twice a second has one date
+        "OMP_NUM_THREADS": "1",
+        "TRITON_INTERPRET": str(int(proof.interpreted)),
+        "D2SD_CUDA_GUARD": str(folder),
+    }
+    start = time.perf_counter()
+    try:
+        done = subprocess.run(
+            [*command, *proof.arguments],
+            cwd=tree,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return False, TIMEOUT, "no end"
+    said = done.stdout + done.stderr
+    if done.returncode > 1 or " passed" not in done.stdout + " failed" * done.returncode:
+        raise RuntimeError(f"no test ran: {' '.join(proof.arguments)}\n{said[-3000:]}")
+    return done.returncode == 0, time.perf_counter() - start, said
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

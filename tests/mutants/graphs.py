@@ -1,0 +1,95 @@
+"""Mutants of capture, replay and read-back, of static inputs, and of what one step leaves to the next."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, Proof, run
+
+CAPTURE, INPUTS, STEPS = (f"runtime/cuda_graphs/{name}.py" for name in ("capture", "inputs", "steps"))
+CONTEXT = "runtime/drafting/context.py"
+#: `CudaGraphs` as it is, on the stand-in for CUDA's runtime.
+ENGINES = Proof(("tests/cuda/runtime/engines.py", "-m", "not slow"), on_device=True)
+RECORDED = run("tests/runtime/cuda_graphs")
+ELSEWHERE = """
+        def elsewhere() -> None:
+            with torch.cuda.stream(self._stream):
+                graph.replay()
+
+        return out, elsewhere
+"""
+
+MUTANTS = [
+    Mutant("H1 the read-back is not waited for", CAPTURE, "            copied.synchronize()\n", "", ENGINES),
+    Mutant(
+        "H2 the stream of captures does not wait for the caller's",
+        CAPTURE,
+        "            self._stream.wait_stream(caller)\n",
+        "",
+        ENGINES,
+    ),
+    Mutant(
+        "H2 the caller's stream does not wait for that of captures",
+        CAPTURE,
+        "            caller.wait_stream(self._stream)\n",
+        "",
+        ENGINES,
+    ),
+    Mutant("H3 the replay is on another stream", CAPTURE, "        return out, graph.replay\n", ELSEWHERE, ENGINES),
+    Mutant("the event is not recorded", CAPTURE, "            copied.record()\n", "", ENGINES),
+    Mutant("the copy to the host waits", CAPTURE, '.to("cpu", non_blocking=True)', '.to("cpu")', ENGINES),
+    Mutant(
+        "the graph is captured on the caller's stream",
+        CAPTURE,
+        "torch.cuda.graph(graph, self._pool, self._stream,",
+        "torch.cuda.graph(graph, self._pool, caller,",
+        ENGINES,
+    ),
+    Mutant("H4 one pinned buffer", INPUTS, "for _ in range(2)])", "for _ in range(1)])", ENGINES),
+    Mutant("H5 buffers are not pinned", INPUTS, 'pin_memory=device.startswith("cuda")', "pin_memory=False", ENGINES),
+    Mutant(
+        "H6 rows of a wider page table stay",
+        INPUTS,
+        "                slot.zero_()\n",
+        "                pass\n",
+        RECORDED,
+    ),
+    Mutant(
+        "the copy of the inputs waits",
+        INPUTS,
+        "self._device.copy_(host, non_blocking=True)",
+        "self._device.copy_(host)",
+        ENGINES,
+    ),
+    Mutant("late rows are rows of any step", INPUTS, "late=earlier_row >= 0", "late=earlier_row >= -1", RECORDED),
+    Mutant("an answer is one token longer", INPUTS, "request.max_new_tokens - 1", "request.max_new_tokens", RECORDED),
+    Mutant("the device knows no stop token", INPUTS, "[: STOP_TOKENS - 1]", "[:0]", RECORDED),
+    Mutant("H8 rows are queued without a copy", CONTEXT, "left.map(torch.clone)", "left.map(torch.detach)", RECORDED),
+    Mutant(
+        "H9 rows of the step before last are injected again",
+        CONTEXT,
+        "            if drafters and not injecting:\n",
+        "            if False:\n",
+        RECORDED,
+    ),
+    Mutant(
+        "rows behind a shorter path are kept",
+        CONTEXT,
+        "            self._memory.keep[:requests, length:].zero_()\n",
+        "            pass\n",
+        RECORDED,
+    ),
+    Mutant(
+        "the state of the last step is lost in a capture",
+        STEPS,
+        "            self._state.copy_(before)\n",
+        "            pass\n",
+        RECORDED,
+    ),
+    Mutant(
+        "one graph for all kinds of sampling",
+        STEPS,
+        "key = (policy, size, sampling.any_sampled, sampling.any_filter)",
+        "key = (policy, size)",
+        RECORDED,
+    ),
+    Mutant("one graph for all policies", STEPS, "key = (policy, size, sampling", "key = (size, sampling", RECORDED),
+]
