@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
 ## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
@@ -83,6 +83,11 @@ kernels: .venv/dev
 ## tensors, its launches: some twenty minutes. Two versions of Triton that miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
 	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda
+
+## does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
+## checkout: some forty minutes of two cores; MUTANTS="layer_ops H3" runs those with a part of this name or file
+mutants: .venv/dev
+	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 build/triton-%: | .venv/dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
@@ -192,10 +197,12 @@ soak: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)
 
-## 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md): ten minutes of a core
+## 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md): ten minutes of a
+## core; then 500 on a stand-in for CUDA's runtime (tests/cuda/runtime)
 STEPS := 100000
 soak-steps: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.runtime.engines 500
 
 ## 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
 ## plain decoding alone: some forty minutes of a core; SEED=1

@@ -343,6 +343,7 @@ def in_fp8(plain: Model, linears: Sequence[str], *, cache: bool = False) -> Mode
         tensors |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / LARGEST)}
     for index in range(plain.config.body.num_layers if cache else 0):
         for kind in "kv":
-            tensors[f"layers.{index}.self_attn.{kind}_cache.scale"] = torch.tensor(0.05)
+            scale = {"k": 0.05, "v": 0.03}[kind] * (1 + index / 8)
+            tensors[f"layers.{index}.self_attn.{kind}_cache.scale"] = torch.tensor(scale)
     model.load_state_dict(tensors, strict=True, assign=True)
     return model.eval().requires_grad_(False)

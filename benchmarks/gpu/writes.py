@@ -81,7 +81,7 @@ def make_write(write: Write, device: str) -> dict[str, Any]:
         "keep": torch.rand(batch, places, generator=draw, device=device) > 0.125,
         "path": path,
         "k_scale": scale,
-        "v_scale": scale,
+        "v_scale": None if scale is None else scale.flip(0) / 3,
     }
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.native import pack
 from d2sd.plugins.cpu import library
@@ -228,9 +229,8 @@ def test_an_fp8_target_lends_its_layers_and_pages() -> None:
     tokens = random_tokens(target, 2, 10)
     linears = [f"layers.{layer}.mlp.{part}_proj" for layer in range(4) for part in ("gate", "up", "down")]
     narrow = in_fp8(target, linears, cache=True)
-    scales = torch.full((4,), 0.05), torch.full((4,), 0.05)  # as of the model's caches
     found = []
-    for model, fp8 in ((target, None), (narrow, None), (narrow, scales)):
+    for model, fp8 in ((target, None), (narrow, None), (narrow, kv_scales(narrow))):
         head.join(model)
         pool, table = pool_for(model.config.body, 2, 10, fp8=fp8)
         feed(model, tokens[:, :9], pool, table, torch.tensor([0, 0]))

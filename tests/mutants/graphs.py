@@ -8,7 +8,7 @@ CAPTURE, INPUTS, STEPS = (f"runtime/cuda_graphs/{name}.py" for name in ("capture
 CONTEXT = "runtime/drafting/context.py"
 #: `CudaGraphs` as it is, on the stand-in for CUDA's runtime.
 ENGINES = Proof(("tests/cuda/runtime/engines.py", "-m", "not slow"), on_device=True)
-RECORDED = run("tests/runtime/cuda_graphs")
+RECORDED = run(*(f"tests/runtime/cuda_graphs/test_{name}.py" for name in ("steps", "context", "soak")))
 ELSEWHERE = """
         def elsewhere() -> None:
             with torch.cuda.stream(self._stream):

@@ -164,11 +164,11 @@ def test_fp8_rounds_as_the_modules_do(dtype: torch.dtype) -> None:
         ),
     ):
         assert torch.equal(found.view(torch.uint8), to_pages(expected, scale).view(torch.uint8))
-    cache, plain = Fp8Cache(), heads_of(1, HQ, norms=True, fp8=False, dtype=dtype)
-    cache.scale = scale
-    paged = Heads(HQ, HKV, SIZE, EPS, plain.q_norm, plain.k_norm, k_scale=scale.view(1), v_scale=scale.view(1))
+    caches, plain = (Fp8Cache(), Fp8Cache()), heads_of(1, HQ, norms=True, fp8=False, dtype=dtype)
+    caches[0].scale, caches[1].scale = scale, scale / 3
+    paged = Heads(HQ, HKV, SIZE, EPS, plain.q_norm, plain.k_norm, None, None, *(c.scale.view(1) for c in caches))
     qkv, angles = products(1, HQ).to(dtype), tables(dtype)
     (q, k, v), (plain_q, plain_k, plain_v) = (made_heads(qkv, *angles, heads) for heads in (paged, plain))
     assert torch.equal(q, plain_q)
-    assert torch.equal(k, cache(plain_k))
-    assert torch.equal(v, cache(plain_v))
+    assert torch.equal(k, caches[0](plain_k))
+    assert torch.equal(v, caches[1](plain_v))

@@ -237,7 +237,7 @@ def test_every_fp8_number_reads_as_its_page_says(dtype: torch.dtype) -> None:
     pages.view(torch.uint8)[1, 0, 0] = numbers.view(torch.uint8)
     one, scale = torch.ones(1, 1, 1, 256, dtype=dtype), torch.tensor(0.013)
     table, length, nobody = torch.tensor([[1]]), torch.tensor([1]), torch.zeros(1, 1, 1, dtype=torch.bool)
-    call = Call(one, one, one, PagedContext(pages, pages, table, length, scale, scale), nobody)
+    call = Call(one, one, one, PagedContext(pages, pages, table, length, scale * 3, scale), nobody)
     found = fused(call, 1).flatten()
     assert torch.equal(found, (numbers.double() * scale.double()).float().to(dtype))
 

@@ -65,15 +65,21 @@ def test_heads(layers: int, queries: int, norms: bool, fp8: bool, dtype: torch.d
             torch.testing.assert_close(ours.cpu().double(), looped, atol=3e-6, rtol=3e-6)
 
 
-def test_heads_of_fp8_pages() -> None:
-    """Values that are E4M3 numbers times a power of two: the interpreter cannot round to FP8."""
-    scale, numbers = 2.0**-5, torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+@pytest.mark.parametrize(("layers", "queries"), [(1, HKV), (2, 0)])
+def test_heads_of_fp8_pages(layers: int, queries: int) -> None:
+    """Values that are E4M3 numbers times a power of two, another one for the keys and values of each layer: the
+    interpreter cannot round to FP8. Rounded with a smaller scale, the larger ones would saturate.
+    """
+    k_scale, v_scale = 2.0 ** -torch.tensor([5.0, 4.0])[:layers], 2.0 ** -torch.tensor([7.0, 2.0])[:layers]
+    numbers = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     numbers[::5] = 1e4  # saturates
-    columns = (HKV + 2 * HKV) * SIZE
-    qkv = (numbers * scale).repeat(-(-ROWS * columns // len(numbers)))[: ROWS * columns].view(1, ROWS, columns)
-    scales = torch.tensor([scale])
-    heads = Heads(HKV, HKV, SIZE, EPS, k_scale=scales, v_scale=scales)
-    arguments = qkv, torch.ones(ROWS, SIZE // 2), torch.zeros(ROWS, SIZE // 2), heads
+    heads = torch.cat([torch.ones(layers, queries), *(s[:, None].expand(layers, HKV) for s in (k_scale, v_scale))], 1)
+    factors = heads.repeat_interleave(SIZE, 1)[:, None]
+    columns = factors.shape[-1]
+    qkv = numbers.repeat(-(-layers * ROWS * columns // len(numbers)))[: layers * ROWS * columns]
+    qkv = qkv.view(layers, ROWS, columns) * factors
+    of = Heads(queries, HKV, SIZE, EPS, k_scale=k_scale, v_scale=v_scale)
+    arguments = qkv, torch.ones(ROWS, SIZE // 2), torch.zeros(ROWS, SIZE // 2), of
     found = made_heads(launch, *(there(x) for x in arguments))
     for ours, expected in zip(found, made_heads(reference, *arguments), strict=True):
         assert torch.equal(ours.cpu(), expected)

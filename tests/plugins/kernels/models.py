@@ -29,9 +29,11 @@ def model_with(fp8_pages: bool) -> Decoder:
     if not fp8_pages:
         return plain
     model = in_fp8(plain, [], cache=True)
-    for module in model.modules():
-        if isinstance(module, Fp8Cache):
-            module.scale = torch.tensor(2.0**-6)
+    for index, layer in enumerate(model.layers):
+        for name, power in (("k_cache", -6), ("v_cache", -7)):
+            cache = getattr(layer.self_attn, name)
+            assert isinstance(cache, Fp8Cache)
+            cache.scale = torch.tensor(2.0 ** (power + index))
     return model
 
 
