@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, Proof, run
 
 CAPTURE, INPUTS, STEPS = (f"runtime/cuda_graphs/{name}.py" for name in ("capture", "inputs", "steps"))
-CONTEXT = "runtime/drafting/context.py"
+CONTEXT, STAGING = "runtime/drafting/context.py", "runtime/staging.py"
 #: `CudaGraphs` as it is, on the stand-in for CUDA's runtime.
 ENGINES = Proof(("tests/cuda/runtime/engines.py", "-m", "not slow"), on_device=True)
 RECORDED = run(*(f"tests/runtime/cuda_graphs/test_{name}.py" for name in ("steps", "context", "soak")))
@@ -18,7 +18,7 @@ ELSEWHERE = """
 """
 
 MUTANTS = [
-    Mutant("H1 the read-back is not waited for", CAPTURE, "            copied.synchronize()\n", "", ENGINES),
+    Mutant("H1 the read-back is not waited for", CAPTURE, "            copied()\n", "", ENGINES),
     Mutant(
         "H2 the stream of captures does not wait for the caller's",
         CAPTURE,
@@ -34,7 +34,7 @@ MUTANTS = [
         ENGINES,
     ),
     Mutant("H3 the replay is on another stream", CAPTURE, "        return out, graph.replay\n", ELSEWHERE, ENGINES),
-    Mutant("the event is not recorded", CAPTURE, "            copied.record()\n", "", ENGINES),
+    Mutant("the event is not recorded", CAPTURE, "            done.record()\n", "", ENGINES),
     Mutant("the copy to the host waits", CAPTURE, '.to("cpu", non_blocking=True)', '.to("cpu")', ENGINES),
     Mutant(
         "the graph is captured on the caller's stream",
@@ -58,6 +58,29 @@ MUTANTS = [
         "self._device.copy_(host, non_blocking=True)",
         "self._device.copy_(host)",
         ENGINES,
+    ),
+    Mutant(
+        "a buffer of a prompt is written before its last copy is done",
+        STAGING,
+        "        self._copied[self._turn]()\n",
+        "",
+        ENGINES,
+    ),
+    Mutant(
+        "the mark is set before the copy of a prompt",
+        STAGING,
+        "        device.copy_(host, non_blocking=True)\n        self._copied[self._turn] = self._mark()\n",
+        "        self._copied[self._turn] = self._mark()\n        device.copy_(host, non_blocking=True)\n",
+        ENGINES,
+    ),
+    Mutant("buffers of prompts are not pinned", STAGING, "pin_memory=pin)", "pin_memory=False)", ENGINES),
+    Mutant(
+        "buffers of prompts are freed before their copies are done",
+        STAGING,
+        "        for wait in self._copied:\n            wait()\n",
+        "",
+        ENGINES,
+        survives="the allocator of pinned memory waits for copies itself: PyTorch records them",
     ),
     Mutant("late rows are rows of any step", INPUTS, "late=earlier_row >= 0", "late=earlier_row >= -1", RECORDED),
     Mutant("an answer is one token longer", INPUTS, "request.max_new_tokens - 1", "request.max_new_tokens", RECORDED),

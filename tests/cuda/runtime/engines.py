@@ -22,6 +22,7 @@ from d2sd.plugins.cpu import library
 from d2sd.policies import PolicyName
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import default_scores
 from tests.cuda import guard
@@ -55,11 +56,11 @@ def check(engine: Engine, cuda: Cuda) -> None:
     assert cuda.replays > 0
 
 
-def engine_on(cuda: Cuda, policy: PolicyName, max_batch: int) -> Engine:
+def engine_on(cuda: Cuda, policy: PolicyName, max_batch: int, prefill_chunk: int = 16) -> Engine:
     models = copies()
     for model in models:
         cuda.move(model)
-    return make_engine(runner_of(*models), policy, max_batch=max_batch)
+    return make_engine(runner_of(*models), policy, max_batch=max_batch, prefill_chunk=prefill_chunk)
 
 
 #: Two passes at every change; then none, one, both in one tree, a draft that the host carries, and one that it makes.
@@ -100,6 +101,16 @@ def test_the_host_waits_once_a_step_for_the_step_before() -> None:
             engine.step()
             assert (cuda.waits, cuda.replays) == (before[0] + 1, before[1] + 1)
             assert len(sequence.answer) > before[2], "of the step before, which was launched by the call before"
+
+
+def test_a_prompt_of_many_chunks() -> None:
+    """Passes that follow each other without a step that the host reads: their inputs take turns in pinned buffers."""
+    request = Request(tuple(range(50)), 6)
+    with on_streams() as cuda:
+        engine = engine_on(cuda, "chain", 1, prefill_chunk=8)
+        (found,) = engine.generate([request])
+        check(engine, cuda)
+    assert found.answer == expected(request)
 
 
 class SoakOnStreams(Soak):
