@@ -269,7 +269,9 @@ class FusedLayers(nn.Module):
             normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=made)
             x = x if branch is None else total
             parts = out.heads(index, layer, normed, cos, sin)
-            heads = attend(index, *parts, layer.o.input_scale, sinks=layer.sinks)
+            room = layer.o.room(len(x))
+            room = None if room is None else room.view(parts[0].shape)
+            heads = attend(index, *parts, layer.o.input_scale, room, sinks=layer.sinks)
             branch = layer.o(heads.reshape(len(x), -1))
             if layer.reduce is not None:
                 branch = layer.reduce(branch)

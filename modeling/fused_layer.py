@@ -32,7 +32,7 @@ class FusedLayer:
         sizes = [part.weight.shape[0] for part in projections]
         for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
             part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
-        self.o = Product([attention.o_proj], dtype, exact=exact, has_room=False)
+        self.o = Product([attention.o_proj], dtype, exact=exact)
         shared = None if target is None else target.feed_forward
         self.feed_forward: SwiGLU | Unfused = shared or _feed_forward(layer.mlp, dtype, exact=exact)
         self.sinks = None if attention.sinks is None else attention.sinks.detach()

@@ -185,11 +185,19 @@ class CommittedRows:
 class Attend(Protocol):
     """Attends in a layer: q [B, T, Hq, D], k, v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8.
 
-    `sinks` [Hq] are the layer's, if it has any.
+    `out`, of the result's type, receives it. `sinks` [Hq] are the layer's, if it has any.
     """
 
     def __call__(
-        self, index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
+        self,
+        index: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        sinks: Tensor | None = None,
     ) -> Tensor: ...
 
 
@@ -355,10 +363,17 @@ class KVPool:
         masks = {view: windowed(rows, *view) for view in set(self._views)}
 
         def attend(
-            index: int, q: Tensor, k: Tensor, v: Tensor, scale: Tensor | None = None, *, sinks: Tensor | None = None
+            index: int,
+            q: Tensor,
+            k: Tensor,
+            v: Tensor,
+            scale: Tensor | None = None,
+            out: Tensor | None = None,
+            *,
+            sinks: Tensor | None = None,
         ) -> Tensor:
             mask, context = masks[self._views[index]], self.context(index, rows)
-            return cascade_attention(q, k, v, context, mask, sinks=sinks, scale=scale, exact=exact)
+            return cascade_attention(q, k, v, context, mask, sinks=sinks, scale=scale, exact=exact, out=out)
 
         return attend
 

@@ -35,6 +35,7 @@ def cascade_attention(
     sinks: Tensor | None = None,
     scale: Tensor | None = None,
     exact: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of T new rows over their request's paged context and, through a mask, over each other.
 
@@ -51,6 +52,7 @@ def cascade_attention(
         scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
         exact: batch-invariant on CUDA: a row's result is the same bits whatever else is computed, and wherever in
             pages, a tree or a chunk its keys are. The model was fused, so that the device is known to run it.
+        out: [B, T, Hq, D], contiguous, of the result's type; receives the result unless `exact`. None: a new tensor.
 
     Returns:
         [B, T, Hq, D] in q's dtype or FP8 (E4M3); scores are scaled by D^-0.5.
@@ -61,10 +63,11 @@ def cascade_attention(
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
         if isinstance(mask, ChunkMask):
-            out = chunks_reference(q, k, v, context, mask, sinks)
+            heads = chunks_reference(q, k, v, context, mask, sinks)
         else:
-            out = cascade_attention_reference(q, k, v, context, mask.allowed, mask.first, sinks)
-        return out if scale is None else to_pages(out, scale)
+            heads = cascade_attention_reference(q, k, v, context, mask.allowed, mask.first, sinks)
+        result = heads if scale is None else to_pages(heads, scale)
+        return result if out is None else out.copy_(result)
     if exact:
         from d2sd.plugins.cascade_attention.triton.exact import exact_attention_triton
 
@@ -83,6 +86,7 @@ def cascade_attention(
         window=mask.window,
         sinks=sinks,
         scale=scale,
+        out=out,
         arrived=lambda: mask.arrived,
     )
 

@@ -348,7 +348,11 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     ops = {name: once(name, getattr(layer_ops.reference, name)) for name in layer_ops.__all__ if name != "Heads"}
     monkeypatch.setattr(layer_ops, "_implementation", lambda *_: SimpleNamespace(**ops))
     types = {True: None, False: torch.float8_e4m3fn}
-    attention = once("attention", lambda q, *_, scale, **_named: torch.empty_like(q, dtype=types[scale is None]))
+
+    def result(q: Tensor, *_: object, scale: Tensor | None, out: Tensor | None, **_named: object) -> Tensor:
+        return torch.empty_like(q, dtype=types[scale is None]) if out is None else out
+
+    attention = once("attention", result)
     monkeypatch.setattr(kv_pool, "cascade_attention", attention)
     with launches:
         yield launches.names

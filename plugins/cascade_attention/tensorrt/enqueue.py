@@ -45,7 +45,7 @@ def run(
         context = PagedContext(k_pages, v_pages, page_table, context_len)
         q, k, v, mask = (given[part] for part in ("q", "k", "v", "attn_mask"))
         first, sinks = given.get("first"), given.get("sinks")
-        out.copy_(cascade_attention_triton(q, k, v, context, mask, first=first, sinks=sinks))
+        cascade_attention_triton(q, k, v, context, mask, first=first, sinks=sinks, out=out)
 
 
 class _Memory:

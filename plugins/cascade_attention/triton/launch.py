@@ -41,6 +41,7 @@ def cascade_attention_triton(
     window: int | None = None,
     sinks: Tensor | None = None,
     scale: Tensor | None = None,
+    out: Tensor | None = None,
     arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`, as is `first`.
@@ -56,7 +57,8 @@ def cascade_attention_triton(
     shapes = *shape, k.shape[2], q.element_size(), slots
     splits = _splits(*shapes, q.device, _capability(), fp8=context.fp8, bounded=bounded)
     counters = arrived() if arrived is not None and splits > 1 else None
-    return launch(q, k, v, context, mask, splits=splits, first=first, sinks=sinks, scale=scale, arrived=counters)
+    given = {"first": first, "sinks": sinks, "scale": scale, "out": out, "arrived": counters}
+    return launch(q, k, v, context, mask, splits=splits, **given)
 
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
@@ -127,6 +129,7 @@ def launch(
     first: Tensor | None = None,
     sinks: Tensor | None = None,
     scale: Tensor | None = None,
+    out: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
     """The kernel with the context cut into `splits` parts; of an `AttnMask` come its words and its `first`.
@@ -143,7 +146,11 @@ def launch(
     assert not q.requires_grad, "the kernel has no backward"
     shape = rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1]
     tile, fixed = _plan(*shape, splits, _capability(), fp8=context.fp8, bounded=bounds is not None)
-    out = torch.empty(q.shape, dtype=q.dtype if scale is None else torch.float8_e4m3fn, device=q.device)
+    made = q.dtype if scale is None else torch.float8_e4m3fn
+    if out is None:
+        out = torch.empty(q.shape, dtype=made, device=q.device)
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == (q.shape, made)
     grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
     partial, lse = None, None
     if splits > 1:
