@@ -42,7 +42,13 @@ FP4_CAPABILITY = (10, 0)
 #: keys and values that may not have arrived. tests/ptx shows it. Devices before Hopper have no such instructions.
 FENCED_TRITON = Version("3.7.1")
 FENCE_CAPABILITY = (9, 0)
+#: The first PyTorch whose wheels for CUDA pin a Triton that has it: 2.12.1 pins 3.7.1, older ones an older one exactly.
+FENCED_TORCH = Version("2.12.1")
 NO_FALLBACK = "D2SD_NO_FALLBACK"
+
+
+class NoKernel(D2SDError):
+    """A CUDA device would run no kernel, under `D2SD_NO_FALLBACK=1`; `found` has the reason."""
 
 
 class Implementation(Enum):
@@ -72,7 +78,7 @@ def pick(
         library: whether the compiled library has this op and takes this call.
 
     Raises:
-        D2SDError: a CUDA device runs no kernel, under `D2SD_NO_FALLBACK=1`.
+        NoKernel: a CUDA device runs no kernel, under `D2SD_NO_FALLBACK=1`.
     """
     if use_kernels(op, x, pages=pages, loaded=loaded, reason=reason):
         return Implementation.TRITON
@@ -97,7 +103,7 @@ def use_kernels(
 def use_fp8_gemm(x: torch.Tensor) -> bool:
     """Whether FP8 linear layers multiply FP8 by FP8 for this input, rather than the same values in a wider type.
 
-    Raises `D2SDError` for a CUDA device without FP8 tensor cores, under `D2SD_NO_FALLBACK=1`.
+    Raises `NoKernel` for a CUDA device without FP8 tensor cores, under `D2SD_NO_FALLBACK=1`.
     """
     if x.device.type != "cuda":
         return False
@@ -112,7 +118,7 @@ def use_grouped_products(x: torch.Tensor, *shapes: torch.Size) -> bool:
 
     On devices before and after Hopper and Blackwell those read the groups' sizes on the host, and elsewhere than in
     bf16 too: a CUDA graph cannot capture that.
-    Raises `D2SDError` for a CUDA device without them, under `D2SD_NO_FALLBACK=1`.
+    Raises `NoKernel` for a CUDA device without them, under `D2SD_NO_FALLBACK=1`.
     """
     capability = torch.cuda.get_device_capability(x.device)
     reason = None
@@ -128,7 +134,7 @@ def use_grouped_products(x: torch.Tensor, *shapes: torch.Size) -> bool:
 def use_block_gemm(x: torch.Tensor, inputs: int, outputs: int) -> bool:
     """Whether FP8 linear layers with scales of 128 × 128 blocks multiply FP8 by FP8 for this input, as `use_fp8_gemm`.
 
-    Raises `D2SDError` for a CUDA device or a layer for which PyTorch has no such product, under `D2SD_NO_FALLBACK=1`.
+    Raises `NoKernel` for a CUDA device or a layer for which PyTorch has no such product, under `D2SD_NO_FALLBACK=1`.
     """
     if x.device.type != "cuda":
         return False
@@ -159,7 +165,7 @@ def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str 
 
     `weight` is one of its weights that is not FP8, `size` its head size; `fp8`: it has FP8 layers or K/V. `unlike` says
     why its layers cannot be joined.
-    Raises `D2SDError` for a CUDA model that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
+    Raises `NoKernel` for a CUDA model that the kernels do not take, under `D2SD_NO_FALLBACK=1`.
     """
     if weight.device.type != "cuda":
         return False
@@ -173,7 +179,7 @@ def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str 
 def _fall_back(what: str, reason: str) -> bool:
     """False, after a warning; raises `D2SDError` where falling back is forbidden."""
     if os.environ.get(NO_FALLBACK) == "1":
-        raise D2SDError(
+        raise NoKernel(
             f"{what[0].upper()}{what[1:]} would run as plain PyTorch on this GPU.",
             where=f"{NO_FALLBACK}=1",
             found=reason,
@@ -190,8 +196,8 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
         return f"triton is not installed ({install_line('triton')})"
     if capability >= FENCE_CAPABILITY and (version := triton_version()) < FENCED_TRITON:
         return (
-            f"triton {version} compiles the attention kernel for compute capability 9.0 and above without a fence that"
-            f" it needs, so that results may be wrong (pip install 'triton>={FENCED_TRITON}')"
+            f"triton {version} leaves out a fence that the attention kernel needs on compute capability 9.0 and above:"
+            f" results may be wrong ({_newer_triton()})"
         )
     if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
         return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
@@ -207,6 +213,14 @@ def _unsupported_device(capability: tuple[int, int]) -> str | None:
     if find_spec("triton") is None:
         return f"triton is not installed ({install_line('triton')})"
     return None if capability >= (8, 0) else f"compute capability {capability} is below 8.0"
+
+
+def _newer_triton() -> str:
+    """The command that replaces a Triton that is refused. An older PyTorch pins its own exactly: pip takes another by
+    force alone.
+    """
+    pinned = Version(torch.__version__) < FENCED_TORCH
+    return f"pip install --no-deps triton=={FENCED_TRITON}" if pinned else f"pip install 'triton>={FENCED_TRITON}'"
 
 
 def triton_version() -> Version:

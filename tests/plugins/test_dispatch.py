@@ -15,7 +15,7 @@ from d2sd.plugins import cascade_attention as attention
 from d2sd.plugins import dispatch
 from d2sd.plugins import kv_pages as pages
 from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
-from d2sd.plugins.dispatch import Implementation, triton_version
+from d2sd.plugins.dispatch import Implementation, NoKernel, triton_version
 from d2sd.plugins.kv_pages import write_pages
 
 
@@ -96,16 +96,25 @@ def test_fp8_products_need_fp8_tensor_cores(
         dispatch.use_fp8_gemm(x)
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.7.0"])
+#: Of what PyTorch's wheels for CUDA pin; 2.12.1 and later ask for a Triton with the fence.
+@pytest.mark.parametrize(
+    ("version", "pinned_by", "line"),
+    [
+        ("3.6.0", "2.11.0+cu130", "pip install --no-deps triton==3.7.1"),
+        ("3.7.0", "2.12.0", "pip install --no-deps triton==3.7.1"),
+        ("3.7.0", "2.12.1", "pip install 'triton>=3.7.1'"),
+    ],
+)
 def test_triton_that_forgets_a_fence_is_refused(
-    version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    version: str, pinned_by: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On Hopper and later; tests/ptx/test_versions.py shows what such a kernel does."""
+    """On Hopper and later; tests/ptx/test_versions.py shows what such a kernel does. It says what to run."""
+    monkeypatch.setattr(torch, "__version__", pinned_by)
     monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
     assert not uses_kernel(on_gpu())
-    assert f"triton {version} compiles" in capsys.readouterr().err
+    assert f"triton {version} leaves out a fence" in capsys.readouterr().err
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
-    with pytest.raises(D2SDError, match=f"triton {version} .* without a fence .*triton>=3.7.1"):
+    with pytest.raises(NoKernel, match=rf"triton {version} .*\({line}\)\n"):
         uses_kernel(on_gpu())
     assert dispatch.unsupported(128, torch.bfloat16, (8, 9)) is None
     assert dispatch.unsupported(128, torch.bfloat16, (10, 0)) is not None
