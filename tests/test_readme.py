@@ -1,6 +1,6 @@
 """The README's own commands, in a new environment that is no editable install, inside the clone and outside it.
 
-Short forms run with the other slow tests. `make readme` runs them as they are written, with every CPython it finds.
+`make readme` runs them: in a short form, and as they are written with every CPython it finds.
 """
 
 from __future__ import annotations
@@ -180,6 +180,7 @@ def test_the_blocks_are_found() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.model
 @pytest.mark.subprocess
 @pytest.mark.timeout(900)

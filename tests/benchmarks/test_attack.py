@@ -173,6 +173,7 @@ def test_a_server_with_too_much_memory_is_killed() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.subprocess
 @pytest.mark.timeout(300)
 def test_a_small_attack(tmp_path: Path) -> None:
