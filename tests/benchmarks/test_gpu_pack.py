@@ -1,0 +1,97 @@
+"""The pack script decides, without packing, the sizes of parts and how parts are put together again."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from d2sd.plugins.dispatch import FENCED_TRITON
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_pack.sh"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", str(SCRIPT), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHON": sys.executable} | environment,
+    )
+
+
+def make_parts(pack: Path, library: bytes, engine: str, room: int) -> list[Path]:
+    """The parts of what `pack` has made: a library, a link to it, a program and an engine."""
+    site = pack / "tree" / "site"
+    site.mkdir(parents=True)
+    (site / "library.so.1").write_bytes(library)
+    (site / "library.so").symlink_to("library.so.1")
+    (site / "tool").write_text("#!/bin/sh\n")
+    (site / "tool").chmod(0o755)
+    (pack / "tree" / "engines").mkdir()
+    (pack / "tree" / "engines" / engine).write_text(engine)
+    stream = f"tar -C {pack}/tree -cf - . | xz --x86 --lzma2=preset=6 > {pack}/stream"
+    subprocess.run(["sh", "-ec", stream], check=True)
+    done = run("parts", str(pack), str(room))
+    assert done.returncode == 0, done.stderr
+    return sorted(pack.glob("[0-9]*"))
+
+
+def take(parts: list[Path], keep: Path) -> None:
+    for part in parts:
+        done = run("take", f"{part}/", KEEP=str(keep))
+        assert done.returncode == 0, done.stderr
+
+
+def test_parts_are_put_together_once(tmp_path: Path) -> None:
+    """From three parts of at most so many bytes, in any order of taking; the bytes are the library's."""
+    library, keep = os.urandom(5000), tmp_path / "keep"
+    parts = make_parts(tmp_path / "rtx", library, "portable.engine", 2000)
+    assert len(parts) == 3
+    assert [(part / f"piece.0{number}").stat().st_size for number, part in enumerate(parts[:2])] == [2000, 2000]
+    take(parts[::-1], keep)
+    done = run("unpack", KEEP=str(keep))
+    assert done.returncode == 0, done.stderr
+    unpacked = keep / "rtx" / "unpacked"
+    assert (unpacked / "site" / "library.so").read_bytes() == library
+    assert os.access(unpacked / "site" / "tool", os.X_OK)
+    assert (unpacked / "engines" / "portable.engine").exists()
+    (unpacked / "site" / "library.so.1").write_text("as it is")
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    assert (unpacked / "site" / "library.so").read_text() == "as it is"
+    assert run("unpack", KEEP=str(tmp_path / "nothing taken")).returncode == 0
+
+
+def test_a_pack_replaces_the_one_before(tmp_path: Path) -> None:
+    """Nothing of the old one is left, which had more pieces and another engine; half of the new one is no pack. A pack
+    of another name stays.
+    """
+    library, keep = os.urandom(5000), tmp_path / "keep"
+    take(make_parts(tmp_path / "triton", b"other", "none", 10_000), keep)
+    take(make_parts(tmp_path / "old" / "rtx", os.urandom(8000), "old.engine", 2000), keep)
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    parts = make_parts(tmp_path / "new" / "rtx", library, "new.engine", 4000)
+    take(parts[:1], keep)
+    done = run("unpack", KEEP=str(keep))
+    assert done.returncode == 1
+    assert "the pack rtx is not whole" in done.stderr
+    assert not (keep / "rtx" / "unpacked").exists()
+    take(parts[1:], keep)
+    taken = {file.name for file in (keep / "rtx" / "taken").iterdir()}
+    assert taken == {file.name for part in parts for file in part.iterdir()}
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    assert (keep / "rtx" / "unpacked" / "site" / "library.so").read_bytes() == library
+    assert [file.name for file in (keep / "rtx" / "unpacked" / "engines").iterdir()] == ["new.engine"]
+    assert (keep / "triton" / "unpacked" / "site" / "library.so").read_bytes() == b"other"
+
+
+def test_what_is_no_part_is_refused(tmp_path: Path) -> None:
+    done = run("take", str(tmp_path), KEEP=str(tmp_path / "keep"))
+    assert done.returncode == 1
+    assert "is no part of a pack" in done.stderr
+
+
+def test_the_triton_it_packs_is_the_one_that_is_asked_for() -> None:
+    assert f"TRITON={FENCED_TRITON} " in SCRIPT.read_text()
