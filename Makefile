@@ -69,10 +69,11 @@ verify: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
-## kernels, engines and tests on a GPU, in nine minutes; benchmarks/pack_tensorrt_rtx.sh packs optional inputs.
-## DRY=1 runs all but the launches, without a GPU, in the environment of the tests
+## kernels, engines and tests on a GPU, in three calls of eight minutes; CALL=1 is the first of them alone.
+## benchmarks/gpu_pack.sh packs what a machine without an index lacks. DRY=1 runs all but the launches, without a GPU, in
+## the environment of the tests
 gpu-suite: $(if $(DRY),.venv/dev)
-	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry)
+	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry) $(if $(CALL),--call $(CALL))
 
 ## compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
 ## machine code of each loop over weights, pages or logits what is in flight while it computes: half an hour, less again

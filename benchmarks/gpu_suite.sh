@@ -1,12 +1,16 @@
 #!/bin/sh
-# Run the GPU measurements that one machine finishes in nine minutes. Needs torch and triton, and no package index.
+# Run the GPU measurements in three calls of eight minutes. Needs torch, and no package index.
 #
-#   sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500]
+#   sh benchmarks/gpu_suite.sh [--call 1|2|3] [--out build/gpu] [--resume FOLDER]
 #   sh benchmarks/gpu_suite.sh --dry    # without a GPU: everything but the launches, in OUT/dry
 #
-# Ends in a table; everything is in OUT/gpu.json. Another call with the same OUT measures what is missing. The TensorRT-RTX
-# probe and the tests need what benchmarks/pack_tensorrt_rtx.sh packs and `take`s; without them they are skipped. The tests are
-# those of the kernels and of training, not tests/runtime/backends/test_tensorrt_cuda.py.
+# Each call ends with tables in OUT/gpu.md, the figures beside what was predicted for them, and everything in OUT/gpu.json.
+# Another call with the same OUT, or with the OUT of an earlier one as --resume, measures what is missing. A machine whose
+# Triton the kernels refuse (torch 2.11 has 3.6.0), or without pydantic, needs `sh benchmarks/gpu_pack.sh pack triton`,
+# carried there and `take`n; the pack `rtx` is for the probe of TensorRT-RTX alone.
+#
+# The exit status is 0 where everything asked for was measured or cannot be here, 4 where kernels of d2sd would not have
+# run (`refused` in the tables: such a part has no figures), 2 for figures of another machine, else 1.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}
@@ -20,20 +24,27 @@ cp -r d2sd tests benchmarks plugins pyproject.toml "$tree/"
 for package in plugins modeling convert runtime train; do
     rm -rf "$tree/d2sd/$package" && cp -r $package "$tree/d2sd/$package"
 done
-sh benchmarks/pack_tensorrt_rtx.sh unpack || echo "what was taken could not be unpacked: no TensorRT-RTX" >&2
-PYTHONPATH="$tree:$KEEP/rtx/site${PYTHONPATH:+:$PYTHONPATH}"
-export PYTHONPATH D2SD_COMMIT
-# A relative --out counts from here.
+sh benchmarks/gpu_pack.sh unpack || echo "what was taken could not be unpacked: it is not used" >&2
+PYTHONPATH="$tree:$KEEP/triton/unpacked/site:$KEEP/rtx/unpacked/site${PYTHONPATH:+:$PYTHONPATH}"
+# No part may measure PyTorch in place of the kernels.
+D2SD_NO_FALLBACK=1
+export PYTHONPATH D2SD_COMMIT D2SD_NO_FALLBACK
+D2SD_BROUGHT_TRITON=$(cd "$tree" && $PYTHON -m benchmarks.gpu.brought "$KEEP/triton/unpacked/triton")
+export D2SD_BROUGHT_TRITON
+[ -z "$D2SD_BROUGHT_TRITON" ] || PYTHONPATH="$D2SD_BROUGHT_TRITON:$PYTHONPATH"
+# Relative folders count from here.
+absolute() { case $1 in /*) echo "$1" ;; *) echo "$root/$1" ;; esac }
 OUT=build/gpu
 next=
 dry=
+resume=
 for argument in "$@"; do
-    [ "$next" != --out ] || OUT=$argument
-    case $argument in --out=*) OUT=${argument#--out=} ;; --dry) dry=/dry ;; esac
+    case $next in --out) OUT=$argument ;; --resume) resume=$argument ;; esac
+    case $argument in --out=*) OUT=${argument#--out=} ;; --resume=*) resume=${argument#--resume=} ;; --dry) dry=/dry ;; esac
     next=$argument
 done
-case $OUT in /*) ;; *) OUT=$root/$OUT ;; esac
-OUT=$OUT$dry
+OUT=$(absolute "$OUT")$dry
 mkdir -p "$OUT"
 cd "$tree"
-$PYTHON -m benchmarks.gpu.suite --engines "$KEEP/rtx/engines" "$@" --out "$OUT"
+$PYTHON -m benchmarks.gpu.suite --engines "$KEEP/rtx/unpacked/engines" "$@" --out "$OUT" \
+    ${resume:+--resume "$(absolute "$resume")"}

@@ -7,13 +7,11 @@ drafters wait and catch up. In fp32 all tokens must be equal.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
@@ -21,7 +19,6 @@ from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.policies import PolicyName
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.engine import Engine
@@ -59,9 +56,8 @@ def served(
     asked = requests_of(requests)
     texts = cpu_texts(asked)
     wanted = [texts[request.seed][len(request.prompt) :] for request in asked]
-    with patch.dict(os.environ, {NO_FALLBACK: "1"} if device == "cuda" else {}):
-        eager, eager_ms = _serve(policy, _runner(dtype, device, None, texts), asked)
-        captured, captured_ms = _serve(policy, _runner(dtype, device, capture(device), texts), asked)
+    eager, eager_ms = _serve(policy, _runner(dtype, device, None, texts), asked)
+    captured, captured_ms = _serve(policy, _runner(dtype, device, capture(device), texts), asked)
     equal = {
         "equal_to_eager": _share(captured, eager),
         "eager_to_cpu": _share(eager, wanted),

@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu.evidence import counted
 from benchmarks.gpu.record import Record
+from d2sd.plugins.dispatch import NoKernel
 
 #: Exit status of a process whose CUDA context was lost in a failure.
 LOST = 3
@@ -25,8 +27,14 @@ class Skip(Exception):
     """The case cannot be measured here, for the reason in the message."""
 
 
-def run_cases(record: Record, cases: Iterable[Case], until: float) -> None:
+class Refused(Exception):
+    """Kernels of d2sd, which were to be measured, would not run."""
+
+
+def run_cases(record: Record, cases: Iterable[Case], until: float, *, launches: bool = False) -> None:
     """Measure the cases that the record does not hold yet; none is begun past `until` (seconds of `time.time`).
+
+    `launches`: a case in which no kernel of d2sd was launched is refused.
 
     Leaves the process with status LOST where a failure took the device's context with it: all that follows would fail.
     """
@@ -43,9 +51,14 @@ def run_cases(record: Record, cases: Iterable[Case], until: float) -> None:
 
         begun = time.time()
         try:
-            figures = measure(note)
+            with counted() as seen:
+                figures = measure(note)
+            if launches and not seen.count:
+                raise Refused("no kernel of d2sd was launched")
         except Skip as reason:
             record.put(key, "skipped", reason=str(reason))
+        except (Refused, NoKernel) as reason:
+            record.put(key, "refused", reason=str(getattr(reason, "found", reason)))
         except Exception as error:
             record.put(key, "failed", reason=said(error))
             if not _device_lives():

@@ -24,6 +24,7 @@ from torch import Tensor
 from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, said
+from benchmarks.gpu.evidence import refusal
 from benchmarks.gpu.timing import Times
 from d2sd.plugins import choice, dispatch, trees
 from d2sd.plugins.choice import candidates
@@ -260,6 +261,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--only", default="", help="cases whose name contains this")
     chosen = parser.parse_args(arguments)
+    if reason := refusal():
+        print(f"refused: {reason}")
+        return 1
     timing.ROUNDS = 1  # a look; the suite times three
     failed = 0
     for key, run in cases():

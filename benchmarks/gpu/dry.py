@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
 from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.evidence import LAUNCHES
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.traffic import Meter, without_gpu
 from d2sd.runtime.decode import Committed, StepResult
@@ -49,6 +50,7 @@ def _without_launches(measure: Callable[..., dict[str, Any]], note: Note) -> dic
         from tests.runtime.recorded_graphs import RecordedGraphs
 
         with patch("d2sd.plugins.cpu.library.available", lambda: False):  # its kernels hide their operators
+            LAUNCHES.add()  # operators of a CPU, which has no kernels
             return measure(note, device="cpu", capture=lambda device: RecordedGraphs(), requests=2)
     if "device" not in parameters:
         return measure(note)
@@ -118,7 +120,7 @@ def nothing_runs() -> Iterator[None]:
             "benchmarks.gpu.steps.CudaGraphs": capture,
             "benchmarks.gpu.steps._seconds": lambda run: NO_TIME,
             "benchmarks.gpu.steps._kernels": lambda run: 0,
-            "benchmarks.gpu.traffic.Meter.kernel": lambda *_, **__: None,
+            "benchmarks.gpu.traffic.Meter.kernel": LAUNCHES.add,
         }.items():
             stack.enter_context(patch(name, value))
         stack.enter_context(Numbers())  # type: ignore[no-untyped-call]

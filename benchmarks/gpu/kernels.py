@@ -105,7 +105,12 @@ def time_flex(shape: Shape, note: Note, device: str = "cuda") -> dict[str, Any]:
 def _timed(shape: Shape, call: Call, made: dict[str, Callable[[], Peer]], note: Note) -> dict[str, Any]:
     """Check and time each; a peer's failure is a figure of the case, our own ends it."""
     times, errors, reasons = Times(), dict[str, dict[str, float]](), dict[str, str]()
-    figures: dict[str, Any] = {"group": shape.group_name, "rows": shape.rows, "bytes": shape.bytes_read()}
+    figures: dict[str, Any] = {
+        "group": shape.group_name,
+        "rows": shape.rows,
+        "bytes": shape.bytes_read(),
+        "flops": shape.flops(),
+    }
     everyone = torch.ones_like(call.attn_mask)
     for name, make in made.items():
         try:

@@ -17,16 +17,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.call import Wrong
-from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.cases import Case, Note, Refused
 from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
 from benchmarks.gpu.timing import Times
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
-from d2sd.modeling.fused import fuse
+from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
-from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.layer_ops import Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole
@@ -53,8 +52,11 @@ def cases() -> Iterator[Case]:
     for kind in ("fp32", "fp16", "bf16", "fp8"):
         yield f"layers/model {kind}", partial(check_model, kind)
     yield "layers/tokens fp32", check_tokens
+
+
+def pass_cases() -> Iterator[Case]:
     for kind in ("bf16", "fp8"):
-        yield f"layers/pass {kind}", partial(time_pass, kind)
+        yield f"passes/{kind}", partial(time_pass, kind)
 
 
 def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
@@ -146,6 +148,14 @@ def _quantize(model: Decoder | Drafter, device: str, *, cache: bool) -> None:
             buffer.fill_(0.05 if "k_cache" in name else 0.03)
 
 
+def fuse_all(*made: Decoder | Drafter) -> None:
+    """Fuse models; raises `Refused` where one stays as it was, whose figures would be of PyTorch's layers."""
+    for model in made:
+        fuse(model)
+        if not isinstance(model.compiled, FusedLayers):
+            raise Refused(f"the layers of a {type(model).__name__} are not fused")
+
+
 def check_model(
     kind: str, _: Note, device: str = "cuda", geometry: tuple[int, int, int, int, int, int] = (512, 1024, 4, 8, 2, 64)
 ) -> dict[str, Any]:
@@ -158,8 +168,7 @@ def check_model(
     for fused in (False, True):
         both = deepcopy(target), deepcopy(drafter)
         if fused:
-            for model in both:
-                fuse(model)
+            fuse_all(*both)
         outs.append(_outputs(*both, tokens))
     found = {
         name: float((b.double() - a.double()).norm() / a.double().norm())
@@ -217,7 +226,7 @@ def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
         for fused in (False, True):
             own_target, own = deepcopy((target, dict(zip(DrafterRole, drafters, strict=False))))
             if fused:
-                prepare_for_inference(own_target, own.values())
+                fuse_all(own_target, *own.values())
             runner = ModelRunner(own_target, own)
             made = make_policy(policy, block_size=8, branches=3, row_budget=24)
             engine = Engine(runner, made, Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32))
@@ -248,8 +257,7 @@ def time_pass(kind: str, note: Note, device: str = "cuda") -> dict[str, Any]:
     for state in ("unfused", "fused"):
         if state == "fused":
             before = torch.cuda.memory_allocated()
-            for model in (target, drafter):
-                fuse(model)
+            fuse_all(target, drafter)
             figures["memory grew"] = torch.cuda.memory_allocated() / before - 1
         for name, run in runs.items():
             times = Times()

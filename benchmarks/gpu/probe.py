@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import Case, Note, Skip
 from benchmarks.gpu.rtx_engine import CURRENT, MODULES, PORTABLE, PREBUILT
 
 LIMIT = 60  # seconds an engine
-CARRY = "benchmarks/pack_tensorrt_rtx.sh packs it for a machine without an index"
+CARRY = "`sh benchmarks/gpu_pack.sh pack rtx` packs it for a machine without an index"
 
 
 def cases(folder: Path) -> Iterator[Case]:

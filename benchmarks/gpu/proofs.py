@@ -18,35 +18,44 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.brought import VARIABLE
 from benchmarks.gpu.cases import Case, Note, Skip
 
-#: The first, the second and the last are run by `tests/plugins/test_triton_kernels.py` on a GPU, as one test.
-FILES = (
-    "tests/plugins/kernels/pages.py",
-    "tests/plugins/kernels/layers.py",
-    "tests/train/test_cuda.py",
-    "tests/plugins/kernels/attention.py",
-)
-#: Most seconds for each; less where less is left of the part's time, so that what was counted is not lost with it.
-LIMITS = dict(zip(FILES, (40, 30, 60, 110), strict=True))
+#: File -> most seconds; less where less is left of the part's time, so that what was counted is not lost with it.
+#: `tests/plugins/test_triton_kernels.py` runs these on a GPU as one test.
+KERNELS = {
+    "tests/plugins/kernels/pages.py": 40,
+    "tests/plugins/kernels/layers.py": 30,
+    "tests/plugins/kernels/attention.py": 110,
+}
+TRAINING = {"tests/train/test_cuda.py": 60}
 
 
-def cases(folder: Path, until: float) -> Iterator[Case]:
-    for file in FILES:
-        yield f"pytest/{file}", partial(run_file, folder, file, until)
+def kernel_cases(folder: Path, until: float) -> Iterator[Case]:
+    for file, most in KERNELS.items():
+        yield f"pytest/{file}", partial(run_file, folder, file, most, until)
 
 
-def run_file(folder: Path, file: str, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
-    """Run one file of tests until `until` (seconds of `time.time`) at the latest; its output goes to `folder`. Raises
-    where it is cut or any test failed. `collect`: find them only.
+def training_cases(folder: Path, until: float) -> Iterator[Case]:
+    """It runs no kernel of d2sd, but FlexAttention as PyTorch compiles it: with the Triton that PyTorch came with."""
+    for file, most in TRAINING.items():
+        yield f"training/{file}", partial(run_file, folder, file, most, until, own_triton=True)
+
+
+def run_file(
+    folder: Path, file: str, most: float, until: float, note: Note, *, own_triton: bool = False, collect: bool = False
+) -> dict[str, Any]:
+    """Run one file of tests for at most `most` seconds, and until `until` (seconds of `time.time`); its output goes to
+    `folder`. Raises where it is cut or any test failed. `own_triton`: without the one that was brought; `collect`: find
+    them only.
     """
     for needed in ("pytest", "hypothesis", "pydantic"):
         if find_spec(needed) is None:
-            raise Skip(f"{needed} is not installed; benchmarks/pack_tensorrt_rtx.sh packs it")
+            raise Skip(f"{needed} is not installed; benchmarks/gpu_pack.sh packs it")
     log = folder / f"{Path(file).stem}.log"
     command = [sys.executable, "-m", "pytest", "-v", "--color=no", "-p", "no:cacheprovider", "--tb=short", file]
     command += ["--collect-only"] if collect else []
-    limit = max(1.0, min(LIMITS[file], until - time.time()))
+    limit = max(1.0, min(most, until - time.time()))
     with log.open("w") as output:
         try:
             done = subprocess.run(
@@ -55,7 +64,7 @@ def run_file(folder: Path, file: str, until: float, note: Note, *, collect: bool
                 stderr=subprocess.STDOUT,
                 timeout=limit,
                 check=False,
-                env=os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1"},
+                env=environment(own_triton),
             )
             ended = f"exit status {done.returncode}"
         except subprocess.TimeoutExpired:
@@ -67,6 +76,13 @@ def run_file(folder: Path, file: str, until: float, note: Note, *, collect: bool
     if not found["passed"] and not collect:
         raise Skip("no test ran")
     return found
+
+
+def environment(own_triton: bool) -> dict[str, str]:
+    """The variables of this process for pytest; `own_triton`: without the folder that `brought` put in front."""
+    path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    kept = [folder for folder in path if not own_triton or folder != os.environ.get(VARIABLE)]
+    return os.environ | {"TRITON_INTERPRET": "0", "PYTHONUNBUFFERED": "1", "PYTHONPATH": os.pathsep.join(kept)}
 
 
 def counted(output: str) -> dict[str, int]:

@@ -4,6 +4,7 @@
 
 status   ok        measured; never measured again
          skipped   cannot be measured here, `reason` says why
+         refused   kernels of d2sd would not have run, for the reason in `reason`: there is no figure
          failed    an error or a wrong result, in `reason`
          started   in flight; found by the driver after a process has died, and made into
          died      with the exit status; what the case had noted until then stays in its row
@@ -48,6 +49,13 @@ class Record:
 
     def resume(self, environment: dict[str, Any]) -> None:
         """Store the environment; raises `D2SDError` if the file has another machine or other code."""
+        self.matches(environment)
+        self.environment = environment
+        self.rows = {key: row for key, row in self.rows.items() if row["status"] == "ok"}
+        self.write()
+
+    def matches(self, environment: dict[str, Any]) -> None:
+        """Raise `D2SDError` if figures of this environment must not be in the file."""
         for name in SAME if self.rows else ():
             if self.environment.get(name) != environment.get(name):
                 raise D2SDError(
@@ -57,9 +65,6 @@ class Record:
                     expected=environment.get(name),
                     fix="another --out, or remove that file",
                 )
-        self.environment = environment
-        self.rows = {key: row for key, row in self.rows.items() if row["status"] == "ok"}
-        self.write()
 
     def put(self, key: str, status: str, **more: Any) -> None:
         """Set the status of a case, and add to its row."""

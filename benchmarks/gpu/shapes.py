@@ -53,6 +53,11 @@ class Shape:
         old = sum(self.contexts) * token * (1 if self.fp8 else self.dtype.itemsize)
         return old + len(self.contexts) * self.rows * token * self.dtype.itemsize
 
+    def flops(self) -> int:
+        """Operations of both products of every row with every key, masked or not."""
+        keys = sum(self.contexts) + len(self.contexts) * self.rows
+        return 4 * self.rows * self.heads * self.size * keys
+
     def bytes_held(self) -> int:
         """Device memory that timing it takes, roughly: pools, K and V side by side for the peers and once more for the
         gather, FlashInfer's longer pools, a bias for every row, and the reference of one request.
@@ -66,6 +71,14 @@ class Shape:
 
 #: The gate of the kernel: docs/gpu.md, row 20.
 GATE = Shape((32768,) * 8, 64)
+#: Rows from which tensor cores bound the kernel, not memory: its goal is a share of their peak.
+COMPUTED = 64
+#: A verification pass and plain decoding behind 2,048 tokens, and one row behind many.
+SHORT = (
+    Shape((2048,), 64),
+    *(Shape((2048,) * batch, 1) for batch in (1, 8, 32)),
+    *(Shape((32768,) * batch, 1) for batch in (1, 8)),
+)
 
 
 def timed() -> Iterator[Shape]:
@@ -76,7 +89,9 @@ def timed() -> Iterator[Shape]:
         for context in (8192, 32768, 1024)
         for batch in (8, 32, 1)
     ]
-    yield from qwen[:9]
+    yield GATE
+    yield from SHORT
+    yield from (shape for shape in qwen[:9] if shape != GATE)
     yield from (replace(shape, fp8=True) for shape in qwen[:9] if len(shape.contexts) != 8)
     yield from (
         Shape((context,) * batch, 64, heads=9, kv_heads=3, size=64) for context in (8192, 1024) for batch in (8, 32, 1)

@@ -9,20 +9,20 @@ graph nodes as `count` finds them without a GPU; docs/roofline.md has the same r
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from statistics import median
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.roofline import floor_seconds, seconds
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
+from d2sd.bench.roofline import NODE_SECONDS, PEAKS
 from d2sd.bundle.product_times import choose_products
 from d2sd.convert.checkpoint.flexdraft import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
@@ -31,7 +31,6 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.modeling.prepare import prepare_for_inference
-from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
@@ -66,12 +65,13 @@ class Step:
     batch: int = 1
     drafted: int | None = None
     params: SamplingParams = GREEDY
+    exact: bool = False  # batch-invariant
 
     @property
     def name(self) -> str:
         drafted = f" V={self.drafted}" if self.drafted else ""
         heat = f" T={self.params.temperature:g}" if self.params.temperature else ""
-        return f"{self.kind} {self.policy} x{self.batch}{drafted}{heat}"
+        return f"{self.kind} {self.policy} x{self.batch}{drafted}{heat}{' exact' if self.exact else ''}"
 
     def make_policy(self) -> Policy:
         return make_policy(self.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
@@ -107,23 +107,53 @@ MOST = 32
 LIMITS = Limits(MOST, CONTEXT, PAGE_SIZE, prefill_chunk=512)
 
 
+#: What decides most. Models of one type and draft vocabulary in a row: they are made once.
+FIRST = (
+    Step("off"),
+    Step("d2sd"),
+    Step("hybrid"),
+    Step("d2sd", batch=8),
+    Step("off", "fp8"),
+    Step("d2sd", "fp8", drafted=DRAFTED[1]),
+)
+#: Those of `FIRST` without `exact` are their measure.
+EXACT = tuple(
+    Step(name, kind, batch, exact=True) for kind in ("bf16", "fp8") for name in ("off", "d2sd") for batch in (1, 8)
+)
+
+
+def first_cases() -> Iterator[Case]:
+    """Products in PyTorch's form, whose choice takes half a minute a type."""
+    for one in FIRST:
+        yield f"first_steps/{one.name}", partial(step, one)
+
+
 def cases() -> Iterator[Case]:
+    """Products in the forms that are chosen, as a bundle is served."""
     for one in (*rows(), *OTHERS):
-        yield f"steps/{one.name}", partial(step, one)
+        yield f"steps/{one.name}", partial(step, one, choose=True)
+
+
+def exact_cases() -> Iterator[Case]:
+    """Drafters' products as in `first_cases`; the target's have one form."""
+    for one in EXACT:
+        yield f"exact/{one.name}", partial(step, one)
 
 
 @torch.inference_mode()
-def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
-    """Milliseconds of a step, eager and captured, its kernels, and its bytes and graph nodes by counting.
+def step(one: Step, note: Note, device: str = "cuda", choose: bool = False) -> dict[str, Any]:
+    """Milliseconds of a step, eager and captured, its kernels, and its bytes, graph nodes and floors by counting.
+    `choose`: the forms of its products.
 
     Raises where a replay of the graph gives other tokens than the eager step.
     """
     counted = count(one)
     moved = traffic.read(counted) + traffic.written(counted)
-    figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted)}
+    figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted), "by_arithmetic_ms": arithmetic(counted)}
     note(**figures)
     runner, policy = made(one, device), one.make_policy()
-    choose_products(runner, None)
+    if choose:
+        choose_products(runner, None)
     inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
@@ -134,12 +164,20 @@ def step(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     figures |= {"eager_ms": median(_seconds(run) for _ in range(8)) * 1000, "kernels": _kernels(run)}
     note(**figures)
     runner.capture = CudaGraphs(runner.device)
-    with patch.dict(os.environ, {NO_FALLBACK: "1"}):
-        captured = run()
+    captured = run()
     if not torch.equal(captured, expected):
         raise RuntimeError("the captured step commits other tokens than the eager step")
     figures["graph_ms"] = median(_seconds(run) for _ in range(15)) * 1000
     return figures
+
+
+def arithmetic(counted: list[Launch]) -> dict[str, list[float]]:
+    """GPU -> milliseconds as in docs/roofline.md: floor, counted, with nodes."""
+    each = [
+        (gpu, floor_seconds(counted, peaks), seconds(counted, peaks), seconds(counted, peaks, least=NODE_SECONDS))
+        for gpu, peaks in PEAKS.items()
+    ]
+    return {gpu: [round(1000 * one, 3) for one in three] for gpu, *three in each}
 
 
 @torch.inference_mode()
@@ -165,17 +203,19 @@ def count(one: Step) -> list[Launch]:
 
 def made(one: Step, device: str = "cuda") -> ModelRunner:
     """A runner with the models that the policy needs."""
-    target, *every = models(one.kind, one.drafted, device)
+    target, *every = models(one.kind, one.drafted, device, one.exact)
     drafters = {role: every[role] for role in FACTS[one.policy].drafters}
-    prepare_for_inference(target, drafters.values())
+    prepare_for_inference(target, drafters.values(), exact=one.exact)
     runner = ModelRunner(target, drafters, block_size=BLOCK_SIZE)
     runner.allocate(1 + one.batch * columns(), PAGE_SIZE)
     return runner
 
 
 @cache
-def models(kind: str, drafted: int | None, device: str) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
-    """Target, drafters and FlexDraft head; of the kinds only the last is kept in memory."""
+def models(kind: str, drafted: int | None, device: str, exact: bool) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
+    """Target, drafters and FlexDraft head; of the kinds only the last is kept in memory. `exact`: they will be made so,
+    and models that are fused already cannot be.
+    """
     models.cache_clear()
     torch.cuda.empty_cache()
     ids = None if drafted is None else tuple(range(drafted))

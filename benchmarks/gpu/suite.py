@@ -1,12 +1,16 @@
-"""GPU measurements that one machine finishes in minutes, the most informative first.
+"""GPU measurements in three calls of eight minutes each, the most informative first.
 
-    sh benchmarks/gpu_suite.sh [--out build/gpu] [--budget 500] [--dry]
+    sh benchmarks/gpu_suite.sh [--call 1|2|3] [--out build/gpu] [--resume FOLDER] [--budget 480] [--dry]
+
+1. Are the kernels right, do captured steps serve the same tokens, and what does a step take?
+2. What do attention, products, layers and every kind of step take?
+3. Choice of tokens and trees, exact mode, peers, the tests, training, TensorRT-RTX.
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
-it. `gpu.json` grows case by case, and another call with the same --out goes on with what is missing. Of the tests that
-need a GPU it runs those of the kernels and of training (`proofs.FILES`);
-`tests/runtime/backends/test_tensorrt_cuda.py` is not among them. **Not yet run** on a GPU; `--dry` runs every case
-without one, but for its launches (`benchmarks.gpu.dry`).
+it. `gpu.json` grows case by case, and another call with the same --out, or one that resumes from its folder, goes on
+with what is missing. Fallbacks are forbidden throughout, and what would not have run kernels is refused. The exit
+status is 0 where everything was measured, REFUSED where something was refused, else 1.
+**Not yet run** on a GPU; `--dry` runs every case without one, but for its launches (`benchmarks.gpu.dry`).
 """
 
 from __future__ import annotations
@@ -22,35 +26,71 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import dry
+from benchmarks.gpu import brought, dry, evidence
 from benchmarks.gpu.cases import LOST, Case, run_cases
+from benchmarks.gpu.predicted import compare
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.table import render
 from d2sd.errors import D2SDError
 
-#: Part -> most seconds. Together they exceed the budget: a part that needs less leaves its time to the later ones.
+#: Exit status where kernels would not have run.
+REFUSED = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """A share of a call. `kernels`: it is refused where the dispatcher takes none; `launches`: so is each of its cases
+    that launched none.
+    """
+
+    call: int
+    seconds: float
+    kernels: bool = True
+    launches: bool = True
+
+
+#: Their most seconds exceed a call's budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "probe": 100,
-    "copy": 40,
-    "checks": 90,
-    "replay": 40,
-    "layers": 60,
-    "choices": 120,
-    "captured": 90,
-    "steps": 120,
-    "times": 170,
-    "writes": 40,
-    "pytest": 150,
-    "flex": 150,
+    "copy": Part(1, 40, kernels=False, launches=False),
+    "checks": Part(1, 110),
+    "replay": Part(1, 40),
+    "layers": Part(1, 90),
+    "captured": Part(1, 120),
+    "first_steps": Part(1, 170),
+    "times": Part(2, 190),
+    "products": Part(2, 60, launches=False),  # PyTorch's alone for many rows
+    "passes": Part(2, 60),
+    "steps": Part(2, 270),
+    "writes": Part(2, 40),
+    "choices": Part(3, 140),
+    "exact": Part(3, 100),
+    "flex": Part(3, 100),
+    "pytest": Part(3, 150, launches=False),  # its processes launch them
+    "training": Part(3, 70, kernels=False, launches=False),
+    "probe": Part(3, 100, kernels=False, launches=False),
 }
+CALLS = (1, 2, 3)
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
+#: What other modules than those of their names have.
+ELSEWHERE = {
+    "copy": ("copy_rate", "cases"),
+    "checks": ("kernels", "check_cases"),
+    "times": ("kernels", "time_cases"),
+    "flex": ("kernels", "flex_cases"),
+    "passes": ("layers", "pass_cases"),
+    "first_steps": ("steps", "first_cases"),
+    "exact": ("steps", "exact_cases"),
+    "training": ("proofs", "training_cases"),
+    "pytest": ("proofs", "kernel_cases"),
+}
 #: A case may outlast its part's time by this many seconds, then the process is ended.
 GRACE = 20
 
@@ -58,47 +98,73 @@ GRACE = 20
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
-    parser.add_argument("--budget", type=float, default=500, help="seconds in all")
+    parser.add_argument("--call", type=int, choices=CALLS, help="one of the three; else all, each with the budget")
+    parser.add_argument("--resume", type=Path, help="the folder of an earlier call, where --out is a new one")
+    parser.add_argument("--budget", type=float, default=480, help="seconds of a call")
     parser.add_argument("--dry", action="store_true", help="without a GPU and without launches; figures stay empty")
     parser.add_argument("--engines", type=Path, default=Path("build/gpu/engines"), help=argparse.SUPPRESS)
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
+    evidence.forbid_fallbacks()
     if chosen.part:
+        if refused(chosen.part, Record(chosen.out), chosen.dry):
+            return REFUSED
         cases = cases_of(chosen.part, chosen.out, chosen.engines, chosen.until)
-        run_cases(Record(chosen.out), dry.dry(cases) if chosen.dry else cases, chosen.until)
+        launches = PARTS[chosen.part].launches
+        run_cases(Record(chosen.out), dry.dry(cases) if chosen.dry else cases, chosen.until, launches=launches)
         return 0
     # SIGTERM, from a caller's time limit, ends it and its processes like Ctrl-C.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    deadline = time.time() + (dry.SECONDS if chosen.dry else chosen.budget)
+    here = environment() | ({"device": dry.DEVICE} if chosen.dry else {})
     try:
+        if chosen.resume and not (chosen.out / "gpu.json").exists():
+            take_over(chosen.resume, chosen.out, here)
         record = Record(chosen.out)
-        record.resume(environment() | ({"device": dry.DEVICE} if chosen.dry else {}))
+        record.resume(here)
     except D2SDError as error:
         print(error, file=sys.stderr)
         return 2
     if chosen.dry:
         record.rows.clear()  # all of them, every time
         record.write()
-    for part in PARTS:
-        run_part(part, chosen.out, chosen.engines, deadline, dry=chosen.dry)
-    record = Record(chosen.out)
-    print(render(record.environment, record.rows))
-    fine = all(row["status"] in ("ok", "skipped") for row in record.rows.values())
-    return 0 if fine and not (chosen.dry and dry.errors(record.rows)) else 1
+    for call in [chosen.call] if chosen.call else CALLS:
+        deadline = time.time() + (dry.SECONDS if chosen.dry else chosen.budget)
+        for part in [name for name, one in PARTS.items() if one.call == call]:
+            run_part(part, chosen.out, chosen.engines, deadline, dry=chosen.dry)
+    return report(Record(chosen.out), chosen.out)
+
+
+def take_over(folder: Path, out: Path, here: dict[str, Any]) -> None:
+    """Begin with what an earlier call measured, if that was here and of this code; else say why not."""
+    try:
+        Record(folder).matches(here)
+        earlier = (folder / "gpu.json").read_bytes()
+    except (D2SDError, OSError) as error:
+        print(f"begun anew: {error}", file=sys.stderr)
+        return
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu.json").write_bytes(earlier)
+
+
+def report(record: Record, out: Path) -> int:
+    """Write and print the tables; returns the exit status."""
+    text = f"{render(record.environment, record.rows)}\n\n{compare(record.environment, record.rows)}"
+    print(text)
+    (out / "gpu.md").write_text(f"{text}\n", "utf-8")
+    found = {row["status"] for row in record.rows.values()}
+    if "refused" in found:
+        return REFUSED
+    dried = record.environment["device"] == dry.DEVICE and dry.errors(record.rows)
+    return 1 if found - {"ok", "skipped"} or dried else 0
 
 
 def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case]:
     """The cases of a part; its modules are imported by its own process only."""
-    if part == "probe":
-        return importlib.import_module("benchmarks.gpu.probe").cases(engines)  # type: ignore[no-any-return]
-    if part == "pytest":
-        return importlib.import_module("benchmarks.gpu.proofs").cases(out, until)  # type: ignore[no-any-return]
-    if part in ("checks", "times", "flex"):
-        kernels = importlib.import_module("benchmarks.gpu.kernels")
-        return {"checks": kernels.check_cases, "times": kernels.time_cases, "flex": kernels.flex_cases}[part]()  # type: ignore[no-any-return]
-    module = {"copy": "copy_rate"}.get(part, part)
-    return importlib.import_module(f"benchmarks.gpu.{module}").cases()  # type: ignore[no-any-return]
+    module, name = ELSEWHERE.get(part, (part, "cases"))
+    make = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
+    given = {"probe": (engines,), "pytest": (out, until), "training": (out, until)}.get(part, ())
+    return make(*given)  # type: ignore[no-any-return]
 
 
 def run_part(part: str, out: Path, engines: Path, deadline: float, *, dry: bool = False) -> None:
@@ -107,7 +173,9 @@ def run_part(part: str, out: Path, engines: Path, deadline: float, *, dry: bool 
     if part not in ANYWHERE and not dry and not torch.cuda.is_available():
         record.put(f"{part}/all", "skipped", reason="no CUDA device")
         return
-    until = deadline - GRACE if dry else min(time.time() + PARTS[part], deadline - GRACE)
+    if refused(part, record, dry):
+        return
+    until = deadline - GRACE if dry else min(time.time() + PARTS[part].seconds, deadline - GRACE)
     while True:
         if time.time() >= until:
             record.put(f"{part}/all", "no time", reason="the budget was used up")
@@ -122,6 +190,14 @@ def run_part(part: str, out: Path, engines: Path, deadline: float, *, dry: bool 
         if not record.bury(f"its process ended with {ended}") and ended != LOST:
             record.put(f"{part}/all", "died", reason=f"its process ended with {ended} outside of any case")
             return
+
+
+def refused(part: str, record: Record, dry: bool) -> bool:
+    """Whether the dispatcher takes no kernel here, and this part's figures would be of something else."""
+    reason = evidence.refusal(evidence.HOPPER if dry else None) if PARTS[part].kernels else None
+    if reason:
+        record.put(f"{part}/all", "refused", reason=reason)
+    return bool(reason)
 
 
 def _process(arguments: list[str], seconds: float) -> int | str:
@@ -155,6 +231,10 @@ def environment() -> dict[str, Any]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
+    folder = os.environ.get(brought.VARIABLE)
+    found["triton brought"] = bool(folder)
+    installed = brought.triton_of([path for path in sys.path if path != folder])
+    found["triton installed"] = installed and installed.version
     if torch.cuda.is_available():
         about = torch.cuda.get_device_properties(0)
         found |= {

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.gpu.record import Row
-from benchmarks.gpu.shapes import GATE
+from benchmarks.gpu.shapes import COMPUTED, GATE
 from d2sd.bench.markdown import line_table
+from d2sd.bench.measured import is_kind
+from d2sd.bench.roofline import PEAKS, GpuPeaks
 
 Rows = dict[str, Row]
 #: A figure and its case.
@@ -25,7 +27,9 @@ def render(environment: dict[str, Any], rows: Rows) -> str:
     """Markdown: the table, then every case without a figure, with its reason."""
     rows = {key: fair(row) for key, row in rows.items()}
     about = ", ".join(f"{name} {environment.get(name) or 'none'}" for name in ("device", "torch", "triton", "commit"))
-    lines = [about, "", line_table(["what", "cases", "worst", "best"], _lines(rows))]
+    if environment.get("triton brought"):
+        about += f" (Triton from a pack in front of {environment['triton installed'] or 'none'})"
+    lines = [about, "", line_table(["what", "cases", "worst", "best"], _lines(environment, rows))]
     missing = [
         f"- {key}: {row['status']}, {row.get('reason', '')}" for key, row in rows.items() if row["status"] != "ok"
     ]
@@ -35,7 +39,13 @@ def render(environment: dict[str, Any], rows: Rows) -> str:
     return "\n".join(lines)
 
 
-def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
+def peaks_of(environment: dict[str, Any]) -> GpuPeaks | None:
+    """Those of the data sheet, by the device's name."""
+    device = environment.get("device") or ""
+    return next((peaks for name, peaks in PEAKS.items() if is_kind(device, name)), None)
+
+
+def _lines(environment: dict[str, Any], rows: Rows) -> Iterator[tuple[str, ...]]:
     for key, row in _part(rows, "probe").items():
         if "answer" in row:
             yield f"TensorRT-RTX, engine {key.removeprefix('probe/')}", "1", row["answer"][:160], ""
@@ -51,21 +61,24 @@ def _lines(rows: Rows) -> Iterator[tuple[str, ...]]:
         yield from _line(what, errors, _plain, most_is_best=False)
     equal = [(row["equal_to_eager"], key) for key, row in _part(rows, "captured").items() if "equal_to_eager" in row]
     yield from _line("served by CUDA graphs: answers equal to eager steps", equal, _percent)
-    for key, row in _part(rows, "steps").items():
+    of_steps = _part(rows, "first_steps") | _part(rows, "steps") | _part(rows, "exact")
+    for key, row in of_steps.items():
         if "graph_ms" in row:
             yield (
-                f"decode step {_short(key)}",
+                f"decode step {_short(key)}{', PyTorch’s products' if key.startswith('first') else ''}",
                 "1",
                 f"{row['eager_ms']:.2f} ms eager",
                 f"{row['graph_ms']:.2f} ms captured",
             )
     if rate:
+        for kind in ("bf16", "fp8"):
+            yield from _products(kind, _part(rows, "products"), rate)
         yield from _gate(rows, rate)
-        yield from _attention(_part(rows, "times"), rate)
+        yield from _attention(_part(rows, "times"), rate, peaks_of(environment))
         shares = [(_share(row, rate), key) for key, row in _part(rows, "writes").items() if "times" in row]
         yield from _line("paged write: share of copy rate", shares, _percent)
     yield from _flex(_part(rows, "flex"))
-    for key, row in _part(rows, "pytest").items():
+    for key, row in (_part(rows, "pytest") | _part(rows, "training")).items():
         if "passed" in row:
             counts = ", ".join(f"{row[name]} {name}" for name in ("passed", "failed", "error", "skipped"))
             yield key.replace("/", " ", 1), str(row["passed"] + row["failed"] + row["error"]), counts, ""
@@ -83,8 +96,8 @@ def _gate(rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
     yield f"gate, {GATE.name}: share of copy rate; against peers", "1", said, ""
 
 
-def _attention(rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
-    """Three lines for each kind of heads and pages and each number of rows."""
+def _attention(rows: Rows, rate: float, peaks: GpuPeaks | None) -> Iterator[tuple[str, ...]]:
+    """Up to four lines for each kind of heads and pages and each number of rows."""
     groups: dict[tuple[str, int], Rows] = {}
     for key, row in rows.items():
         if "ours" in row.get("times", {}):
@@ -92,10 +105,25 @@ def _attention(rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
     for (group, count), found in sorted(groups.items()):
         title = f"attention {group}, {count} rows"
         yield from _line(f"{title}: share of copy rate", [(_share(r, rate), k) for k, r in found.items()], _percent)
+        computed = [
+            (row["flops"] / (row["times"]["ours"]["ms"] * 1e-3), key) for key, row in found.items() if "flops" in row
+        ]
+        if peaks and count >= COMPUTED:
+            shares = [(flops / peaks.half, key) for flops, key in computed]
+            yield from _line(f"{title}: share of the tensor cores' peak", shares, _percent)
         best = [(_against(row, name := fastest(row)), f"{key}, {name}") for key, row in found.items() if fastest(row)]
         yield from _line(f"{title}: against the best peer", best, _times)
         flash = [(_against(row, NO_PEERS[2]), key) for key, row in found.items() if NO_PEERS[2] in row["times"]]
         yield from _line(f"{title}: against FlashAttention without a mask", flash, _times)
+
+
+def _products(kind: str, rows: Rows, rate: float) -> Iterator[tuple[str, ...]]:
+    found = {key: row["times"] for key, row in rows.items() if f"/{kind} " in key and "plain" in row.get("times", {})}
+    shares = [(_form(rows[key], "plain", rate), key) for key in found]
+    yield from _line(f"products {kind}: share of copy rate", shares, _percent)
+    best = {key: min(times, key=lambda name: times[name]["ms"]) for key, times in found.items()}
+    gains = [(times["plain"]["ms"] / times[best[key]]["ms"], f"{key}, {best[key]}") for key, times in found.items()]
+    yield from _line(f"products {kind}: best form against the plain one", gains, _times)
 
 
 def _flex(rows: Rows) -> Iterator[tuple[str, ...]]:
@@ -132,8 +160,12 @@ def _against(row: Row, name: str) -> float:
 
 
 def _share(row: Row, rate: float) -> float:
-    """Required bytes over measured time, as a fraction of the copy rate (GB/s)."""
-    share: float = row["bytes"] / (row["times"]["ours"]["ms"] * 1e6) / rate
+    return _form(row, "ours", rate)
+
+
+def _form(row: Row, name: str, rate: float) -> float:
+    """Required bytes over the time of `name`, as a fraction of the copy rate (GB/s)."""
+    share: float = row["bytes"] / (row["times"][name]["ms"] * 1e6) / rate
     return share
 
 

@@ -11,8 +11,6 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 from benchmarks.gpu import layers
 from benchmarks.gpu.call import Wrong
-from d2sd.modeling import prepare
-from d2sd.modeling.fused import fuse
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import reference
 
@@ -57,7 +55,6 @@ def test_ops_are_compared_with_their_specifications(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.slow
 def test_tokens_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "pack", lambda model, target=None: fuse(model, target))
     assert layers.check_tokens(nothing, "cpu") == {"tokens": 320}
     right = reference.silu_mul
     monkeypatch.setattr(reference, "silu_mul", lambda *a, **k: right(*a, **k) * 1.5)

@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 from benchmarks.gpu import peers
 from benchmarks.gpu.call import RELATIVE, Call, Wrong, compare, make_call, reference, trees
 from benchmarks.gpu.flashinfer_peer import longer_pages
-from benchmarks.gpu.shapes import Shape, checked, flexed, timed
+from benchmarks.gpu.shapes import SHORT, Shape, checked, flexed, timed
 from benchmarks.gpu.writes import WRITES, make_write
 from d2sd.plugins.kv_pages import write_pages
 
@@ -106,9 +106,9 @@ def test_bytes_of_a_write_are_those_of_kept_rows(fp8: bool) -> None:
 def test_shapes_are_what_was_asked_for_and_named_apart() -> None:
     every = [*timed(), *flexed()]
     for shape in every:  # SDPA's fast paths ask for it, and FlashAttention without a mask for full pages
-        assert (shape.slots + shape.rows) % 8 == 0
+        assert (shape.slots + shape.rows) % 8 == 0 or shape.rows == 1
         assert shape.slots == min(shape.contexts)
-    assert len({shape.name for shape in timed()}) == 39
+    assert len({shape.name for shape in timed()}) == 45
     assert len({shape.name for shape in checked()}) == len(list(checked()))
-    qwen = {(s.contexts[0], len(s.contexts), s.rows) for s in timed() if s.size == 128 and not s.fp8}
+    qwen = {(s.contexts[0], len(s.contexts), s.rows) for s in timed() if s.size == 128 and not s.fp8 and s not in SHORT}
     assert qwen == {(c, b, r) for c in (1024, 8192, 32768) for b in (1, 8, 32) for r in (16, 64, 160)}
