@@ -40,6 +40,7 @@ class Launch:
     ptx: str
     counts: Counter[str]  # instructions that ran, by opcode
     executed: int
+    cycles: int | None = None  # by `ptxsim.clock`, where timed
 
 
 def _without_ptxas(*arguments: Any) -> tuple[str, str] | None:
@@ -51,8 +52,11 @@ def _without_ptxas(*arguments: Any) -> tuple[str, str] | None:
 
 
 @contextmanager
-def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_000_000) -> Iterator[list[Launch]]:
-    """Runs every Triton kernel launched inside, as PTX for this capability (90 for 9.0); lists the launches.
+def executed_as_ptx(
+    capability: int, edit: Edit | None = None, limit: int = 3_000_000, *, timed: bool = False
+) -> Iterator[list[Launch]]:
+    """Runs every Triton kernel launched inside, as PTX for this capability (90 for 9.0); lists the launches, with their
+    cycles by arithmetic if `timed`.
 
     Raises Fault for what a kernel must not do, Unsupported for instructions that are not modelled.
     """
@@ -68,9 +72,10 @@ def executed_as_ptx(capability: int, edit: Edit | None = None, limit: int = 3_00
             shape = grid(given) if callable(grid) else tuple(grid)
             values = {name: given[name] for name in names}
             machine = _launch(
-                ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit
+                ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit, timed=timed
             )
-            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed))
+            cycles = None if machine.clock is None else machine.clock.cycles
+            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed, cycles))
         return compiled
 
     target = GPUTarget("cuda", capability, 32)
@@ -112,7 +117,14 @@ def _written(ttir: str, names: list[str]) -> set[str]:
 
 
 def _launch(
-    ptx: str, grid: tuple[int, ...], values: dict[str, Any], written: set[str], shared: int, limit: int
+    ptx: str,
+    grid: tuple[int, ...],
+    values: dict[str, Any],
+    written: set[str],
+    shared: int,
+    limit: int,
+    *,
+    timed: bool = False,
 ) -> Machine:
     regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
     placed = [region.placed(written) for region in regions]
@@ -126,7 +138,9 @@ def _launch(
         for name, tensor in region.tensors.items()
     }
     arguments = [addresses[name] if name in addresses else int(value) for name, value in values.items()]
-    machine = execute(ptx, grid, [*arguments, 0, 0], memory, shared, limit)  # the two: scratch memory, never touched
+    machine = execute(
+        ptx, grid, [*arguments, 0, 0], memory, shared, limit, timed=timed
+    )  # the two: scratch memory, never touched
     for number, region in enumerate(regions):
         region.bytes()[:] = memory.data(number)
     return machine

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ptxsim.clock import Clock
 from ptxsim.memory import GlobalMemory, Lanes, LocalMemory
 from ptxsim.order import DividedWarp, Fault
 from ptxsim.parse import Address, Instruction, Kernel, Operand, Register, Symbol, Unsupported, Vector
@@ -92,6 +93,7 @@ class Machine:
         self.executed = 0
         self.counts: Counter[str] = Counter()
         self.active: Mask = None  # lanes of the instruction that runs
+        self.clock: Clock | None = None
         self.copies: Copies
         self.products: Products
 
@@ -240,6 +242,8 @@ class Machine:
         self.executed += 1
         self.active = mask
         guarded = self._guarded(instruction, mask)
+        if self.clock is not None:
+            self._issue(instruction, mask, guarded)
         taken = here if guarded is None else here & guarded
         counter[here] = at + 1
         if instruction.opcode.startswith("ret"):
@@ -255,6 +259,8 @@ class Machine:
         self.active = mask
         try:
             guarded = self._guarded(instruction, mask)
+            if self.clock is not None:
+                self._issue(instruction, mask, guarded)
             if guarded is None or guarded.any():
                 self.active = guarded
                 self.counts[instruction.opcode] += 1
@@ -263,3 +269,16 @@ class Machine:
                 step(self, guarded)
         except (Fault, Unsupported) as error:
             raise type(error)(f"{error}, at `{instruction.text}`") from None
+
+    def _issue(self, instruction: Instruction, mask: Mask, guarded: Mask) -> None:
+        """Tell the clock which warps issue an instruction; one whose lanes are all switched off takes a turn too."""
+        assert self.clock is not None
+        warps = np.unique(self.lanes_of(mask) // WARP)
+        addresses = None
+        if instruction.parts[0] in ("ld", "st") and instruction.parts[1] == "global":
+            lanes = self.lanes_of(guarded)
+            (place,) = (operand for operand in instruction.operands if isinstance(operand, Address))
+            touched = np.zeros(self.lanes, np.int64)
+            touched[lanes] = self.address(place, lanes).astype(np.int64)
+            addresses = touched.reshape(-1, WARP)[warps]
+        self.clock.issue(instruction, warps, addresses)

@@ -6,7 +6,8 @@ from functools import lru_cache
 
 from ptxsim import asynchronous, matrices, scalar, transfers
 from ptxsim.asynchronous import Copies, Products
-from ptxsim.machine import PREPARE, Machine, Program, Step
+from ptxsim.clock import Clock
+from ptxsim.machine import PREPARE, WARP, Machine, Program, Step
 from ptxsim.memory import GlobalMemory
 from ptxsim.parse import Instruction, Unsupported, parse
 
@@ -31,9 +32,18 @@ def _prepare(instruction: Instruction) -> Step | None:
 
 
 def execute(
-    ptx: str, grid: tuple[int, ...], arguments: list[int], memory: GlobalMemory, shared: int = 0, limit: int = 3_000_000
+    ptx: str,
+    grid: tuple[int, ...],
+    arguments: list[int],
+    memory: GlobalMemory,
+    shared: int = 0,
+    limit: int = 3_000_000,
+    *,
+    timed: bool = False,
 ) -> Machine:
-    """Run a kernel over `memory`. Raises Fault at the first thing that it must not do."""
+    """Run a kernel over `memory`. Raises Fault at the first thing that it must not do. `timed`: with a clock."""
     machine = Machine(prepare(ptx), grid, arguments, memory, shared)
+    if timed:
+        machine.clock = Clock(machine.lanes // WARP, machine.threads // WARP)
     machine.copies, machine.products = Copies(machine.lanes), Products(machine)
     return machine.run(limit)

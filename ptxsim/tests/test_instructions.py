@@ -346,6 +346,7 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("cvt.f64.f32", "f32", "f64", np.float64),
     ("cvt.rn.f32.f64", "f64", "f32", once),
     ("cvt.rn.f32.s64", "s64", "f32", lambda a: fused("f32")(int(a), 1, 0)),
+    ("cvt.rn.f32.u64", "u64", "f32", lambda a: fused("f32")(int(a), 1, 0)),
     ("cvt.rn.f64.s64", "s64", "f64", lambda a: np.float64(int(a))),
     ("cvt.rni.f32.f32", "f32", "f32", np.rint),
     ("cvt.rni.ftz.s32.f32", "f32", "s32", lambda a: clipped(np.rint(ftz(a)), -(2**31), 2**31 - 1)),
