@@ -6,14 +6,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
-from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel
+from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
@@ -41,13 +43,6 @@ def tree_constants(nodes: int) -> dict[str, int]:
 
 def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
-
-
-def growth_warps(nodes: int, at_root: bool, lanes: int) -> int:
-    """The largest trees spill on sm_100 with eight warps if they have no branches, everywhere with 16 if they do; small
-    ones of several lanes with eight.
-    """
-    return 16 if (nodes > 512 and at_root) or (nodes <= 512 and lanes > 1) else tree_warps(nodes)
 
 
 def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
@@ -204,28 +199,39 @@ def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
 
 def growth_constants(
     nodes: int,
+    slots: int,
     widths: Sequence[int],
     counts: Sequence[int],
     lanes: Sequence[int],
     at_root: Sequence[bool],
     parents: Sequence[int],
     follows: Sequence[bool],
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Constants of sources with these candidates a slot, rows, lanes, whether they stand at the root, the parents that
     they tell apart, and whether they follow.
     """
-    padded, first = power(nodes), [0, *accumulate(counts)][:-1]
-    wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(lanes[-1] + 1)]
+    first = [0, *accumulate(counts)][:-1]
+    sources = [*zip(first, counts, widths, lanes, parents, follows, strict=True)]
+    number = lanes[-1] + 1
+    wide = [power(max(w for w, own in zip(widths, lanes, strict=True) if own == lane)) for lane in range(number)]
     start = {lane: row + 1 for lane, row, here in reversed([*zip(lanes, first, at_root, strict=True)]) if here}
-    most = max(padded, 4096 if padded > 128 and len(wide) == 1 else 2048)  # more spill
+    entered = [0] * number
+    for row, count, lane, here in zip(first, counts, lanes, at_root, strict=True):
+        entered[lane] |= 0 if here else ((1 << count) - 1) << row
+    bits = BITS.value * (number + 1) + sum(counts)
     return {
-        "SOURCES": tuple(zip(first, counts, widths, lanes, parents, follows, strict=True)),
-        "SPLIT": max(parents) > 1,
+        "SOURCES": tuple(sources),
         "START": sum(row << BITS.value * lane for lane, row in start.items()),
+        "MOVES": any(follows) or not all(at_root),
+        "WORD": tl.int32 if bits <= 32 else tl.int64,
         "MP": tuple(wide),
         "OFFSET": tuple(accumulate(wide, initial=0))[:-1],
-        "TOTAL": sum(wide),
-        "ROWS": tuple(min(padded, max(1, most // each)) for each in wide),
+        "LANES": tuple(entered),
+        "P": max(32, power(sum(wide))),  # a thread reads what it has stored itself
+        "DP": max(32, power(slots + 1)),
+        "N": nodes,
+        "NP": max(32, power(nodes)),
+        "WARPS": 1 if nodes <= 256 else 4,  # one spills
     }
 
 
@@ -236,6 +242,28 @@ def _requests(x: Tensor) -> Tensor:
 
 def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     """`best_first_tree` of int64 tokens and fp32 log-probabilities."""
+    out = Tree.empty(len(anchor), rows, anchor.device)
+    inputs, strides, constants, scratch = _growth(anchor, sources, rows)
+    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
+        grow_kernel[(len(anchor),)](
+            *inputs, *outputs(out), *scratch, *strides, **constants, num_warps=constants["WARPS"]
+        )
+    if rows > 64:
+        mask_triton(out.parent, out.depth, out.valid, out.attn_mask)
+    return out
+
+
+def mask_triton(parent: Tensor, depth: Tensor, valid: Tensor, attn_mask: Tensor) -> None:
+    """The tree mask [B, N, N] bool of parents and depths [B, N] int64 and of which nodes are valid [B, N] bool."""
+    batch, nodes = parent.shape
+    fixed = tree_constants(nodes)
+    with torch.cuda.device_of(parent):  # type: ignore[no-untyped-call]
+        grid = batch, -(-nodes // fixed["TILE"])
+        mask_kernel[grid](parent, depth, valid, attn_mask, **fixed, num_warps=tree_warps(nodes))
+
+
+def _growth(anchor: Tensor, sources: Sequence[Source], rows: int) -> tuple[Any, Any, dict[str, Any], Any]:
+    """Arguments of a kernel that grows `rows` nodes: what it reads, strides and slots, constants, scratch memory."""
     batch, (*_, slots, _) = len(anchor), sources[0].draft.tokens.shape
     of_lanes, branches = lanes(sources), [source.branches for source in sources]
     tokens, table = [_requests(s.draft.tokens) for s in sources], [_requests(s.draft.table) for s in sources]
@@ -243,25 +271,14 @@ def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     prefix_len = tuple(None if at is None else at.prefix_len.contiguous() for at in branches)
     strides = (tuple(x.stride(0) for x in column) for column in (tokens, table))
     sizes = [x.shape[-1] for x in tokens], [source.rows for source in sources], of_lanes
-    at_root = [at is None for at in branches]
-    out = Tree.empty(batch, rows, anchor.device)
-    scratch = torch.empty(batch, 4, 1 + slots * power(rows), dtype=torch.long, device=anchor.device)
-    with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
-        grow_kernel[(batch,)](
-            anchor,
-            tuple(tokens),
-            tuple(table),
-            kept,
-            prefix_len,
-            *outputs(out),
-            scratch,
-            *strides,
-            slots,
-            **growth_constants(rows, *sizes, at_root, [x.shape[-2] for x in table], [s.follows for s in sources]),
-            **tree_constants(rows),
-            num_warps=growth_warps(rows, all(at_root), of_lanes[-1] + 1),
-        )
-    return out
+    at_root, follows = [at is None for at in branches], [source.follows for source in sources]
+    constants = growth_constants(rows, slots, *sizes, at_root, [x.shape[-2] for x in table], follows)
+    keys = torch.empty(batch, rows, constants["P"], dtype=torch.int32, device=anchor.device)
+    infos = None
+    if constants["MOVES"] or len(constants["MP"]) > 1:
+        infos = torch.empty_like(keys, dtype=torch.int32 if constants["WORD"] is tl.int32 else torch.long)
+    inputs = anchor, tuple(tokens), tuple(table), kept, prefix_len
+    return inputs, (*strides, slots), constants, (keys, infos)
 
 
 def accept_triton(

@@ -13,23 +13,68 @@ import triton.language as tl
 
 
 @triton.jit
-def store_mask(attn_mask, parent, depth, valid, N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr):
+def mask_rows(attn_mask, row, parent, depth, valid, N: tl.constexpr, NP: tl.constexpr):
     """Rows of `attn_mask`: each valid node attends to itself and its ancestors, padding to itself.
 
     Padding has depth 0.
     """
     column = tl.arange(0, NP)[None, :]
-    deepest = tl.max(depth, axis=0)
     above = tl.where(valid, parent, tl.arange(0, NP))
+    node = row
+    seen = node[:, None] == column
+    for _ in range(tl.max(depth, axis=0)):
+        node = tl.gather(above, node, 0)
+        seen = seen | (node[:, None] == column)
+    tl.store(attn_mask + row[:, None] * N + column, seen, mask=(row[:, None] < N) & (column < N))
+
+
+@triton.jit
+def store_mask(attn_mask, parent, depth, valid, N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr):
+    """All rows."""
     for start in range(0, NP, TILE):
-        row = start + tl.arange(0, TILE)
-        node = row
-        seen = node[:, None] == column
-        for _ in range(deepest):
-            node = tl.gather(above, node, 0)
-            seen = seen | (node[:, None] == column)
-        inside = (row[:, None] < N) & (column < N)
-        tl.store(attn_mask + row[:, None] * N + column, seen, mask=inside)
+        mask_rows(attn_mask, start + tl.arange(0, TILE), parent, depth, valid, N, NP)
+
+
+@triton.jit
+def ancestors(above, STEPS: tl.constexpr, NP: tl.constexpr):
+    """Bits of each node's ancestors and of itself, of nodes 0 .. 31 and 32 .. 63, in int32 [NP]: `above` is its parent,
+    or itself; paths have at most STEPS nodes. Each turn doubles how far they see.
+    """
+    n = tl.arange(0, NP)
+    low = tl.where(n < 32, 1 << (n & 31), 0)
+    high = tl.where(n < 32, 0, 1 << (n & 31))
+    for _ in tl.static_range((STEPS - 1).bit_length()):
+        low |= tl.gather(low, above, 0)
+        if NP > 32:
+            high |= tl.gather(high, above, 0)
+        above = tl.gather(above, above, 0)
+    return low, high
+
+
+@triton.jit
+def store_ancestors(attn_mask, low, high, N: tl.constexpr, NP: tl.constexpr):
+    """Rows of `attn_mask` from such bits."""
+    row, bit = tl.arange(0, NP)[:, None], tl.arange(0, 32)[None, :]
+    at = attn_mask + row * N + bit
+    tl.store(at, ((low[:, None] >> bit) & 1) != 0, mask=(row < N) & (bit < N))
+    if N > 32:
+        tl.store(at + 32, ((high[:, None] >> bit) & 1) != 0, mask=(row < N) & (bit + 32 < N))
+
+
+@triton.jit
+def mask_kernel(
+    parent, depth, valid, attn_mask,
+    N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Grid (B, ⌈N / TILE⌉)."""
+    request = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, NP)
+    at = request * N + n
+    up = tl.load(parent + at, mask=n < N, other=0).to(tl.int32)
+    level = tl.load(depth + at, mask=n < N, other=0).to(tl.int32)
+    real = tl.load(valid + at, mask=n < N, other=0) != 0
+    start = tl.program_id(1) * TILE
+    mask_rows(attn_mask + request * N * N, start + tl.arange(0, TILE), up, level, real, N, NP)
 
 
 @triton.jit

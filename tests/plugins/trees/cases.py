@@ -9,7 +9,7 @@ from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
-from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel
+from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from tests.plugins.cases import TYPES, Check, Kernel, some
 
 SLOTS, VOCABULARY = 15, 32768
@@ -35,6 +35,10 @@ TOLD = (source(16, told=True), source(16, 7, replaces=True, told=True), source(1
 
 def grow(nodes: int, count: int, told: bool = False) -> None:
     trees.growth_triton(some("i64", 2), (TOLD if told else SOURCES)[:count], nodes)
+
+
+def mask(nodes: int) -> None:
+    trees.mask_triton(some("i64", 2, nodes), some("i64", 2, nodes), some("u1", 2, nodes), some("u1", 2, nodes, nodes))
 
 
 def merge(count: int, size: int, nodes: int) -> None:
@@ -78,15 +82,16 @@ def rejected_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], in
 KERNELS = (
     Kernel(
         grow_kernel,
-        (*COLUMNS, "scratch"),
+        (*COLUMNS, "keys", "infos"),
         {
             f"grow {nodes} of {n} sources{', told apart' if told else ''}": partial(grow, nodes, n, told)
-            for nodes in (64, 1024)
+            for nodes in (64, 256, 1024)
             for n in (1, 2, 3)
             for told in (False, True)
         },
-        reads_back=("scratch",),
+        reads_back=("keys", "infos"),
     ),
+    Kernel(mask_kernel, ("attn_mask",), {f"mask {nodes}": partial(mask, nodes) for nodes in (128, 1024)}),
     Kernel(
         candidates_kernel,
         COLUMNS,
@@ -124,11 +129,15 @@ KERNELS = (
 CHECKS = {
     "chain": Check("chain", "trees.test_chain", (5,)),
     "merge": Check("candidates", "trees.test_candidates", (5, 6, 13, 2)),
-    "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True)),
+    "growth": Check("grow", "trees.test_growth", (2, 2, 2, 5, True), barriers=False),
+    "large growth": Check("grow mask", "trees.test_growth", (2, 2, 0, 300, True)),
     "told apart": Check(
-        "grow", "trees.test_candidates_behind_those_of_the_slot_before", (2, (2, 1), (0, 1), 5, (0, 1), True)
+        "grow",
+        "trees.test_candidates_behind_those_of_the_slot_before",
+        (2, (2, 1), (0, 1), 5, (0, 1), True),
+        barriers=False,
     ),
-    "sources": Check("grow", "trees.test_sources", (2, (2, 1, 1), (0, 0, 1), 5, True)),
+    "sources": Check("grow", "trees.test_sources", (2, (2, 1, 1), (0, 0, 1), 5, True), barriers=False),
     "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
     "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
     "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),
