@@ -8,7 +8,8 @@ form that fails on this GPU, or gives other numbers than plain, is left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -145,35 +146,38 @@ def fastest(seconds: Mapping[str, float]) -> str:
     return least if seconds[least] <= MARGIN * seconds[PLAIN.name] else PLAIN.name
 
 
-Choice = dict[ProductShape, dict[int, Form]]
+#: The form of each bucket of rows; those that are not in it are plain.
+Choice = dict[int, Form]
 
 
-def chosen(times: Times) -> Choice:
-    """The form of each shape and bucket; those that are not in it are plain."""
-    named, found = {form.name: form for form in FORMS}, Choice()
+def chosen(products: Iterable[Product], times: Times) -> list[Choice]:
+    """The choice of each product."""
+    named = {form.name: form for form in FORMS}
+    by_shape = defaultdict[ProductShape, Choice](Choice)
     for (shape, rows), seconds in times.items():
-        found.setdefault(shape, {})[rows] = named[fastest(seconds)]
-    return found
+        by_shape[shape][rows] = named[fastest(seconds)]
+    return [by_shape[_weights(product).shape] for product in products]
 
 
-def use(products: Iterable[Product], choice: Choice) -> None:
+def use(products: Sequence[Product], choices: Sequence[Choice]) -> None:
     """Let the products take these forms, and run each once: what it compiles is compiled now."""
-    for shape, group in by_shape(products).items():
-        forms_of_shape = choice.get(shape, {})
-        for product in group:
-            product.forms = forms_of_shape
-        with torch.inference_mode():
-            for rows, form in forms_of_shape.items():
-                if form is not PLAIN:
-                    form.call(_input(_weights(group[0]), rows), _weights(group[0]))
+    run: set[tuple[ProductShape, int, str]] = set()
+    for product, choice in zip(products, choices, strict=True):
+        product.forms = choice
+        weights = _weights(product)
+        for rows, form in choice.items():
+            if form is not PLAIN and (one := (weights.shape, rows, form.name)) not in run:
+                run.add(one)
+                with torch.inference_mode():
+                    form.call(_input(weights, rows), weights)
 
 
-def agreed(products: Iterable[Product], choice: Choice, group: Group) -> Choice:
-    """Rank 0's choice, on every rank: drafts, which each rank computes by itself, are the same bits on all of them.
+def agreed(choices: Sequence[Choice], group: Group) -> list[Choice]:
+    """Rank 0's choices, on every rank: drafts, which each rank computes by itself, are the same bits on all of them.
 
-    Shapes go by their order: the last rank may have fewer rows of the head than the others.
+    By the order of products and not by their shapes: the last rank may have fewer rows of the head than the others.
     """
-    shapes, sizes, places = list(by_shape(products)), buckets(MOST_ROWS), {form: i for i, form in enumerate(FORMS)}
-    message = [places[choice.get(shape, {}).get(rows, PLAIN)] for shape in shapes for rows in sizes]
-    received = iter(group.broadcast(torch.tensor(message, dtype=torch.uint8)).tolist())
-    return {shape: {rows: FORMS[next(received)] for rows in sizes} for shape in shapes}
+    sizes, places = buckets(MOST_ROWS), {form: place for place, form in enumerate(FORMS)}
+    message = [[places[choice.get(rows, PLAIN)] for rows in sizes] for choice in choices]
+    received = group.broadcast(torch.tensor(message, dtype=torch.uint8)).tolist()
+    return [{rows: FORMS[place] for rows, place in zip(sizes, row, strict=True)} for row in received]

@@ -11,11 +11,14 @@ from d2sd.bench.roofline import EFFICIENCIES, EXCHANGE_SECONDS, LAYER_SECONDS, L
 from d2sd.build.plan import GPUS, Plan
 from d2sd.recipe import Policy
 
+#: By whether step times of the user's GPU are in a sheet.
+LABELS = {False: "arithmetic, not measured", True: "arithmetic over measured step times"}
+
 
 class Sheet(BaseModel):
     """The sheet as JSON. Figures are arithmetic, over step times of the user's GPU where an option has them."""
 
-    label: str = "arithmetic, not measured"
+    label: str
     name: str  # of the recipe
     precision: str
     gpu: str
@@ -111,6 +114,7 @@ def make_sheet(
         for name in dict.fromkeys(("off", chosen_policy))
     ]
     return Sheet(
+        label=LABELS[any(option.measured for option in options)],
         name=recipe.name,
         precision=recipe.precision + (" with FP8" if recipe.fp8 else ""),
         gpu=gpu,

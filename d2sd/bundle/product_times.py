@@ -19,7 +19,7 @@ from d2sd.bundle.step_times import code, package_version
 from d2sd.errors import D2SDError
 from d2sd.io import cache_folder, digest, write_text
 from d2sd.modeling.product_forms import PLAIN, ProductShape
-from d2sd.runtime.product_times import Bench, Times, agreed, chosen, graph_timer, products_of, use
+from d2sd.runtime.product_times import Bench, Choice, Times, agreed, chosen, graph_timer, products_of, use
 from d2sd.schema import read_model
 
 if TYPE_CHECKING:
@@ -64,11 +64,12 @@ def choose_products(runner: ModelRunner, group: Group | None) -> None:
     products = products_of(runner) if runner.device.startswith("cuda") else []
     if not products:
         return
-    choice = {}
+    choices: list[Choice] = [{} for _ in products]
     if group is None or group.shard.rank == 0:
         bench = Bench(torch.cuda.get_device_capability(runner.device), graph_timer(runner.device))
-        choice = chosen(kept_times(_path(runner.device), bench, products, torch.cuda.get_device_name(runner.device)))
-    use(products, choice if group is None else agreed(products, choice, group))
+        times = kept_times(_path(runner.device), bench, products, torch.cuda.get_device_name(runner.device))
+        choices = chosen(products, times)
+    use(products, choices if group is None else agreed(choices, group))
 
 
 def _path(device: str) -> Path | None:

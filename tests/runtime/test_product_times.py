@@ -14,13 +14,12 @@ from torch import Tensor
 
 from d2sd.modeling import product_forms
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights
 from d2sd.modeling.tensor_parallel import Group, Shard
 from d2sd.policies import DrafterRole
 from d2sd.runtime import product_times
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.product_times import Bench, Times, agreed, by_shape, chosen, fastest, graph_timer, products_of, use
+from d2sd.runtime.product_times import Bench, agreed, by_shape, chosen, fastest, graph_timer, products_of, use
 from d2sd.runtime.request import buckets
 from tests.modeling.test_fused import anywhere
 from tests.product_forms import cuda_products
@@ -83,9 +82,10 @@ def test_each_shape_and_bucket_is_timed_once() -> None:
     assert clock.calls["plain"] == len(times)
     assert clock.calls["padded"] == len(shapes) * 4  # 1, 2, 4 and 8 rows
     assert set(clock.weights) == {len(group) for group in shapes.values()}
-    choice = chosen(times)
-    for of_shape in choice.values():
-        assert {rows: form.name for rows, form in of_shape.items()} == {
+    choices = chosen(products, times)
+    assert len(choices) == len(products)
+    for choice in choices:
+        assert {rows: form.name for rows, form in choice.items()} == {
             rows: "padded" if rows < 16 else "split 2" if rows <= 64 else "plain" for rows in buckets(MOST_ROWS)
         }
     before = clock.calls.total()
@@ -107,14 +107,14 @@ def test_a_product_takes_the_form_of_its_rows() -> None:
         return PLAIN.call(x, weights)
 
     noting = Form("noting", PLAIN.applies, noted)
-    use(products, {shape: {4: noting} for shape in by_shape(products)})
+    use(products, [{4: noting}] * len(products))
     assert calls == {"4 rows": len(by_shape(products))}, "what it compiles is compiled before it serves"
     calls.clear()
     for rows in (1, 2, 3, 4, 5):
         for product in products:
             product(torch.zeros(rows, product.weight.shape[1], dtype=torch.bfloat16))
     assert calls == {"3 rows": len(products), "4 rows": len(products)}
-    use(products, {})
+    use(products, [{}] * len(products))
     assert not any(product.forms for product in products)
 
 
@@ -164,19 +164,14 @@ class Wire:
 def test_all_ranks_take_the_choice_of_rank_0() -> None:
     """The other has fewer rows of the head, and has timed nothing."""
     leading, following = products_of(runner(vocab=64)), products_of(runner(vocab=56))
-    times: Times = bench(Clock(padded=0.5, kernel=0.6)).times(leading, {})
+    choices = chosen(leading, bench(Clock(padded=0.5, kernel=0.6)).times(leading, {}))
     wire: Any = Wire()
     groups = [Group(Shard(rank, 2), wire) for rank in range(2)]
-    mine, theirs = agreed(leading, chosen(times), groups[0]), agreed(following, {}, groups[1])
-    assert mine == chosen(times)
-    assert list(theirs) == list(by_shape(following))
-    assert list(theirs.values()) == list(mine.values())
-    assert {form for of_shape in theirs.values() for form in of_shape.values()} == {PLAIN, FORMS[1], FORMS[-1]}
+    mine, theirs = agreed(choices, groups[0]), agreed([{} for _ in following], groups[1])
+    assert mine == theirs == choices
+    assert {form for choice in theirs for form in choice.values()} == {PLAIN, FORMS[1], FORMS[-1]}
     use(following, theirs)
-    assert [product.forms for product in following] == [
-        theirs[cast("Any", product.weights).shape] for product in following
-    ]
-    assert all(isinstance(product, Product) for product in following)
+    assert [product.forms for product in following] == choices
 
 
 def test_the_timer_replays_a_graph_and_takes_the_least(monkeypatch: pytest.MonkeyPatch) -> None:

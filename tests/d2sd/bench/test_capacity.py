@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ from d2sd.bench.capacity import Demand, Slo, most_sustained, operation, read_pla
 from d2sd.bench.roofline import StepCost
 from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
+from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.step_times import StepTimes
 from tests.convert.helpers import add_calibration, write_project
 from tests.d2sd.serve.conftest import build_tiny
 
@@ -50,6 +53,24 @@ def test_a_sheet_says_what_it_is_and_is_written(recipe: Path, tmp_path: Path) ->
         assert full["batch"] * one["request_pages"] <= one["pages"]
     plain, auto = sheet["options"]
     assert auto["weight_bytes"] > plain["weight_bytes"]
+
+
+def test_a_sheet_says_which_steps_a_gpu_measured(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def find(policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes:
+        return StepTimes.of({(policy, size): 2e-4 for policy in policies for size in sizes})
+
+    monkeypatch.setattr("d2sd.bench.capacity.steps", lambda plan, gpu: find)
+    monkeypatch.setattr(
+        "d2sd.bench.capacity_sheet.shares", lambda gpu: {("FP8 weights", 8): 0.61, ("FP8 weights", 16): 0.7}
+    )
+    found = capacity(recipe, out=tmp_path / "sheet.json")
+    assert "step times of off and auto were measured here" in found.output
+    assert "on a GPU of yours FP8 weights 0.61 to 0.70, by rows" in found.output
+    sheet = json.loads((tmp_path / "sheet.json").read_text())
+    assert sheet["label"] == "arithmetic over measured step times"
+    assert [one["measured"] for one in sheet["options"]] == [True, True]
+    given = capacity(recipe, efficiency=0.8)
+    assert "nothing was measured" in given.output, "a given share is a question about it alone"
 
 
 def test_a_gpu_serves_a_prefill_and_its_steps_for_each_request() -> None:

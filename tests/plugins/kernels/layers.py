@@ -140,8 +140,12 @@ def test_quantized_results() -> None:
     assert torch.equal(launch.quantize(there(x), there(scale)).cpu().float(), reference.quantize(x, scale).float())
     one = torch.tensor(1.0)
     gate_up = torch.cat([torch.full((1, 64), 100.0), torch.arange(64.0)[None] // 8], dim=1)  # silu(100) is 100
-    found = launch.silu_mul(there(gate_up), torch.float32, scale=there(one * 100))
-    assert found.cpu().float().tolist() == [(torch.arange(64) // 8).tolist()]
+    room = there(torch.zeros(3, 64).to(torch.float8_e4m3fn))  # what is behind the rows is not written
+    found = launch.silu_mul(there(gate_up), torch.float32, scale=there(one * 100), out=room[:1])
+    assert found.data_ptr() == room.data_ptr()
+    assert room.cpu().float().tolist() == [(torch.arange(64) // 8).tolist(), [0] * 64, [0] * 64]
+    found = launch.quantize(there(gate_up[:, 64:]), there(one), out=room[1:2])
+    assert room.cpu().float().tolist() == [(torch.arange(64) // 8).tolist()] * 2 + [[0] * 64]
     ones = there(torch.ones(2, 16))
     found = launch.add_rms_norm(ones, None, 3 * ones[0], 0.0, scale=there(one / 4))
     assert found.cpu().float().tolist() == [[12.0] * 16] * 2
