@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from d2sd.modeling.decoder import TargetModel
+from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.native import pack
@@ -23,7 +23,8 @@ def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = 
     if on_cpu:
         pack(target)
     else:
-        sum_in_fp32()
+        if isinstance(target, Decoder):  # else it is TensorRT-LLM's, as are the process and its products
+            sum_in_fp32()
         fuse(target, exact=exact)
     for drafter in drafters:
         (pack if on_cpu else fuse)(drafter, target if drafter.borrows_mlps else None)

@@ -112,6 +112,7 @@ def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:
 
 
 def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built: Engines) -> ModelRunner:
+    from d2sd.modeling.prepare import sum_in_fp32
     from d2sd.runtime.backends.tensorrt import engine_runner
     from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
     from d2sd.tensorrt_env import find_tensorrt
@@ -125,6 +126,7 @@ def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built:
         )
         for model, profiles in built.profiles.items()
     }
+    sum_in_fp32()  # the head is PyTorch's product
     return engine_runner(
         trt,
         (bundle.target, files["target"]),

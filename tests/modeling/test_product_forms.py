@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.integrations.trtllm.tree_drafters import SharedTables
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import Rows
-from d2sd.modeling.prepare import sum_in_fp32
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights, bucket, forms, padded_rows, with_rows
 from tests.modeling.test_fused import AUX, anywhere, counted, outputs, pair
@@ -173,15 +174,18 @@ def test_forms_add_no_kernel_but_their_own(name: str, fp8: bool, added: int, mon
 
 
 def test_sums_are_fp32_on_cuda() -> None:
-    """PyTorch's flags are of the process: `prepare_for_inference` sets them for models that are not on a CPU."""
+    """PyTorch's flags are of the process: a target on a GPU sets them when it is prepared, TensorRT-LLM's does not."""
     matmul = torch.backends.cuda.matmul
     flags = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32"
     before = [getattr(matmul, flag) for flag in flags]
     try:
-        for flag in flags:
-            setattr(matmul, flag, True)
-        sum_in_fp32()
-        assert [getattr(matmul, flag) for flag in flags] == [False] * 3
+        ours = tiny_decoder(layers=1).to("meta")
+        theirs = SharedTables(ours.config, ours.embed_tokens.weight, ours.head)
+        for target, allowed in ((tiny_decoder(layers=1), True), (theirs, True), (ours, False)):
+            for flag in flags:
+                setattr(matmul, flag, True)
+            prepare_for_inference(target)
+            assert [getattr(matmul, flag) for flag in flags] == [allowed] * 3
     finally:
         for flag, value in zip(flags, before, strict=True):
             setattr(matmul, flag, value)
