@@ -10,6 +10,7 @@ from statistics import fmean
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
+from d2sd.progress import Progress, silent
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
@@ -17,7 +18,7 @@ from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Begun, PolicySelector
-from d2sd.runtime.request import Limits, Request, bucket
+from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
@@ -26,6 +27,7 @@ from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import COPY, Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
+from d2sd.runtime.warm_up import warm_up
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,13 @@ class Engine:
         times = measure(self.runner, policies, forecast, self.limits, advance, self.steps)
         verify = None if self.runner.static_shapes else RowTimes.of(times)
         self.selector = PolicySelector(policies, times, forecast, slots=self.runner.block_size - 1, verify=verify)
+
+    def warm_up(self, progress: Progress = silent) -> None:
+        """On a GPU, do all that may be served once: before the first request, so that none waits for a compiler."""
+        sizes = buckets(self.limits.max_batch)
+        served = list(self.selector.times.seconds) if self.selector else [(self.policy, size) for size in sizes]
+        served += [(policy, 1) for policy in self.choices.values()]
+        warm_up(self.runner, self.steps, self.limits, dict.fromkeys(served), progress)
 
     @property
     def choices(self) -> Mapping[PolicyName, Policy]:

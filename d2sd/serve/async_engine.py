@@ -18,7 +18,7 @@ from threading import RLock, Thread, current_thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
-from d2sd.runtime.request import buckets
+from d2sd.progress import bar
 from d2sd.runtime.sequence import Output
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream, Watch
@@ -146,9 +146,7 @@ class AsyncEngine:
     async def start(self) -> None:
         """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
         self._check_startable()
-        selector, sizes = self.engine.selector, buckets(self.engine.limits.max_batch)
-        served = selector.times.seconds if selector else [(self.engine.policy, size) for size in sizes]
-        await asyncio.to_thread(self.engine.steps.warm_up, served)
+        await asyncio.to_thread(self.engine.warm_up, bar)
         self.launch()
 
     def launch(self) -> None:

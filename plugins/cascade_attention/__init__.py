@@ -22,7 +22,7 @@ from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.shared.fp8 import to_pages
 
-__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "pack_mask_bits"]
+__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "chunk_kernel", "pack_mask_bits"]
 
 
 def cascade_attention(
@@ -89,6 +89,24 @@ def cascade_attention(
         out=out,
         arrived=lambda: mask.arrived,
     )
+
+
+def chunk_kernel(
+    k_pages: Tensor, requests: int, rows: int, columns: int, heads: int, itemsize: int, window: int | None
+) -> object:
+    """A value for the kernel that a pass over prompts' chunks runs: passes with equal ones compile nothing new.
+
+    Args:
+        k_pages: [..., P, Z, Hkv, D], of any layer.
+        requests, rows, columns: B; rows of the longest chunk; columns M of the page table.
+        heads, itemsize: Hq; bytes of a number of the queries.
+        window: most tokens that a row of the layer sees; None: all.
+    """
+    if dispatch.pick("attention", k_pages, pages=True) is Implementation.REFERENCE:
+        return None
+    from d2sd.plugins.cascade_attention.triton.launch import chunk_variant
+
+    return chunk_variant(k_pages, requests, rows, columns, heads, itemsize, window)
 
 
 @dataclass(frozen=True)

@@ -158,8 +158,8 @@ class GraphDecoder(TargetModel):
                 batch_tokens = tokens.new_zeros(bucket(len(some)), count)
                 table = given.new_zeros(len(batch_tokens), given.shape[1])
                 context = chunks.context_len.new_zeros(len(batch_tokens))
-                table[: len(some)], context[: len(some)] = given[some], chunks.context_len[some]
-                for row, request in enumerate(some):
+                for row, request in enumerate(some):  # a list as an index would be a copy that waits
+                    table[row], context[row] = given[request], chunks.context_len[request]
                     batch_tokens[row, : lengths[request]] = tokens[0, spans[request]]
                 rows = replace(Rows.chain(count, table, context), windowed_table=table)
                 out = self._run(batch_tokens, rows, pool)

@@ -92,8 +92,9 @@ class StaticInputs:
 
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
-        own, on = self._batch.sampling, sampling.any_filter
-        own = replace(own, any_sampled=sampling.any_sampled, any_top_p=on, any_top_k=on, any_min_p=on)
+        flags = sampling.with_all_filters()
+        names = "any_sampled", "any_top_p", "any_top_k", "any_min_p"
+        own = replace(self._batch.sampling, **{name: getattr(flags, name) for name in names})
         return replace(self._batch, sampling=own)
 
     def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:

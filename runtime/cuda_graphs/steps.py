@@ -20,8 +20,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
+from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.plugins import handover
@@ -30,6 +32,7 @@ from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
+from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, bucket
 from d2sd.runtime.sampling.sample import Sampling
@@ -40,6 +43,10 @@ from d2sd.runtime.speculation.policy import Policy
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
 _KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
+#: And one that has none: it changes and reports logits.
+_CHANGED = SamplingParams(
+    temperature=1.0, top_p=0.5, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={0: 1.0}, logprobs=1
+)
 
 
 class DecodeSteps:
@@ -92,6 +99,8 @@ class DecodeSteps:
             with timer("commit"):
                 self._runner.context.inject(policy.drafters)
             device = self._runner.device
+            if self._runner.capture is not None:
+                batch = self._as_captured(batch)
             draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
             return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
         with timer("decode"):
@@ -111,18 +120,41 @@ class DecodeSteps:
         wait = self._runner.capture.fetch(result.packed)
         return lambda: result.unpack(wait())
 
+    def _as_captured(self, batch: Batch) -> Batch:
+        """The batch with page tables and filters as a graph has them, so that it runs the kernels of one."""
+
+        def wide(table: Tensor) -> Tensor:
+            return torch.nn.functional.pad(table, (0, self._pages - table.shape[1]))
+
+        windowed = None if batch.windowed_table is None else wide(batch.windowed_table)
+        sampling = batch.sampling.with_all_filters()
+        return replace(batch, page_table=wide(batch.page_table), windowed_table=windowed, sampling=sampling)
+
     def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
-        """Capture the graphs of these policies and batch buckets for all kinds of sampling; nothing on a CPU.
+        """Run `warm_ups`."""
+        for work in self.warm_ups(served):
+            work()
+
+    def warm_ups(self, served: Iterable[tuple[Policy, int]]) -> list[Callable[[], object]]:
+        """The work that captures the graphs of these policies and batch buckets for all kinds of sampling, and runs
+        their steps without a graph once; nothing on a CPU.
 
         Before the first request, so that none waits; graphs of smaller batches fit in the memory of larger ones.
         """
         if self._runner.capture is None:
-            return
-        for policy, size in sorted(served, key=lambda pair: -pair[1]):
-            for kind in _KINDS:
-                where = self._runner.vocab_size, self._runner.device
-                windowed = self._runner.windowed_pages is not None
-                self.graph_for(policy, Batch.dummy(size, 1, 0, *where, kind, windowed=windowed))
+            return []
+        largest_first = sorted(served, key=lambda pair: -pair[1])
+        captured = [partial(self._warm, *pair, kind) for pair in largest_first for kind in _KINDS]
+        guided = [partial(self._warm, *pair, kind, NoGrammar()) for pair in largest_first for kind in _KINDS]
+        return [*captured, *guided, *(partial(self._warm, *pair, _CHANGED) for pair in largest_first)]
+
+    def _warm(self, policy: Policy, size: int, kind: SamplingParams, grammar: StepGrammar | None = None) -> None:
+        """Capture the graph of such a step, or run it, if it has none."""
+        windowed = self._runner.windowed_pages is not None
+        batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind, windowed=windowed)
+        batch = replace(batch, grammar=grammar)
+        if self.graph_for(policy, batch) is None:
+            self.run(policy, batch, graph=None)
 
     def _no_draft(self, policy: Policy, size: int) -> Draft | None:
         """No proposals, for a policy that takes its first draft from the host."""

@@ -50,7 +50,8 @@ class StepGrammar:
         the candidate, with probability 1. Nothing follows a slot without a candidate or the end of the answer.
         """
         width = min(width, draft.tokens.shape[-1])
-        tokens, logprob = draft.tokens[..., :width].clone(), draft.logprob[..., :width].clone()
+        best = _best(draft, width)
+        tokens, logprob, behind = best.tokens, best.logprob, best.behind
         rows = torch.tensor(list(self._walkers), device=tokens.device)
         blocks = (
             len(rows),
@@ -66,9 +67,7 @@ class StepGrammar:
         for column, place in ((tokens, 0), (logprob, 1)):
             values = [[branch[place] for branch in request] for request in led]
             column[rows] = torch.tensor(values, dtype=column.dtype, device=column.device).view(column[rows].shape)
-        behind = draft.behind
         if behind is not None:  # what is led along one path has one probability, whatever is before it
-            behind = behind[..., : 1 + width, :width].clone()
             behind[rows] = logprob[rows][..., None, :].expand_as(behind[rows])
         return Draft(tokens, logprob, behind)
 
@@ -101,6 +100,25 @@ class StepGrammar:
                     mask[row, node] = torch.frombuffer(padded, dtype=torch.int32)
             walker.reset()
         return mask
+
+
+class NoGrammar(StepGrammar):
+    """A grammar of no request: a step takes the way of those with grammars, and is not changed."""
+
+    def __init__(self) -> None:
+        super().__init__({})
+
+    def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
+        return _best(draft, width)
+
+    def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
+        return tree, {}
+
+
+def _best(draft: Draft, width: int) -> Draft:
+    """A copy of the best candidates of every slot."""
+    behind = None if draft.behind is None else draft.behind[..., : 1 + width, :width].clone()
+    return Draft(draft.tokens[..., :width].clone(), draft.logprob[..., :width].clone(), behind)
 
 
 def _inside(walker: PathWalker, nodes: list[list[int]], budget: int) -> dict[int, Path]:

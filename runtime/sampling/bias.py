@@ -56,7 +56,7 @@ class Entries:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
         length = int64(lengths)
-        entry = torch.repeat_interleave(torch.tensor(lengths)).to(device)  # sizes are read on the host
+        entry = torch.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths)).to(device)
         stop = int64([*accumulate(lengths)])  # behind each entry's tokens in `before`
         before = int64([*chain.from_iterable(word[:-1] for word in words)])
         return Entries(
@@ -109,7 +109,7 @@ class TokenBias:
         shifted = (e.entry + start for e, start in zip(parts, accumulate(sizes, initial=0), strict=False))
         rows = torch.tensor([row for row, *_ in requests])
         return TokenBias(
-            row=rows.repeat_interleave(torch.tensor(sizes)).to(device),
+            row=rows.repeat_interleave(torch.tensor(sizes), output_size=sum(sizes)).to(device),
             token=torch.cat([e.token for e in parts]),
             bias=torch.cat([e.bias for e in parts]),
             until=torch.cat([e.until for e in parts]),

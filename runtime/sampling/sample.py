@@ -81,6 +81,10 @@ class Sampling(SamplingTensors):
     def changes_logits(self) -> bool:
         return self.bias is not None or self.penalties is not None
 
+    def with_all_filters(self) -> Sampling:
+        """The same, as if a request used each filter, if any is used: those that no request uses keep all tokens."""
+        return replace(self, any_top_p=self.any_filter, any_top_k=self.any_filter, any_min_p=self.any_filter)
+
     def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:
         """Drafted logits [B, ...] of `tokens` [B, ...], changed by the tokens committed so far."""
         flat, ids = logits.flatten(1), tokens.flatten(1)

@@ -49,16 +49,42 @@ def cascade_attention_triton(
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
-    slots = context.page_table.shape[1] * context.k_pages.shape[1]
-    shape = len(context.page_table), _rows(q, mask), *q.shape[2:]
-    if window is not None:  # of all rows of a tile
-        slots = min(slots, window + shape[1])
+    rows, columns = _rows(q, mask), context.page_table.shape[1]
     bounded = (mask.first if isinstance(mask, ChunkMask) else first) is not None
-    shapes = *shape, k.shape[2], q.element_size(), slots
-    splits = _splits(*shapes, q.device, _capability(), fp8=context.fp8, bounded=bounded)
+    shape = len(context.page_table), rows, *q.shape[2:], k.shape[2], q.element_size()
+    slots = _slots(context.k_pages, rows, columns, window)
+    splits = _splits(*shape, slots, q.device, _capability(), fp8=context.fp8, bounded=bounded)
     counters = arrived() if arrived is not None and splits > 1 else None
     given = {"first": first, "sinks": sinks, "scale": scale, "out": out, "arrived": counters}
     return launch(q, k, v, context, mask, splits=splits, **given)
+
+
+def chunk_variant(
+    k_pages: Tensor, batch: int, rows: int, columns: int, heads: int, itemsize: int, window: int | None
+) -> tuple[int, int]:
+    """Rows of a tile and splits for B chunks, of at most `rows` rows each, over page tables [B, `columns`]: passes for
+    which they are equal run the same kernel.
+    """
+    _, _, kv_heads, size = k_pages.shape[-4:]
+    rows, fp8, bounded, capability = (
+        power(rows),
+        k_pages.dtype == torch.float8_e4m3fn,
+        window is not None,
+        _capability(),
+    )
+    slots = _slots(k_pages, rows, columns, window)
+    shape = batch, rows, heads, size, kv_heads, itemsize, slots, k_pages.device, capability
+    splits = _splits(*shape, fp8=fp8, bounded=bounded)
+    tile, _ = _plan(
+        rows, heads, size, kv_heads, itemsize, k_pages.shape[-3], splits, capability, fp8=fp8, bounded=bounded
+    )
+    return tile.rows, splits
+
+
+def _slots(k_pages: Tensor, rows: int, columns: int, window: int | None) -> int:
+    """Most tokens of context that the rows of a tile see."""
+    slots = columns * k_pages.shape[-3]
+    return slots if window is None else min(slots, window + rows)
 
 
 def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.policies import PolicyName
-from d2sd.runtime import model_runner
+from d2sd.runtime import pools
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
@@ -41,7 +41,7 @@ def test_e4m3_pages_give_the_responses_of_unquantized_pages(
 ) -> None:
     stored, *found = answers(policy, dtype)
     assert stored == torch.float8_e4m3fn
-    monkeypatch.setattr(model_runner, "kv_scales", lambda model: None)
+    monkeypatch.setattr(pools, "kv_scales", lambda model: None)
     stored, *expected = answers(policy, dtype)
     assert stored == dtype
     assert found == expected
