@@ -59,9 +59,10 @@ class File(BaseModel):
 def choose_products(runner: ModelRunner, group: Group | None) -> None:
     """Choose the forms of a runner's products on CUDA, before anything is captured; elsewhere they stay plain.
 
-    Of ranks that share a target, rank 0 chooses for all.
+    Products of an earlier engine keep theirs. Of ranks that share a target, rank 0 chooses for all.
     """
-    products = products_of(runner) if runner.device.startswith("cuda") else []
+    on_gpu = runner.device.startswith("cuda")
+    products = [product for product in products_of(runner) if not product.forms] if on_gpu else []
     if not products:
         return
     choices: list[Choice] = [{} for _ in products]

@@ -125,9 +125,12 @@ def test_a_runner_on_cuda_takes_the_fastest_forms(gpu: SimpleNamespace, tmp_path
         assert {product.forms[4].name for product in products_of(one)} == {"padded"}
         assert {product.forms[128].name for product in products_of(one)} == {"plain"}
     assert len(list(tmp_path.iterdir())) == 1
-    calls, gpu.name = gpu.clock.calls.total(), H200
+    calls, gpu.name, another = gpu.clock.calls.total(), H200, runner()
     choose_products(again, None)
-    assert gpu.clock.calls.total() == 2 * calls, "and another GPU has a file of its own"
+    assert gpu.clock.calls.total() == calls, "an engine that is made again takes what it had"
+    another.device = "cuda:0"
+    choose_products(another, None)
+    assert gpu.clock.calls.total() == 2 * calls, "another GPU has a file of its own"
     assert len(list(tmp_path.iterdir())) == 2
 
 
