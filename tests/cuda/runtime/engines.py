@@ -11,22 +11,27 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
 
+from d2sd.bundle.product_times import choose_products
+from d2sd.modeling.product_forms import MOST_ROWS, PLAIN
 from d2sd.plugins import dispatch
 from d2sd.plugins.cpu import library
 from d2sd.policies import PolicyName
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Request
+from d2sd.runtime.product_times import products_of
+from d2sd.runtime.request import Request, buckets
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import default_scores
 from tests.cuda import guard
 from tests.cuda.runtime import Cuda, cuda_on_cpu
+from tests.cuda.runtime.streams import Event
 from tests.runtime.helpers import BLOCK, copies, expected, make_engine, run_staggered, some_requests
 from tests.runtime.soak import Poisoned, Soak, pool
 from tests.tiny import runner_of
@@ -164,3 +169,31 @@ if __name__ == "__main__":
         guard.load(Path(folder))
     steps, seed, windows = [*sys.argv[1:], *["1000", "1", "none"][len(sys.argv) - 1 :]]
     print(dict(soak(int(steps), int(seed), windows).seen))
+
+
+def test_products_are_timed_on_the_device_before_steps_are_captured(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fused layers in bf16, with forms that were chosen by events around graphs; the engine then serves with them."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "device_of", lambda _: nullcontext())
+    monkeypatch.setenv("D2SD_CACHE", str(tmp_path))
+    falling = (1 / turn for turn in count(1))  # what is timed later is faster
+    monkeypatch.setattr(Event, "elapsed_time", lambda start, end: next(falling), raising=False)
+    with on_streams() as cuda:
+        monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
+        models = [model.to(torch.bfloat16) for model in copies()[:2]]
+        for model in models:
+            cuda.move(model)
+        runner = runner_of(*models)
+        choose_products(runner, None)
+        products = products_of(runner)
+        assert all(set(product.forms) == set(buckets(MOST_ROWS)) for product in products)
+        assert any(form is not PLAIN for product in products for form in product.forms.values())
+        engine = make_engine(runner, "chain", max_batch=1)
+        (found,) = engine.generate([some_requests()[0]])
+        check(engine, cuda)
+    assert len(found.answer) == some_requests()[0].max_new_tokens
+    (file,) = tmp_path.iterdir()
+    assert "NVIDIA H100" in file.read_text()
