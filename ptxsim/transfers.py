@@ -156,8 +156,9 @@ def prepare_reduction(instruction: Instruction) -> Step:
         raise Unsupported(instruction.opcode)
 
     def reduce(machine: Machine, mask: Mask) -> None:
-        machine.whole_warps(mask, "redux.sync")
-        if (machine.read(members, 32) != np.uint32(0xFFFFFFFF)).any():
+        lanes = machine.whole_warps(mask, "redux.sync")
+        named = np.broadcast_to(machine.read(members, 32), machine.lanes)[lanes]
+        if (named != np.uint32(0xFFFFFFFF)).any():
             raise Unsupported(f"{instruction.opcode} of a part of a warp")
         given = np.broadcast_to(machine.value(source, kind), machine.lanes).reshape(-1, WARP)
         found = _REDUCE[name].reduce(given, axis=1, dtype=given.dtype)

@@ -126,7 +126,8 @@ class AttnMask:
 
     @cached_property
     def order(self) -> Tensor:
-        """[B, T, T + 1] int32 for the kernel of `exact`: the columns that each row sees, in their order, and how many.
+        """[B, T, T + 2] int32 for the kernel of `exact`: the columns that each row sees, in their order, at T how many,
+        and at T + 1 its leader: the last row that sees these first.
 
         In a tree the n-th of them is the key at position context_len + n. The other numbers are undefined.
         """

@@ -165,6 +165,15 @@ def test_reductions(name: str, kind: str) -> None:
         assert set(found[32 * warp : 32 * warp + 32].tolist()) == {reduce(REDUCTIONS[name], numbers) & 0xFFFFFFFF}
 
 
+def test_warps_that_take_no_part_name_nobody() -> None:
+    """Their register of members was never written."""
+    lines = """
+        mov.u32 %r3, %tid.x; setp.ge.u32 %p1, %r3, 32; @%p1 bra $end;
+        mov.b32 %r4, -1; redux.sync.max.u32 %r2, %r3, %r4; $end: ret;
+    """
+    assert set(run(lines, threads=64).registers["%r2"][:32].tolist()) == {31}
+
+
 def test_local_memory_is_a_threads_own() -> None:
     """Addresses are of 64 bits, or of 32."""
     lines = """

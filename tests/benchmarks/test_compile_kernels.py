@@ -38,10 +38,10 @@ def test_bounds_are_bounds() -> None:
     broken, most = script["broken"], script["MOST_SHARED"]
     size = {"shared": most[90], "scratch": 0, "registers": 255, "spilled": 0}
     good = script["Compiled"]("kernel", "", b"", tuple("abcdefg"), 4, 9, **size)
-    assert broken(good, 90) == []
+    assert broken("", good, 90) == []
     for fault in ({"shared": most[90] + 1}, {"spilled": 4}, {"scratch": 8}, {"parameters": 8}):
-        assert len(broken(replace(good, **fault), 90)) == 1
-    assert broken(good, 120)
+        assert len(broken("", replace(good, **fault), 90)) == 1
+    assert broken("", good, 120)
 
 
 def test_the_table_of_block_sizes_is_covered() -> None:

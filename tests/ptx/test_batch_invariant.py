@@ -149,6 +149,6 @@ def _reversed(order: Tensor) -> Tensor:
     """The same keys from the last to the first."""
     turned = order.clone()
     for line, mine in zip(order.flatten(0, 1), turned.flatten(0, 1), strict=True):
-        count = int(line[-1])
+        count = int(line[-2])
         mine[:count] = line[:count].flip(0)
     return turned

@@ -28,6 +28,8 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 #: Positions of a split. A plain step reads the keys and values of so many in about 10 us an SM; fewer splits of a long
 #: context leave SMs idle, more write more partial results. Arithmetic: not yet timed.
 SPAN = 1024
+#: Rows of a mask that a program compares at a time with its own.
+ROWS_TRIED = 32
 #: Bytes of partial results, above which the rows of a pass are attended to in parts, one after the other.
 MOST_PARTIAL = 2**29
 
@@ -35,7 +37,7 @@ MOST_PARTIAL = 2**29
 def key_order_triton(attn_mask: Tensor) -> Tensor:
     """`AttnMask.order` on CUDA."""
     batch, rows, columns = attn_mask.shape
-    order = torch.empty(batch, rows, columns + 1, dtype=torch.int32, device=attn_mask.device)
+    order = torch.empty(batch, rows, columns + 2, dtype=torch.int32, device=attn_mask.device)
     with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]
         key_order_kernel[batch * rows,](
             attn_mask,
@@ -44,6 +46,7 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
             *attn_mask.stride(),
             COLUMNS=columns,
             PADDED=max(32, power(columns)),
+            TILE=ROWS_TRIED,
             num_warps=max(1, min(8, power(columns) // 256)),  # eight columns a thread
         )
     return order
@@ -60,7 +63,7 @@ def exact_attention_triton(
     sinks: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 1] int32 is `AttnMask.order`, `first` its `first`.
+    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 2] int32 is `AttnMask.order`, `first` its `first`.
 
     Chunks of prompts run one after the other.
     """
@@ -98,8 +101,7 @@ def attend(
         return _launch(q, k, v, context, order, bounds, sinks, 0, splits)
     parts = []
     for first, queries in zip(range(0, rows, part), torch.split(q, part, 1), strict=True):
-        of_rows, bound = (None if x is None else x[:, first : first + part] for x in (order, bounds))
-        parts.append(_launch(queries, k, v, context, of_rows, bound, sinks, first, splits))
+        parts.append(_launch(queries, k, v, context, order, bounds, sinks, first, splits))
     return torch.cat(parts, 1)
 
 
@@ -114,7 +116,7 @@ def _launch(
     first: int,
     splits: int,
 ) -> Tensor:
-    """Rows from `first` on."""
+    """Rows of q, from row `first` of the pass on."""
     batch, rows, heads, size = q.shape
     kv_heads, new = k.shape[2], k.shape[1]
     k_pages, page_table = context.k_pages, context.page_table
@@ -146,16 +148,16 @@ def _launch(
 
 
 def attention_tile(size: int, itemsize: int, *, fp8: bool, bounded: bool) -> TileConfig:
-    """The same for any number of rows and on every architecture: another number of columns changes bits."""
+    """One for any number of rows, on every architecture: another height or number of columns changes bits.
+
+    Three stages are two tiles of keys and values: one is copied while the other is used.
+    """
     wide = padded(size)
     if itemsize == 4:
-        return TileConfig(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=1)
+        return TileConfig(rows=16, columns=16, new=16, warps=4, stages=3)
     rows = 32 if wide == 256 or (wide == 128 and fp8 and bounded) else 64
-    if wide == 256:
-        return TileConfig(rows, columns=16 if fp8 else 32, new=32, warps=4, stages=1)
-    if wide == 128:
-        return TileConfig(rows, columns=32, new=32, warps=4, stages=1 if fp8 else 2)
-    return TileConfig(rows, columns=64, new=32, warps=4, stages=2)
+    columns = {64: 64, 128: 32, 256: 16}[max(64, wide)]
+    return TileConfig(rows, columns, new=32, warps=8 if wide == 256 and fp8 else 4, stages=3)
 
 
 @cache

@@ -1,18 +1,23 @@
 """Cascade attention whose sums follow positions: where keys are stored and what else is run change no bit of a row.
 
 A tile holds the keys of BLOCK_N positions, from a multiple of BLOCK_N on. In front of the last such multiple all keys
-are committed and shared by the rows of a program. Behind it each row of a tree has keys of its own: committed ones,
-its ancestors, itself. They are put into the places of their positions, for one row at a time; for the other rows they
-are masked. The rows of a prompt's chunk (`order` None) share those keys too.
+are committed and shared by the rows of a program. Behind it each path of a tree has keys of its own: committed ones,
+and its rows. They are put into the places of their positions, for one path at a time; for the rows that are not on it
+they are masked, as are those behind a row for that row. A row is on the path of its leader, the last row whose keys
+begin with its own. The rows of a prompt's chunk (`order` None) are one path.
 
                   position   0 ........ 31 | 32 ....... 63 | 64 .. 69 | 70 71 72 ..      context_len 70, BLOCK_N 32
-                             pages: for all rows           | pages    | order[t]: row t's ancestors and t itself
-                             one tile at a time            | a tile of row t alone
+                             pages: for all rows           | pages    | order[t]: leader t's ancestors and t itself
+                             one tile at a time            | a tile of the rows that t leads
                   split      0, up to SPAN positions; then 1, ..: `merge_splits_kernel` adds them up, first to last
 
 Rows of a window (`bounds`) see positions from their own first one on. The tiles in front of it change nothing, and are
-skipped where all rows of a program have them in front; in the tiles of a row of a tree, its keys have the places of
-their positions as before. A sink is a score without a value, with which the first split begins.
+skipped where all rows of a program have them in front; in the tiles of a path, keys have the places of their positions
+as before. A row whose window begins behind the context has a path to itself: no other begins with its keys. A sink is a
+score without a value, with which the first split begins.
+
+Numbers of pages and of rows are read a tile ahead: copies whose addresses wait for a load of their turn are not
+pipelined.
 
 Tile heights, SPAN and the order of the merge are the same for every batch, bucket and number of rows. Tiles of masked
 keys change nothing: they multiply sums by 1 and add products with 0. Neither do empty splits. FP8 pages are converted
@@ -70,6 +75,34 @@ def _gathered(paged, fresh, scale, from_page, from_rows, TYPE: tl.constexpr, FP8
         return tl.load(tl.where(from_page, paged, fresh), mask=from_page | from_rows, other=0.0)
 
 
+@triton.jit
+def _pages_of(table, position, front, end, PAGE: tl.constexpr):
+    """Pages of positions from `front` to `end`; of others 0."""
+    return tl.load(table + position // PAGE, mask=(position >= front) & (position < end), other=0)
+
+
+@triton.jit
+def _path_of(leader, lead, counts, bounds, bound, order, least, context):
+    """How many new keys the rows of a path see, the first position of their windows, and that of the first new key."""
+    mine = lead == leader
+    count = tl.max(tl.where(mine, counts, 0), 0)
+    if bounds is None or order is None:
+        return count, least, context
+    else:
+        front = tl.min(tl.where(mine, bound, 2147483647), 0)
+        return count, front, tl.maximum(context, front)
+
+
+@triton.jit
+def _columns_of(order, request, leader, new, rank, count):
+    """Rows of the pass whose keys a path has from its first on; of a chunk, all."""
+    if order is None:
+        return rank
+    else:  # Triton gives both returns a type
+        fresh = (rank >= 0) & (rank < count)
+        return tl.load(order + (request * new + leader) * (new + 2) + rank, mask=fresh, other=0)
+
+
 @triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
 def attention_kernel(
     q, k, v, k_pages, v_pages, page_table, context_len, order, bounds, sinks, k_scale, v_scale, out, lse, rows, new,
@@ -80,7 +113,7 @@ def attention_kernel(
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, splits). q has `rows` rows a request: those from `first` on of the pass's `new` rows.
 
-    order [B, rows, new + 1] is `AttnMask.order`, bounds [B, rows] its `first`; out [B, rows, Hq, D], or with SPLIT fp32
+    order [B, new, new + 2] is `AttnMask.order`, bounds [B, new] its `first`; out [B, rows, Hq, D], or with SPLIT fp32
     [splits, B, rows, Hq, D], of which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
     """
     TYPE: tl.constexpr = q.dtype.element_ty
@@ -112,54 +145,71 @@ def attention_kernel(
     end = begin + SPAN
     table = page_table + request * columns
     everything = tl.full([BLOCK_M, BLOCK_N], 1, tl.int1)
+    lane_n = tl.arange(0, BLOCK_N)
+    least = 0  # position that any row of this program sees
     if bounds is not None:
-        bound = tl.load(bounds + request * rows + row, mask=real, other=2147483647).to(tl.int32)
-        least = tl.min(bound, 0)  # of this program's rows
+        bound = tl.load(bounds + request * new + first + row, mask=real, other=2147483647).to(tl.int32)
+        least = tl.min(bound, 0)
         begin = tl.maximum(begin, least // BLOCK_N * BLOCK_N)
-    for start in tl.range(begin, tl.minimum(end, shared), BLOCK_N, num_stages=STAGES):
-        position = start + tl.arange(0, BLOCK_N)
+    stop = tl.minimum(end, shared)
+    page = _pages_of(table, begin + lane_n, least, stop, PAGE)
+    for start in tl.range(begin, stop, BLOCK_N, num_stages=STAGES):
+        position = start + lane_n
         if bounds is None:
-            page = tl.load(table + position // PAGE).to(tl.int64)
             read, seen = in_head, everything
         else:
-            page = tl.load(table + position // PAGE, mask=position >= least, other=0).to(tl.int64)
             read, seen = in_head & (position >= least)[:, None], position[None, :] - bound[:, None] >= 0
-        slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
+        slot = ((page.to(tl.int64) * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
         keys = _paged(k_pages + slot, key_scale, read, TYPE, FP8)
         values = _paged(v_pages + slot, value_scale, read, TYPE, FP8)
         best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+        page = _pages_of(table, position + BLOCK_N, least, stop, PAGE)
 
-    last = tl.minimum(tl.program_id(0) * BLOCK_M + BLOCK_M - 1, rows * GROUP - 1) // GROUP
-    turn = last if order is None else tl.program_id(0) * BLOCK_M // GROUP  # all rows at once, or one by one
-    while turn <= last:
-        of_row = order + (request * rows + turn) * (new + 1) if order is not None else context_len
-        count = tl.load(of_row + new) if order is not None else first + last + 1
-        behind = context  # position of its first new key
+    # Behind the shared tiles: `tiles` for each of `paths`, the last leader's first.
+    if order is None:
+        lead, counts = tl.where(real, 0, -1), first + row + 1  # a row sees so many new keys
+    else:
+        of_row = order + (request * new + first + row) * (new + 2)
+        lead, counts = tl.load(of_row + new + 1, mask=real, other=-1), tl.load(of_row + new, mask=real, other=0)
+    counts = tl.where(real, counts, 0)
+    farthest = context + tl.max(counts, 0)
+    if bounds is not None and order is not None:
+        farthest = tl.max(tl.where(real, tl.maximum(context, bound) + counts, 0), 0)
+    place = tl.arange(0, BLOCK_M)
+    again = (lead[:, None] == lead[None, :]) & (place[None, :] < place[:, None])
+    paths = tl.sum((real & (tl.max(again.to(tl.int32), 1) == 0)).to(tl.int32), 0)
+    begin = tl.maximum(begin, shared)
+    tiles = tl.maximum(tl.cdiv(tl.minimum(end, farthest) - begin, BLOCK_N), 0)
+
+    leader, turn = tl.max(lead, 0), 0
+    if bounds is None:
+        bound = lead  # not read
+    count, front, behind = _path_of(leader, lead, counts, bounds, bound, order, least, context)
+    position = begin + lane_n
+    page = _pages_of(table, position, front, context, PAGE)
+    column = _columns_of(order, request, leader, new, position - behind, count)
+    for _ in tl.range(0, paths * tiles, num_stages=STAGES):
+        committed, rank = (position >= front) & (position < context), position - behind
+        fresh = (rank >= 0) & (rank < count)
+        slot = ((page.to(tl.int64) * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
+        at = ((request * new + column) * HKV + head)[:, None] * HEAD + lane[None, :]
+        from_page, from_rows = committed[:, None] & in_head, fresh[:, None] & in_head
+        keys = _gathered(k_pages + slot, k + at, key_scale, from_page, from_rows, TYPE, FP8)
+        values = _gathered(v_pages + slot, v + at, value_scale, from_page, from_rows, TYPE, FP8)
+        # A row that sees nothing of a tile keeps its sums: times 1, plus weights of 0.
+        seen = (rank[None, :] < counts[:, None]) & (lead == leader)[:, None]
         if bounds is not None:
-            front = tl.load(bounds + request * rows + turn).to(tl.int32) if order is not None else least
-            behind = tl.maximum(context, front) if order is not None else context
-        for start in tl.range(tl.maximum(begin, shared), tl.minimum(end, behind + count), BLOCK_N, num_stages=1):
-            position = start + tl.arange(0, BLOCK_N)
-            committed, rank = position < context, position - behind
-            if bounds is not None:
-                committed = committed & (position >= front)
-            fresh = (rank >= 0) & (rank < count)
-            column = tl.load(of_row + rank, mask=fresh, other=0) if order is not None else rank
-            page = tl.load(table + position // PAGE, mask=committed, other=0).to(tl.int64)
-            slot = ((page * PAGE + position % PAGE) * HKV + head)[:, None] * HEAD + lane[None, :]
-            at = ((request * new + column) * HKV + head)[:, None] * HEAD + lane[None, :]
-            from_page, from_rows = committed[:, None] & in_head, fresh[:, None] & in_head
-            keys = _gathered(k_pages + slot, k + at, key_scale, from_page, from_rows, TYPE, FP8)
-            values = _gathered(v_pages + slot, v + at, value_scale, from_page, from_rows, TYPE, FP8)
-            # A row that sees nothing of a tile keeps its sums: times 1, plus weights of 0.
-            if order is None:
-                seen = rank[None, :] <= first + row[:, None]
-            else:
-                seen = (rank < count)[None, :] & (row == turn)[:, None]
-            if bounds is not None:
-                seen = seen & (position[None, :] - bound[:, None] >= 0)
-            best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+            seen = seen & (position[None, :] - bound[:, None] >= 0)
+        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
         turn += 1
+        if order is not None:
+            done = turn == tiles
+            turn = tl.where(done, 0, turn)
+            leader = tl.where(done, tl.max(tl.where(lead < leader, lead, -1), 0), leader)
+            count, front, behind = _path_of(leader, lead, counts, bounds, bound, order, least, context)
+        position = begin + turn * BLOCK_N + lane_n
+        page = _pages_of(table, position, front, context, PAGE)
+        column = _columns_of(order, request, leader, new, position - behind, count)
 
     some = total > 0.0
     total = tl.where(some, total, 1.0)

@@ -194,9 +194,19 @@ class LinearTile:
     warps: int = 4
 
 
-#: By bytes of a weight. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper, 32 outputs give 128 programs to
-#: 4,096 outputs; 128 bytes of a row an iteration, four in flight: 48 KB. fp32 has no tensor cores under IEEE rounding.
-LINEAR_TILES = {1: LinearTile(64, 32, 128, 4), 2: LinearTile(64, 32, 64, 4), 4: LinearTile(16, 32, 32, 4)}
+#: By bytes of a weight, for few and for many outputs. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper.
+#: An iteration takes 128 bytes of a row. Of x a program reads as much as of W for 64 outputs, twice as much for 32, but
+#: 32 give 128 programs to 4,096 outputs. Weights in flight are those of all stages but one: 24 and 32 KB, of which
+#: Little's law asks 20 KB a multiprocessor on H100. fp32 has no tensor cores under IEEE rounding.
+NARROW = {1: LinearTile(64, 32, 128, 7), 2: LinearTile(64, 32, 64, 7), 4: LinearTile(16, 32, 32, 7)}
+WIDE = {1: LinearTile(64, 64, 128, 5), 2: LinearTile(64, 64, 64, 5), 4: LinearTile(16, 32, 32, 7)}
+#: From so many outputs on, 64 of them a program keep all multiprocessors busy.
+MANY_OUTPUTS = 8192
+
+
+def linear_tile(outputs: int, itemsize: int) -> LinearTile:
+    """By the weight alone, so that a row's sums are the same among any number of rows."""
+    return (WIDE if outputs >= MANY_OUTPUTS else NARROW)[itemsize]
 
 
 def linear(
@@ -207,7 +217,7 @@ def linear(
     assert x.dtype == weight.dtype
     rows = x.flatten(0, -2).contiguous()
     out = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device)
-    tile = LINEAR_TILES[weight.element_size()]
+    tile = linear_tile(len(weight), weight.element_size())
     grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # the head runs outside of the layers
         linear_kernel[grid](

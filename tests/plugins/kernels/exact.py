@@ -94,8 +94,10 @@ def test_key_order(mask: Callable[..., Tensor]) -> None:
     found = exact.key_order_triton(attn_mask)
     for b, t in ((b, t) for b in range(3) for t in range(9)):
         columns = attn_mask[b, t].nonzero().flatten().tolist()
-        assert found[b, t, -1] == len(columns)
+        assert found[b, t, 9] == len(columns)
         assert found[b, t, : len(columns)].tolist() == columns
+        others = (attn_mask[b, u].nonzero().flatten().tolist() for u in range(9))
+        assert found[b, t, 10] == max(u for u, their in enumerate(others) if their[: len(columns)] == columns)
 
 
 @pytest.mark.parametrize(
@@ -215,9 +217,14 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
     ),
     "a lone row's keys from the last to the first": (
         exact_kernel,
-        "            committed, rank =",
-        "            position += tl.where(rows > 1, 0, BLOCK_N - 1 - 2 * tl.arange(0, BLOCK_N))\n"
-        "            committed, rank =",
+        "    lane_n = tl.arange(0, BLOCK_N)",
+        "    lane_n = tl.arange(0, BLOCK_N)\n    lane_n = tl.where(rows > 1, lane_n, BLOCK_N - 1 - lane_n)",
+        check_attention,
+    ),
+    "a row led by one that only begins like it": (
+        exact_kernel,
+        "(lead == leader)[:, None]",
+        "(first + row <= leader)[:, None]",
         check_attention,
     ),
     "splits of as many positions as there are rows": (
@@ -228,8 +235,8 @@ MUTANTS: dict[str, tuple[ModuleType, str, str, Callable[[], None]]] = {
     ),
     "new keys of a row behind all of its context": (
         exact_kernel,
-        "            behind = tl.maximum(context, front) if order is not None else context",
-        "            behind = context",
+        "return count, front, tl.maximum(context, front)",
+        "return count, front, context",
         check_windows,
     ),
     "tiles that begin with a window": (

@@ -44,9 +44,9 @@ def gate(kind: str, *, fp8: bool) -> None:
     ops.silu_mul(some("fp32" if fp8 else kind, 2, 2 * 12288), TYPES[kind], scales=scales, scale=scale)
 
 
-def linear(kind: str, *, sums: bool = False) -> None:
-    """Gate and up; FP8 products scaled, or as `sums`."""
-    x, weight = some(kind, 3, 4096), some(kind, 24576, 4096)
+def linear(kind: str, *, outputs: int = 24576, sums: bool = False) -> None:
+    """Gate and up, or as many `outputs`; FP8 products scaled, or as `sums`."""
+    x, weight = some(kind, 3, 4096), some(kind, outputs, 4096)
     scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
     made = "fp32" if sums else "bf16" if kind == "fp8" else kind
     ops.linear(x, weight, None, scales, TYPES[made])
@@ -61,6 +61,7 @@ HEADS = {name: partial(heads, kind, 128, fp8=fp8) for name, (kind, fp8) in named
 HEADS |= {f"qk+norm+rope bf16 D={size}": partial(heads, "bf16", size) for size in (96, 256)}
 HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context=True)}
 PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", "fp16", "fp32", "fp8")}
+PRODUCTS |= {f"exact product {kind} of few": partial(linear, kind, outputs=4096) for kind in ("bf16", "fp16", "fp8")}
 KERNELS = (
     Kernel(
         linear_kernel,
