@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -25,11 +25,13 @@ from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from ptxsim.machine import Machine
-from ptxsim.memory import GlobalMemory, Placed
+from ptxsim.memory import FAR, GlobalMemory, Placed
 from ptxsim.program import execute, prepare
 
 #: Changes PTX before it runs: (name of the kernel, PTX) -> PTX.
 Edit = Callable[[str, str], str]
+#: Address of a storage -> the parts of it that exist: first byte, and the first behind.
+Sparse = Mapping[int, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True)
@@ -53,11 +55,17 @@ def _without_ptxas(*arguments: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def executed_as_ptx(
-    capability: int, edit: Edit | None = None, limit: int = 3_000_000, *, timed: bool = False
+    capability: int,
+    edit: Edit | None = None,
+    limit: int = 3_000_000,
+    *,
+    timed: bool = False,
+    sparse: Sparse | None = None,
 ) -> Iterator[list[Launch]]:
     """Runs every Triton kernel launched inside, as PTX for this capability (90 for 9.0); lists the launches, with their
     cycles by arithmetic if `timed`.
 
+    `sparse`: of tensors that are larger than memory, the parts that kernels may touch.
     Raises Fault for what a kernel must not do, Unsupported for instructions that are not modelled.
     """
     launches: list[Launch] = []
@@ -72,7 +80,14 @@ def executed_as_ptx(
             shape = grid(given) if callable(grid) else tuple(grid)
             values = {name: given[name] for name in names}
             machine = _launch(
-                ptx, shape, values, _written(compiled.asm["ttir"], names), compiled.metadata.shared, limit, timed=timed
+                ptx,
+                shape,
+                values,
+                _written(compiled.asm["ttir"], names),
+                compiled.metadata.shared,
+                limit,
+                timed=timed,
+                sparse=sparse or {},
             )
             cycles = None if machine.clock is None else machine.clock.cycles
             launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed, cycles))
@@ -124,25 +139,31 @@ def _launch(
     shared: int,
     limit: int,
     *,
-    timed: bool = False,
+    timed: bool,
+    sparse: Sparse,
 ) -> Machine:
     regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
-    placed = [region.placed(written) for region in regions]
+    parts = [
+        (region, number * FAR + region.start % 256 if region.storage in sparse else None, *part)
+        for number, region in enumerate(regions, 1)
+        for part in region.parts(sparse)
+    ]
+    placed = [region.placed(written, first, stop, far) for region, far, first, stop in parts]
     placed += [
         Placed(name, np.frombuffer(data, np.uint8), False) for name, data in prepare(ptx).kernel.constants.items()
     ]
     memory = GlobalMemory(placed)
     addresses = {
-        name: memory.address(number) + tensor.data_ptr() - region.start
-        for number, region in enumerate(regions)
+        name: memory.address(number) - first + tensor.data_ptr() - region.start
+        for number, (region, _, first, _) in enumerate(parts)
         for name, tensor in region.tensors.items()
     }
     arguments = [addresses[name] if name in addresses else int(value) for name, value in values.items()]
     machine = execute(
         ptx, grid, [*arguments, 0, 0], memory, shared, limit, timed=timed
     )  # the two: scratch memory, never touched
-    for number, region in enumerate(regions):
-        region.bytes()[:] = memory.data(number)
+    for number, (region, _, first, stop) in enumerate(parts):
+        region.bytes()[first:stop] = memory.data(number)
     return machine
 
 
@@ -154,7 +175,25 @@ class _Region:
     stop: int
     tensors: dict[str, Tensor]
 
-    def placed(self, written: set[str]) -> Placed:
+    @property
+    def storage(self) -> int:
+        """Its address."""
+        return next(iter(self.tensors.values())).untyped_storage().data_ptr()
+
+    def parts(self, sparse: Sparse) -> list[tuple[int, int]]:
+        """First byte and the first behind, of what exists."""
+        size = self.stop - self.start
+        if self.storage not in sparse:
+            return [(0, size)]
+        before = self.start - self.storage
+        parts = ((max(first - before, 0), min(stop - before, size)) for first, stop in sparse[self.storage])
+        return [(first, stop) for first, stop in parts if first < stop]
+
+    def placed(self, written: set[str], first: int, stop: int, far: int | None) -> Placed:
+        """Some of its bytes; all of them are numbers where it is `far`."""
+        if far is not None:
+            data, writable = self.bytes()[first:stop].copy(), not written.isdisjoint(self.tensors)
+            return Placed(" ".join(self.tensors), data, writable, (far + first) % 256, far=far + first)
         used, writable = np.zeros((2, self.stop - self.start), bool)
         for name, tensor in self.tensors.items():
             self._numbers(tensor, used)

@@ -19,19 +19,25 @@ from ptxsim.values import UNSIGNED, Array
 
 #: Beyond 32 bits, so that addresses cut to 32 bits are noticed.
 BASE = 0x7F00_0000_0000
+#: Between tensors of which parts exist: beyond any offset in one of them.
+FAR = 1 << 40
 _ALIGNED, _GAP = 256, 4096
 _NONE = -1
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A tensor's bytes, or those of several that overlap, copied to the device; `shift` is the address modulo 256."""
+    """A tensor's bytes, or those of several that overlap, copied to the device; `shift` is the address modulo 256.
+
+    `far`: the address, less BASE, of a part of a tensor that is larger than what exists of it.
+    """
 
     name: str
     data: Array  # [bytes] uint8
     writable: bool | Array  # [bytes]
     shift: int = 0
     used: bool | Array = True  # [bytes], False between the numbers of a strided tensor
+    far: int | None = None
 
 
 @dataclass(frozen=True)
@@ -44,7 +50,7 @@ class Lanes:
 
 
 class GlobalMemory:
-    """Bytes of all tensors, by place: an address less BASE."""
+    """Bytes of all tensors, by place: an address less BASE, or what a far address stands for."""
 
     def __init__(self, tensors: list[Placed]) -> None:
         self.tensors, self.places, end = tensors, [], _GAP
@@ -52,6 +58,8 @@ class GlobalMemory:
             place = -(-end // _ALIGNED) * _ALIGNED + tensor.shift
             self.places.append(place)
             end = place + tensor.data.size + _GAP
+        parts = sorted((t.far, t.data.size, place) for t, place in zip(tensors, self.places, strict=True) if t.far)
+        self.far = np.array(parts, np.int64).reshape(-1, 3).T  # addresses, sizes and places
         size = -(-end // 16) * 16
         self.bytes = np.zeros(size, np.uint8)
         self.owner = np.full(size, _NONE, np.int16)  # index of the tensor; _NONE: a gap
@@ -69,7 +77,8 @@ class GlobalMemory:
 
     def address(self, number: int) -> int:
         """Return a tensor's address."""
-        return BASE + self.places[number]
+        far = self.tensors[number].far
+        return BASE + (self.places[number] if far is None else far)
 
     def named(self, name: str) -> int:
         return [tensor.name for tensor in self.tensors].index(name)
@@ -129,14 +138,14 @@ class GlobalMemory:
         what = "write" if write else "read"
         if (address % np.uint64(size)).any():
             raise Fault(f"misaligned global {what} of {size} bytes")
-        place = address.view(np.int64) - BASE
+        place = self._near(address.view(np.int64) - BASE)
         inside = (place >= 0) & (place + size <= self.bytes.size)
         if not inside.all():
             raise Fault(f"global {what} at {hex(int(address[~inside][0]))}, far from every tensor")
         first, last = self.owner[place], self.owner[place + size - 1]
         good = (first != _NONE) & (first == last)
         if not good.all():
-            raise Fault(f"global {what} out of bounds by {int((~good).sum())} lanes, {self._near(place[~good][0])}")
+            raise Fault(f"global {what} out of bounds by {int((~good).sum())} lanes, {self._nearest(place[~good][0])}")
         if write and not self.writable[place].all():
             name = self.tensors[first[~self.writable[place]][0]].name
             raise Fault(f"global write to {name}, which the kernel must only read")
@@ -151,7 +160,19 @@ class GlobalMemory:
                 raise Fault(f"global {what} of what another block writes")
         return place
 
-    def _near(self, place: int) -> str:
+    def _near(self, place: Array) -> Array:
+        """Places of addresses less BASE; -1 of far ones where nothing is."""
+        far = place >= FAR
+        if not far.any():
+            return place
+        starts, sizes, places = self.far
+        part = (np.searchsorted(starts, place, "right") - 1).clip(0)
+        offset = place - starts[part]
+        exists = (offset >= 0) & (offset < sizes[part])
+        found: Array = np.where(far, np.where(exists, places[part] + offset, -1), place)
+        return found
+
+    def _nearest(self, place: int) -> str:
         distance = [
             max(start - place, place - start - tensor.data.size, 0)
             for tensor, start in zip(self.tensors, self.places, strict=True)
