@@ -195,15 +195,22 @@ def prepare_wgmma(instruction: Instruction) -> Step:
 
 
 def _prepare_product(instruction: Instruction) -> Step:
-    """D = A · B (+ D) of four warps: A is 64 x 16 in registers or shared memory, B 16 x N in shared memory."""
-    match = re.fullmatch(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.(b?f16)\.\2", instruction.opcode)
-    if match is None:
+    """D = A · B (+ D) of four warps: A is 64 x 32 bytes in registers or shared memory, B N x 32 bytes in shared memory.
+
+    Of E4M3, A is in shared memory, and sums keep fewer bits (`_fp8_sums`).
+    """
+    shape, kinds = r"m64n(\d+)k(16|32)", "(b?f16|e4m3)"
+    match = re.fullmatch(rf"wgmma\.mma_async\.sync\.aligned\.{shape}\.f32\.{kinds}\.\3", instruction.opcode)
+    if match is None or (match[3] == "e4m3") != (match[2] == "32"):
         raise Unsupported(instruction.opcode)
-    columns, kind = int(match[1]), match[2]
+    columns, length, kind = int(match[1]), int(match[2]), match[3]
     results, left, right, accumulate, *flags = instruction.operands
     from_registers = isinstance(left, Vector)
     if [_number(flag) for flag in flags[:2]] != [1, 1]:
         raise Unsupported("a wgmma that negates")
+    if from_registers and kind == "e4m3":
+        raise Unsupported("a wgmma of E4M3 in registers")
+    flags += [Immediate(0), Immediate(0)] if kind == "e4m3" else []  # it transposes nothing
     transposed = [bool(_number(flag)) for flag in flags[2:]]  # of A, where it is in memory, and of B
     outputs = registers_of(results)
 
@@ -216,24 +223,47 @@ def _prepare_product(instruction: Instruction) -> Step:
             at = _named_by(_same(machine, operand, teams), machine.shared.size, rows, turned)
             at = at + (blocks * machine.shared.size)[:, None]
             parts.append(at)
-            data = machine.shared.load_async(at, blocks).view(np.uint16)
-            return decode(kind, data).reshape(-1, rows, 16).astype(np.float64)
+            data = machine.shared.load_async(at, blocks).view(np.uint8 if kind == "e4m3" else np.uint16)
+            return decode(kind, data).reshape(-1, rows, length).astype(np.float64)
 
         if from_registers:
             a = _gather_a([_of_teams(machine, register, teams) for register in registers_of(left)], kind)
         else:
             a = from_memory(left, 64, transposed[0])
         b = from_memory(right, columns, transposed[-1])
-        product = a @ b.swapaxes(1, 2)
-        adds = _same(machine, accumulate, teams, bits=1).astype(bool)
+        adds, before = _same(machine, accumulate, teams, bits=1).astype(bool), np.zeros((1, 1, 1))
         if adds.any():
-            product += np.where(adds[:, None, None], _accumulator(machine, outputs, teams, columns), 0)
+            before = np.where(adds[:, None, None], _accumulator(machine, outputs, teams, columns), 0)
+        b = b.swapaxes(1, 2)
+        product = _fp8_sums(a, b, before) if kind == "e4m3" else a @ b + before
         inputs = _names(registers_of(left)) if from_registers else frozenset()
         group = np.full(len(teams), _OPEN)
         machine.products.issue(_Product(teams, np.concatenate(parts, 1), _names(outputs), inputs, group))
         _scatter(machine, outputs, teams, encode("f32", product))
 
     return multiply
+
+
+#: Bits behind the first that Hopper's sums of E4M3 products keep, by SageAttention2 ("FP22", arXiv 2411.10958);
+#: DeepSeek-V3's report (arXiv 2412.19437) counts the first and has 14.
+_FP8_BITS = 13
+
+
+def _fp8_sums(a: Array, b: Array, before: Array) -> Array:
+    """a [teams, M, K] · b [teams, K, N] + before: all addends are cut off at the last bit of the largest, and so is the
+    sum.
+    """
+    shape = len(a), a.shape[1], b.shape[2]
+    addends = np.concatenate([a[..., None] * b[:, None], np.broadcast_to(before, shape)[:, :, None]], 2)
+    kept = _cut(addends, np.abs(addends).max(2, keepdims=True)).sum(2)
+    return _cut(kept, np.abs(kept))
+
+
+def _cut(value: Array, largest: Array) -> Array:
+    """Towards zero, where the largest has its last bit."""
+    last = np.ldexp(1.0, np.frexp(largest)[1] - 1 - _FP8_BITS)
+    cut: Array = np.trunc(value / last) * last
+    return cut
 
 
 def _names(operands: tuple[Operand, ...]) -> frozenset[str]:

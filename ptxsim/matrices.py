@@ -78,26 +78,33 @@ def prepare_stmatrix(instruction: Instruction) -> Step:
 
 @executes("mma")
 def prepare_mma(instruction: Instruction) -> Step:
-    """D = A · B + C of a warp: A is 16 x 16, B 16 x 8 of 16-bit numbers, C and D are 16 x 8 of fp32."""
-    match = re.fullmatch(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.\1\.f32", instruction.opcode)
-    if match is None:
+    """D = A · B + C of a warp: A has 16 rows, and B 8 columns, of 32 bytes: 16-bit numbers or E4M3. C and D: fp32."""
+    shape, kind = "m16n8k(16|32)", "(b?f16|e4m3)"
+    match = re.fullmatch(rf"mma\.sync\.aligned\.{shape}\.row\.col\.f32\.{kind}\.\2\.f32", instruction.opcode)
+    if match is None or (match[2] == "e4m3") != (match[1] == "32"):
         raise Unsupported(instruction.opcode)
-    kind = f"{match[1]}x2"
+    inputs, kind = int(match[1]), match[2]
+    each = inputs // 8  # numbers of a register
+    half, first = inputs // 2, each * (np.arange(WARP) % 4)
     to, left, right, added = (registers_of(operand) for operand in instruction.operands)
 
     def multiply(machine: Machine, mask: Mask) -> None:
         lanes = machine.whole_warps(mask, "mma.sync")
         warps = len(lanes) // WARP
 
-        def pairs(register: Operand) -> Array:
-            return decode(kind, machine.read(register, 32)[lanes]).reshape(warps, WARP, 2).astype(np.float64)
+        def numbers(register: Operand) -> Array:
+            """[each, warps, lanes]"""
+            bits = np.ascontiguousarray(np.broadcast_to(machine.read(register, 32), machine.lanes)[lanes])
+            parts = decode(kind, bits.view(np.uint8 if kind == "e4m3" else np.uint16)).reshape(warps, WARP, each)
+            return np.moveaxis(parts.astype(np.float64), 2, 0)
 
-        a, b, c = (np.zeros((warps, *shape)) for shape in ((16, 16), (16, 8), (16, 8)))
+        a, b, c = (np.zeros((warps, *shape)) for shape in ((16, inputs), (inputs, 8), (16, 8)))
         for number, register in enumerate(left):
-            row, column = ROW + 8 * (number % 2), COLUMN + 8 * (number // 2)
-            a[:, row, column], a[:, row, column + 1] = np.moveaxis(pairs(register), 2, 0)
+            for place, values in enumerate(numbers(register)):
+                a[:, ROW + 8 * (number % 2), first + half * (number // 2) + place] = values
         for number, register in enumerate(right):
-            b[:, COLUMN + 8 * number, ROW], b[:, COLUMN + 8 * number + 1, ROW] = np.moveaxis(pairs(register), 2, 0)
+            for place, values in enumerate(numbers(register)):
+                b[:, first + half * number + place, ROW] = values
         for number, register in enumerate(added):
             bits = np.broadcast_to(machine.read(register, 32), machine.lanes)[lanes]
             c[:, ROW + 8 * (number // 2), COLUMN + number % 2] = bits.view(np.float32).reshape(warps, WARP)
