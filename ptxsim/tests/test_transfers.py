@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterator
 from functools import reduce
@@ -273,6 +274,28 @@ def test_mma(kind: str) -> None:
             assert value == np.float32(expected[c_place(lane, number)])
 
 
+def test_mma_of_e4m3() -> None:
+    """Four numbers a register, neighbours in a row of A and in a column of B."""
+    a, b = (encode("e4m3", DICE.normal(size=shape)) for shape in ((16, 32), (32, 8)))
+    registers = {f"%r{30 + number}": np.zeros(32, np.uint32) for number in range(4)}
+    for lane in LANES:
+        row, column = lane // 4, 4 * (lane % 4)
+        for number in range(4):
+            part = a[row + 8 * (number % 2), column + 16 * (number // 2) :][:4]
+            registers.setdefault(f"%r{10 + number}", np.zeros(32, np.uint32))[lane] = part.view(np.uint32)[0]
+        for number in range(2):
+            part = np.ascontiguousarray(b[column + 16 * number :, row][:4])
+            registers.setdefault(f"%r{20 + number}", np.zeros(32, np.uint32))[lane] = part.view(np.uint32)[0]
+    text = """mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%r0, %r1, %r2, %r3},
+        {%r10, %r11, %r12, %r13}, {%r20, %r21}, {%r30, %r31, %r32, %r33};"""
+    found = run(text, registers).registers
+    expected = decode("e4m3", a).astype(np.float64) @ decode("e4m3", b)
+    for number in range(4):
+        for lane in LANES:
+            value = found[f"%r{number}"][lane : lane + 1].view(np.float32)[0]
+            assert value == np.float32(expected[c_place(lane, number)])
+
+
 def swizzled(matrix: Array, line: int, turned: bool) -> tuple[Array, int]:
     """Bytes of [rows, 16] 16-bit numbers as a tensor map of `line` bytes lays them out, and its descriptor.
 
@@ -339,3 +362,44 @@ def test_wgmma(line: int, turned: bool, from_registers: bool, teams: int) -> Non
             row, column = c_place(thread % 32, number % 4)
             value = found[f"%r{number}"][thread : thread + 1].view(np.float32)[0]
             assert value == expected[16 * (thread // 32) + row, 8 * (number // 4) + column]
+
+
+def cut(value: float, largest: float) -> float:
+    """To 13 bits behind the first of the largest."""
+    last = 2.0 ** (math.frexp(largest)[1] - 14)
+    return math.trunc(value / last) * last
+
+
+def test_wgmma_of_e4m3_keeps_14_bits() -> None:
+    """64 x 32 times 32 x 16, the second time added to what is there: the places are those of 16-bit numbers."""
+    columns, numbers = 16, encode("e4m3", np.abs(DICE.normal(size=(80, 32))) + 0.1)
+    a, b = numbers[:64], numbers[64:]
+    (b_bytes, b_name), (a_bytes, a_name) = (swizzled(part.view(np.uint16), 32, False) for part in (b, a))
+    data = np.concatenate([b_bytes, a_bytes])
+    names = {"%rd2": a_name | b_bytes.size >> 4, "%rd3": b_name}
+    registers = {name: np.full(128, value, np.uint64) for name, value in names.items()}
+    outputs = ",".join(f"%r{n}" for n in range(8))
+    name = f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"
+    lines = (
+        "\n".join(written(data, 128))
+        + f"""
+        {name} {{{outputs}}}, %rd2, %rd3, 0, 1, 1;
+        {name} {{{outputs}}}, %rd2, %rd3, 1, 1, 1;
+        wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;"""
+    )
+    found = run(lines, registers, threads=128, memory=memory_of(data), shared=data.size).registers
+    rows, turned = decode("e4m3", a).astype(float).tolist(), decode("e4m3", b).astype(float).tolist()
+    inexact = 0
+    for number in range(8):
+        for thread in range(0, 128, 7):
+            row, column = c_place(thread % 32, number % 4)
+            row, column = row + 16 * (thread // 32), column + 8 * (number // 4)
+            expected = 0.0
+            for _ in range(2):
+                addends = [x * y for x, y in zip(rows[row], turned[column], strict=True)] + [expected]
+                expected = sum(cut(addend, max(addends)) for addend in addends)
+                expected = cut(expected, expected)
+            value = found[f"%r{number}"][thread : thread + 1].view(np.float32)[0]
+            assert value == expected
+            inexact += expected != 2 * sum(addends[:-1])
+    assert inexact > 100
