@@ -49,7 +49,7 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
             found.append(Bound(types, given, compile["num_warps"]))
         return True
 
-    with triton.knobs.runtime.scope(), pretended(capability):
+    with triton.knobs.runtime.scope(), pretended(capability, "bound"):
         triton.knobs.runtime.jit_cache_hook = bound
         run()
     (one,) = found
@@ -57,15 +57,18 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
 
 
 @contextmanager
-def pretended(capability: int) -> Iterator[None]:
-    """A GPU of this capability is Triton's current device; nothing can be launched on it."""
+def pretended(capability: int, purpose: str) -> Iterator[None]:
+    """A GPU of this capability is Triton's current device; nothing can be launched on it.
+
+    Triton keeps what it compiled by device, and asks no hook again: each purpose has a device of its own.
+    """
     driver, target = triton.runtime.driver, GPUTarget("cuda", capability, 32)
     active = driver._active
     driver.set_active(
         SimpleNamespace(
             get_current_target=lambda: target,
             get_current_stream=lambda device: 0,
-            get_current_device=lambda: f"ahead of time, {capability}",  # Triton keeps what it compiled by device
+            get_current_device=lambda: f"{purpose}, {capability}",
         )
     )
     try:
@@ -105,7 +108,7 @@ def compile_kernel(kernel: Any, run: Callable[[], object], capability: int) -> C
         if launched is kernel:
             found.append(launch(launched, *given, grid=grid, warmup=True, **options))
 
-    with patch.object(JITFunction, "run", compiled), pretended(capability):
+    with patch.object(JITFunction, "run", compiled), pretended(capability, "compiled"):
         run()
     (done,) = found
     ptx, meta, used = done.asm["ptx"], done.metadata, resources(done.asm["cubin"])

@@ -2,44 +2,42 @@
 
 from __future__ import annotations
 
-import runpy
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.ahead_of_time import bind, compile_kernel
+from benchmarks import compile_kernels
+from benchmarks.ahead_of_time import Compiled, bind, compile_kernel
 from tests.plugins.cases import kernels
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compile_kernels.py"
 
-
-def test_kernels_compile_within_bounds() -> None:
-    """The product of exact mode in FP8 for Hopper: a loop over weights that is held to the rules of machine code."""
-    command = (sys.executable, "-m", "benchmarks.compile_kernels", "--only", "exact product fp8 sums")
-    more = ("--capability", "90")
-    done = subprocess.run((*command, *more), capture_output=True, text=True, check=False, cwd=SCRIPT.parents[1])
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 compiled, 0 break a bound or a rule" in done.stdout
-    assert "weight: " in done.stdout
+@pytest.mark.parametrize(
+    ("name", "argument"),
+    [("attention bf16/fp8 D=128 rows=256 split to fp8", "k_pages"), ("exact product fp8 sums", "weight")],
+)
+def test_kernels_compile_within_bounds(name: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """For Hopper: verification over FP8 pages, and the product of exact mode; loops held to the rules of their code."""
+    assert compile_kernels.main(["--only", name, "--capability", "90"]) == 0
+    printed = capsys.readouterr().out
+    assert "1 compiled, 0 break a bound or a rule" in printed
+    assert argument in printed
 
 
 def test_nothing_compiled_is_no_success() -> None:
-    assert runpy.run_path(str(SCRIPT))["main"](["--only", "no such kernel"]) == 1
+    assert compile_kernels.main(["--only", "no such kernel"]) == 1
 
 
 def test_bounds_are_bounds() -> None:
-    script: dict[str, Any] = runpy.run_path(str(SCRIPT))
-    broken, most = script["broken"], script["MOST_SHARED"]
-    size = {"shared": most[90], "scratch": 0, "registers": 255, "spilled": 0}
-    good = script["Compiled"]("kernel", "", b"", tuple("abcdefg"), 4, 9, **size)
+    broken, most = compile_kernels.broken, compile_kernels.MOST_SHARED
+    size: dict[str, Any] = {"shared": most[90], "scratch": 0, "registers": 255, "spilled": 0}
+    good = Compiled("kernel", "", b"", tuple("abcdefg"), 4, 9, **size)
     assert broken("", good, 90) == []
-    for fault in ({"shared": most[90] + 1}, {"spilled": 4}, {"scratch": 8}, {"parameters": 8}):
+    faults: tuple[dict[str, Any], ...]
+    faults = ({"shared": most[90] + 1}, {"spilled": 4}, {"scratch": 8}, {"parameters": 8})
+    for fault in faults:
         assert len(broken("", replace(good, **fault), 90)) == 1
     assert broken("", good, 120)
 

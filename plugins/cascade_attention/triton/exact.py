@@ -47,7 +47,7 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
             COLUMNS=columns,
             PADDED=max(32, power(columns)),
             TILE=ROWS_TRIED,
-            num_warps=max(1, min(8, power(columns) // 256)),  # eight columns a thread
+            num_warps=4 if columns <= 256 else 8,
         )
     return order
 
