@@ -40,7 +40,7 @@ def run(*files: str, marks: str = "not slow", k: str = "") -> Proof:
     return Proof((*files, "-m", marks, *(("-k", k) if k else ())))
 
 
-def interpreted(*names: str, k: str = "") -> Proof:
-    """The checks of tests/plugins/kernels/ that are not `slow`, in Triton's interpreter."""
-    files = tuple(f"tests/plugins/kernels/{name}.py" for name in names)
-    return Proof((*files, "-m", "not slow", *(("-k", k) if k else ())), interpreted=True)
+def interpreted(*names: str, marks: str = "not slow", k: str = "") -> Proof:
+    """The checks of tests/plugins/kernels/, in Triton's interpreter."""
+    files = (f"tests/plugins/kernels/{name}.py" for name in names)
+    return Proof(run(*files, marks=marks, k=k).arguments, interpreted=True)

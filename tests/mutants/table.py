@@ -1,7 +1,7 @@
-"""All mutants."""
+"""All mutants. H1 and the like are names in the review of the code for GPUs that asked for them."""
 
 from __future__ import annotations
 
-from tests.mutants import graphs
+from tests.mutants import attention, choice, graphs, layers, trees
 
-MUTANTS = [*graphs.MUTANTS]
+MUTANTS = [*graphs.MUTANTS, *attention.MUTANTS, *layers.MUTANTS, *choice.MUTANTS, *trees.MUTANTS]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from tests.mutants.__main__ import ROOT
 from tests.mutants.table import MUTANTS
 
@@ -11,3 +13,15 @@ def test_every_mutant_changes_one_place() -> None:
         source = (ROOT / mutant.file).read_text()
         compile(mutant.apply(source), mutant.file, "exec")
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS)
+
+
+def test_every_kernel_file_has_some() -> None:
+    """Files with Triton kernels, and those of the captured step."""
+    kernels = {
+        str(path.relative_to(ROOT))
+        for path in ROOT.glob("plugins/*/triton/*.py")
+        if "\n@triton.jit\n" in path.read_text()
+    }
+    counts = Counter(mutant.file for mutant in MUTANTS)
+    few = {file: counts[file] for file in kernels if counts[file] < 2}
+    assert not few

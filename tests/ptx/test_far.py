@@ -112,7 +112,7 @@ def test_rows_are_written_to_far_pages_and_layers() -> None:
     exist = [(layer, page) for layer in range(3) for page in table.flatten().tolist()] + [(n, 0) for n in range(3)]
     expected, found = ([far.pool(shape, torch.bfloat16, exist) for _ in "kv"] for _ in range(2))
     assert expected[0].stride(0) > 2**31
-    write_pages_reference(k, v, *expected, table, POSITIONS, KEEP)
+    write_pages_reference(k, v, expected[0], expected[1], table, POSITIONS, KEEP)
     with executed_as_ptx(90, sparse=far.parts):
         write_pages_triton(k, v, found[0], found[1], table, POSITIONS, KEEP)
     for layer, page in exist:

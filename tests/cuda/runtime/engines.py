@@ -162,15 +162,6 @@ def test_a_soak(windows: str) -> None:
     check_soak(60, windows)
 
 
-if __name__ == "__main__":
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        guard.build(Path(folder))
-        guard.load(Path(folder))
-    steps, seed, windows = [*sys.argv[1:], *["1000", "1", "none"][len(sys.argv) - 1 :]]
-    print(dict(soak(int(steps), int(seed), windows).seen))
-
-
 def test_products_are_timed_on_the_device_before_steps_are_captured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -183,10 +174,10 @@ def test_products_are_timed_on_the_device_before_steps_are_captured(
     monkeypatch.setattr(Event, "elapsed_time", lambda start, end: next(falling), raising=False)
     with on_streams() as cuda:
         monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-        models = [model.to(torch.bfloat16) for model in copies()[:2]]
-        for model in models:
-            cuda.move(model)
-        runner = runner_of(*models)
+        target, drafter, *_ = copies()
+        for model in (target, drafter):
+            cuda.move(model.to(torch.bfloat16))
+        runner = runner_of(target, drafter)
         choose_products(runner, None)
         products = products_of(runner)
         assert all(set(product.forms) == set(buckets(MOST_ROWS)) for product in products)
@@ -197,3 +188,12 @@ def test_products_are_timed_on_the_device_before_steps_are_captured(
     assert len(found.answer) == some_requests()[0].max_new_tokens
     (file,) = tmp_path.iterdir()
     assert "NVIDIA H100" in file.read_text()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        guard.build(Path(folder))
+        guard.load(Path(folder))
+    steps, seed, windows = [*sys.argv[1:], *["1000", "1", "none"][len(sys.argv) - 1 :]]
+    print(dict(soak(int(steps), int(seed), windows).seen))

@@ -216,3 +216,11 @@ def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.Monk
         tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
         chosen = torch.randint(0, vocab, (3, budget), generator=draw)
         assert_equal(*both(monkeypatch, accept, tree, chosen, size))
+
+
+def test_padding_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has token 0 and the root for a parent, as a child would that the target chooses when it picks id 0."""
+    tree = from_candidates(torch.tensor([[[5, 1, 2]]]), torch.zeros(1, 1, 3), 8)
+    expected, found = both(monkeypatch, accept, tree, torch.zeros(1, 8, dtype=torch.long), 3)
+    assert_equal(expected, found)
+    assert expected.count.tolist() == [1]

@@ -1,0 +1,127 @@
+"""Mutants of branches, of the growth and the merge of trees, and of acceptance."""
+
+from __future__ import annotations
+
+from tests.mutants.mutant import Mutant, interpreted
+
+BRANCHES, GROWTH, NODES = (f"plugins/trees/triton/{name}.py" for name in ("branches", "growth", "nodes"))
+OF_BRANCHES, OF_TREES = interpreted("branches"), interpreted("trees")
+
+MUTANTS = [
+    Mutant(
+        "no boundary behind the last slot",
+        BRANCHES,
+        "best = largest(tl.where(i <= S, pack_entry",
+        "best = largest(tl.where(i < S, pack_entry",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "a boundary's own probability is left out",
+        BRANCHES,
+        "score = reached * tl.where(i < S, -expm1(here), 1.0)",
+        "score = reached",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "a block keeps one token less",
+        BRANCHES,
+        "mask=(g > 0) & (g <= length)",
+        "mask=(g > 0) & (g < length)",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "the token behind the boundary is masked",
+        BRANCHES,
+        "(branch * S + slot) * vocab",
+        "(branch * S + tl.minimum(slot + 1, S - 1)) * vocab",
+        OF_BRANCHES,
+    ),
+    Mutant("an id of another table", BRANCHES, "(of_step <= token)", "(of_step < token)", OF_BRANCHES),
+    Mutant(
+        "the branch is certain of its boundary",
+        BRANCHES,
+        "again + tl.where(slot == length, rejected, 0.0)",
+        "again",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "merged nodes are owned by the last branch",
+        BRANCHES,
+        "        e = C - 1 - back\n",
+        "        e = back\n",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "of equal scores the later place",
+        GROWTH,
+        "tl.min(tl.where(front == best, front_place, LAST), axis=0)",
+        "tl.max(tl.where(front == best, front_place, -1), axis=0)",
+        OF_TREES,
+    ),
+    Mutant(
+        "growth stops one node early",
+        GROWTH,
+        "while (count < N) & (best > NOTHING):",
+        "while (count < N - 1) & (best > NOTHING):",
+        OF_TREES,
+    ),
+    Mutant(
+        "a child has the score of its candidate alone",
+        GROWTH,
+        "own = _order(_score(best) + logprob)",
+        "own = _order(logprob)",
+        OF_TREES,
+    ),
+    Mutant(
+        "the next child of a parent is the first of its equals",
+        GROWTH,
+        "((others == best) & (c > candidate))",
+        "((others == best) & (c != candidate))",
+        OF_TREES,
+    ),
+    Mutant(
+        "nodes of another level", GROWTH, "of_child = ((level + 1) << LEVEL)", "of_child = (level << LEVEL)", OF_TREES
+    ),
+    Mutant(
+        "F2 acceptance ignores valid",
+        NODES,
+        " & (n > 0) & (tl.load(valid + at, mask=inside, other=0) != 0)",
+        " & (n > 0)",
+        OF_TREES,
+    ),
+    Mutant(
+        "acceptance compares a node with its own choice",
+        NODES,
+        "chosen + request * N + above, mask=inside",
+        "chosen + request * N + n, mask=inside",
+        OF_TREES,
+    ),
+    Mutant(
+        "a path is one token shorter",
+        NODES,
+        "while node < NP and count < G:",
+        "while node < NP and count < G - 1:",
+        OF_TREES,
+    ),
+    Mutant(
+        "F3 ancestors see one step less",
+        NODES,
+        "tl.static_range((STEPS - 1).bit_length())",
+        "tl.static_range((STEPS - 1).bit_length() - 1)",
+        OF_TREES,
+    ),
+    Mutant(
+        "a row sees one ancestor less",
+        NODES,
+        "for _ in range(tl.max(depth, axis=0)):",
+        "for _ in range(tl.max(depth, axis=0) - 1):",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "padding of a merged tree is valid",
+        NODES,
+        "real, mask=n < N)\n    tl.store(num_merged + request, tokens",
+        "n >= 0, mask=n < N)\n    tl.store(num_merged + request, tokens",
+        OF_BRANCHES,
+    ),
+]
