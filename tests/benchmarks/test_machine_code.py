@@ -17,7 +17,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 import triton
 import triton.language as tl
 
-from benchmarks.ahead_of_time import compile_kernel
+from benchmarks.ahead_of_time import Compiled, compile_kernel
 from benchmarks.gpu import steps, traffic
 from benchmarks.machine_code import DEVICES, EXCEPTIONS, Streamed, arguments_of_lines, streams
 from benchmarks.sass import UnknownCode, loops, parse
@@ -51,14 +51,18 @@ def _gathered(
     tl.store(out + row[:, None] * TILE + slot[None, :], sums)
 
 
-def checked(capability: int, *, ahead: bool, fixed: bool = True, stages: int) -> list[Streamed]:
+def compiled(capability: int, *, ahead: bool, fixed: bool = True, stages: int, **options: int) -> Compiled:
     def launch() -> None:
         _gathered[1,](
             some("bf16", 16, 64), some("bf16", 8, 16, 64), some("i64", 64), some("fp32", 16, 32), 1000, 64,
-            SIZE=64, TILE=32, AHEAD=ahead, FIXED=fixed, STAGES=stages, num_warps=4,
+            SIZE=64, TILE=32, AHEAD=ahead, FIXED=fixed, STAGES=stages, **({"num_warps": 4} | options),
         )  # fmt: skip
 
-    done = compile_kernel(_gathered, launch, capability)
+    return compile_kernel(_gathered, launch, capability)
+
+
+def checked(capability: int, *, ahead: bool, fixed: bool = True, stages: int) -> list[Streamed]:
+    done = compiled(capability, ahead=ahead, fixed=fixed, stages=stages)
     return streams(done.cubin, done.ptx, list(done.names), ("pages",))
 
 
@@ -84,6 +88,12 @@ def test_narrow_copies_are_refused() -> None:
     """Where nobody told the compiler that rows begin at multiples of 16 bytes."""
     loop, *_ = checked(90, ahead=True, fixed=False, stages=4)
     assert "LDG" in loop.faults["width"]
+
+
+def test_spills_are_seen() -> None:
+    """Of one warp, whose threads may not use the registers that they need."""
+    assert compiled(90, ahead=True, stages=4, num_warps=1).spilled == 0
+    assert compiled(90, ahead=True, stages=4, num_warps=1, maxnreg=40).spilled > 0
 
 
 def test_what_a_load_reads_is_followed_to_the_argument() -> None:

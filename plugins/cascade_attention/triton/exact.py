@@ -156,7 +156,7 @@ def attention_tile(size: int, itemsize: int, *, fp8: bool, bounded: bool) -> Til
     if itemsize == 4:
         return TileConfig(rows=16, columns=16, new=16, warps=4, stages=3)
     rows = 32 if wide == 256 or (wide == 128 and fp8 and bounded) else 64
-    columns = {64: 64, 128: 32, 256: 16}[max(64, wide)]
+    columns = 16 if wide == 256 else 32
     return TileConfig(rows, columns, new=32, warps=8 if wide == 256 and fp8 else 4, stages=3)
 
 
