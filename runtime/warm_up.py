@@ -65,8 +65,14 @@ def warm_up(
     ]
     decodes = steps.warm_ups(served)
     with progress("compiling kernels", len(prefills) + len(decodes)) as advance:
-        for work in (*prefills, *decodes):
+        for work in prefills:
             work()
+            advance(1)
+        for work in decodes:
+            try:
+                work()
+            except torch.OutOfMemoryError as error:  # few requests are of such a kind, and never a whole batch
+                logger.warning("a full batch of one kind of requests does not fit in memory: %s", error)
             advance(1)
     counts = len(prefills), len(decodes), compiled.total(), time.perf_counter() - start
     logger.info("warmed up: %d shapes of prompts and %d of decode steps, %d kernels, in %.1f s", *counts)

@@ -167,7 +167,8 @@ def most_sustained(costs: Mapping[int, StepCost], chunks: list[float], demand: D
 
 def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
     """K/V pages that the engine allocates: those of its limits, or as many as fit next to the weights in four fifths
-    of the memory; the rest is for activations. Raises D2SDError if a request of max_context does not fit.
+    of the memory; the rest is for activations, and for the features on their way to the drafters. Raises D2SDError if a
+    request of max_context does not fit.
     """
     free = GPUS[gpu] * 4 // 5 - plan.weight_bytes
     page, block = limits.page_size * sum(part.kv_token_bytes for part in plan.parts), plan.recipe.tree.block_size

@@ -70,6 +70,7 @@ def measure_cell(
     _, sample = requests[0]
     # The salt keeps the sample's prompt out of the prefix cache: it is computed when it is measured.
     warm_up = replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens), cache_salt="warm-up")
+    engine.warm_up()  # or kernels of a GPU would be compiled while they are measured
     engine.generate([warm_up] * min(2, key.concurrency))
     engine.clock.clear()
     engine.record_trace = True

@@ -117,6 +117,23 @@ def test_a_warm_engine_serves_as_a_cold_one(policy: PolicyName) -> None:
     assert len(graphs.graphs) == captured, "every graph was captured before"
 
 
+def test_a_kind_of_step_that_does_not_fit_is_a_warning(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server starts: a whole batch of such requests may never come."""
+    engine = make_engine(honest(), "off", max_batch=1)
+    RecordedGraphs(rerun=True).guard(engine)
+    done: list[str] = []
+
+    def too_large() -> None:
+        raise torch.OutOfMemoryError("500 GiB")
+
+    monkeypatch.setattr(engine.steps, "warm_ups", lambda served: [too_large, lambda: done.append("next")])
+    engine.warm_up()
+    assert done == ["next"]
+    assert "does not fit in memory: 500 GiB" in caplog.text
+
+
 def test_a_cpu_does_nothing_before_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[object] = []
     monkeypatch.setattr(ModelRunner, "prefill", lambda *inputs: ran.append(inputs))
