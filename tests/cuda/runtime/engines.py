@@ -118,6 +118,19 @@ def test_a_prompt_of_many_chunks() -> None:
     assert found.answer == expected(request)
 
 
+@pytest.mark.slow
+def test_a_warm_engine_captures_nothing_in_service() -> None:
+    requests = some_requests()[:3]
+    with on_streams() as cuda:
+        engine = engine_on(cuda, "d2sd", 2)
+        engine.warm_up()
+        graphs = set(engine.steps._graphs)
+        found = run_staggered(engine, requests, gap=2)
+        check(engine, cuda)
+        assert set(engine.steps._graphs) == graphs
+    assert [one.answer for one in found] == [expected(request) for request in requests]
+
+
 class SoakOnStreams(Soak):
     """Models on the device, and its own graphs."""
 
