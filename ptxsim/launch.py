@@ -192,8 +192,8 @@ class _Region:
     def placed(self, written: set[str], first: int, stop: int, far: int | None) -> Placed:
         """Some of its bytes; all of them are numbers where it is `far`."""
         if far is not None:
-            data, writable = self.bytes()[first:stop].copy(), not written.isdisjoint(self.tensors)
-            return Placed(" ".join(self.tensors), data, writable, (far + first) % 256, far=far + first)
+            data, is_written = self.bytes()[first:stop].copy(), not written.isdisjoint(self.tensors)
+            return Placed(" ".join(self.tensors), data, is_written, (far + first) % 256, far=far + first)
         used, writable = np.zeros((2, self.stop - self.start), bool)
         for name, tensor in self.tensors.items():
             self._numbers(tensor, used)

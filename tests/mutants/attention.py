@@ -1,4 +1,7 @@
-"""Mutants of attention, of the pages that it reads, and of their writes."""
+"""Mutants of attention, of the pages that it reads, and of their writes.
+
+Those of windows, sinks and the order of sums are in tests/plugins/kernels/, where they are tests.
+"""
 
 from __future__ import annotations
 
@@ -68,13 +71,6 @@ MUTANTS = [
         ATTENTION,
     ),
     Mutant(
-        "every split has a sink",
-        KERNEL,
-        "        last = split == SPLITS - 1\n",
-        "        last = split >= 0\n",
-        ATTENTION,
-    ),
-    Mutant(
         "bits of a mask in reverse",
         KERNEL,
         "tl.sum(seen << bit, 0)",
@@ -104,13 +100,6 @@ MUTANTS = [
         EXACT,
         "    shared = context // BLOCK_N * BLOCK_N\n",
         "    shared = context\n",
-        INVARIANT,
-    ),
-    Mutant(
-        "the sink of every split",
-        EXACT,
-        "best, total = tl.where(split == 0, sink, best), tl.where(split == 0, 1.0, total)",
-        "best, total = sink, total + 1.0",
         INVARIANT,
     ),
     Mutant(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from tests.mutants.mutant import Mutant, interpreted
 
 BRANCHES, GROWTH, NODES = (f"plugins/trees/triton/{name}.py" for name in ("branches", "growth", "nodes"))
-OF_BRANCHES, OF_TREES = interpreted("branches"), interpreted("trees")
+OF_BRANCHES, GROWN = interpreted("branches"), interpreted("trees", k="growth or sources or certain")
+ACCEPTED, MERGED = interpreted("trees", k="accept"), interpreted("trees", k="test_candidates or chain")
 
 MUTANTS = [
     Mutant(
@@ -56,66 +57,64 @@ MUTANTS = [
         GROWTH,
         "tl.min(tl.where(front == best, front_place, LAST), axis=0)",
         "tl.max(tl.where(front == best, front_place, -1), axis=0)",
-        OF_TREES,
+        GROWN,
     ),
     Mutant(
         "growth stops one node early",
         GROWTH,
         "while (count < N) & (best > NOTHING):",
         "while (count < N - 1) & (best > NOTHING):",
-        OF_TREES,
+        GROWN,
     ),
     Mutant(
         "a child has the score of its candidate alone",
         GROWTH,
         "own = _order(_score(best) + logprob)",
         "own = _order(logprob)",
-        OF_TREES,
+        GROWN,
     ),
     Mutant(
         "the next child of a parent is the first of its equals",
         GROWTH,
         "((others == best) & (c > candidate))",
         "((others == best) & (c != candidate))",
-        OF_TREES,
+        GROWN,
     ),
-    Mutant(
-        "nodes of another level", GROWTH, "of_child = ((level + 1) << LEVEL)", "of_child = (level << LEVEL)", OF_TREES
-    ),
+    Mutant("nodes of another level", GROWTH, "of_child = ((level + 1) << LEVEL)", "of_child = (level << LEVEL)", GROWN),
     Mutant(
         "F2 acceptance ignores valid",
         NODES,
         " & (n > 0) & (tl.load(valid + at, mask=inside, other=0) != 0)",
         " & (n > 0)",
-        OF_TREES,
+        ACCEPTED,
     ),
     Mutant(
         "acceptance compares a node with its own choice",
         NODES,
         "chosen + request * N + above, mask=inside",
         "chosen + request * N + n, mask=inside",
-        OF_TREES,
+        ACCEPTED,
     ),
     Mutant(
         "a path is one token shorter",
         NODES,
         "while node < NP and count < G:",
         "while node < NP and count < G - 1:",
-        OF_TREES,
+        ACCEPTED,
     ),
     Mutant(
         "F3 ancestors see one step less",
         NODES,
         "tl.static_range((STEPS - 1).bit_length())",
         "tl.static_range((STEPS - 1).bit_length() - 1)",
-        OF_TREES,
+        GROWN,
     ),
     Mutant(
         "a row sees one ancestor less",
         NODES,
         "for _ in range(tl.max(depth, axis=0)):",
         "for _ in range(tl.max(depth, axis=0) - 1):",
-        OF_BRANCHES,
+        MERGED,
     ),
     Mutant(
         "padding of a merged tree is valid",
