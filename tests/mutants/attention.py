@@ -157,5 +157,5 @@ MUTANTS = [
         "kept = (tl.load(keep + place) >= 0) &",
         WRITES,
     ),
-    Mutant("rows past the page table are written", PAGES, " & (block < columns)", "", WRITES),
+    Mutant("rows past the page table are written", PAGES, " & (block < columns)", "", FAR),
 ]

@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, interpreted
 
 BRANCHES, GROWTH, NODES = (f"plugins/trees/triton/{name}.py" for name in ("branches", "growth", "nodes"))
 OF_BRANCHES, GROWN = interpreted("branches"), interpreted("trees", k="growth or sources or certain")
-ACCEPTED, MERGED = interpreted("trees", k="accept"), interpreted("trees", k="test_candidates or chain")
+ACCEPTED, MERGED = interpreted("trees", k="accept"), interpreted("trees", k="test_chain")
 
 MUTANTS = [
     Mutant(
