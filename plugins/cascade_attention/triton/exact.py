@@ -20,7 +20,7 @@ from triton import next_power_of_2 as power
 from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
-from d2sd.plugins.cascade_attention.triton.launch import constants
+from d2sd.plugins.cascade_attention.triton.launch import constants, current_capability
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded
 from d2sd.plugins.layer_ops import quantize
 
@@ -122,7 +122,7 @@ def _launch(
     k_pages, page_table = context.k_pages, context.page_table
     assert k_pages.is_contiguous()
     assert context.v_pages.is_contiguous()
-    tile = attention_tile(size, q.element_size(), fp8=context.fp8, bounded=bounds is not None)
+    tile = attention_tile(size, q.element_size(), current_capability(), fp8=context.fp8, bounded=bounds is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None
     if splits > 1:
@@ -147,17 +147,18 @@ def _launch(
     return out
 
 
-def attention_tile(size: int, itemsize: int, *, fp8: bool, bounded: bool) -> TileConfig:
-    """One for any number of rows, on every architecture: another height or number of columns changes bits.
+def attention_tile(size: int, itemsize: int, capability: int, *, fp8: bool, bounded: bool) -> TileConfig:
+    """One for any number of rows: another height or number of columns changes bits.
 
-    Three stages are two tiles of keys and values: one is copied while the other is used.
+    Three stages are two tiles of keys and values: one is copied while the other is used. Where products are `mma.sync`,
+    as on sm_89 and sm_120, 64 rows over FP8 pages run out of registers.
     """
     wide = padded(size)
     if itemsize == 4:
         return TileConfig(rows=16, columns=16, new=16, warps=4, stages=3)
-    rows = 32 if wide == 256 or (wide == 128 and fp8 and bounded) else 64
-    columns = 16 if wide == 256 else 32
-    return TileConfig(rows, columns, new=32, warps=8 if wide == 256 and fp8 else 4, stages=3)
+    low = wide == 256 or (wide == 128 and fp8 and (bounded or capability // 10 in (8, 12)))
+    many = (wide >= 128 and fp8) or (wide == 128 and bounded)
+    return TileConfig(32 if low else 64, columns=16 if wide == 256 else 32, new=32, warps=8 if many else 4, stages=3)
 
 
 @cache

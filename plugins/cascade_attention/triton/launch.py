@@ -53,7 +53,7 @@ def cascade_attention_triton(
     bounded = (mask.first if isinstance(mask, ChunkMask) else first) is not None
     shape = len(context.page_table), rows, *q.shape[2:], k.shape[2], q.element_size()
     slots = _slots(context.k_pages, rows, columns, window)
-    splits = _splits(*shape, slots, q.device, _capability(), fp8=context.fp8, bounded=bounded)
+    splits = _splits(*shape, slots, q.device, current_capability(), fp8=context.fp8, bounded=bounded)
     counters = arrived() if arrived is not None and splits > 1 else None
     given = {"first": first, "sinks": sinks, "scale": scale, "out": out, "arrived": counters}
     return launch(q, k, v, context, mask, splits=splits, **given)
@@ -70,7 +70,7 @@ def chunk_variant(
         power(rows),
         k_pages.dtype == torch.float8_e4m3fn,
         window is not None,
-        _capability(),
+        current_capability(),
     )
     slots = _slots(k_pages, rows, columns, window)
     shape = batch, rows, heads, size, kv_heads, itemsize, slots, k_pages.device, capability
@@ -171,7 +171,7 @@ def launch(
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
     shape = rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1]
-    tile, fixed = _plan(*shape, splits, _capability(), fp8=context.fp8, bounded=bounds is not None)
+    tile, fixed = _plan(*shape, splits, current_capability(), fp8=context.fp8, bounded=bounds is not None)
     made = q.dtype if scale is None else torch.float8_e4m3fn
     if out is None:
         out = torch.empty(q.shape, dtype=made, device=q.device)
@@ -194,7 +194,7 @@ def launch(
     return out
 
 
-def _capability() -> int:
+def current_capability() -> int:
     """Compute capability that Triton compiles for, such as 90; 0 where there is none, as in the interpreter."""
     try:
         capability: int = triton.runtime.driver.active.get_current_target().arch
