@@ -130,7 +130,7 @@ def compile_kernel(kernel: Any, run: Callable[[], object], capability: int) -> C
         shared=meta.shared,
         scratch=meta.global_scratch_size + meta.profile_scratch_size,
         registers=used["REG"],
-        spilled=max(0, used["STACK"] - declared),
+        spilled=max(0, used["STACK"] - -(-declared // 8) * 8),  # a stack is of multiples of eight bytes
     )
 
 
