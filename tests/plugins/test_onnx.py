@@ -54,9 +54,11 @@ def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) 
         *,
         first: Tensor | None,
         sinks: Tensor | None,
+        out: Tensor,
     ) -> Tensor:
         bits = (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
-        return cascade_attention_reference(q, k, v, context, bits.flatten(2)[..., : q.shape[1]].bool(), first, sinks)
+        mask = bits.flatten(2)[..., : q.shape[1]].bool()
+        return out.copy_(cascade_attention_reference(q, k, v, context, mask, first, sinks))
 
     def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *where: Tensor) -> None:
         write_pages_reference(k, v, k_pages, v_pages, table.long(), *where)

@@ -14,8 +14,8 @@ from d2sd.plugins.dispatch import HEAD_STEP
 MOST_SPLITS = 16
 #: Least tokens of context in a split: reading fewer costs less than writing and merging a partial result.
 LEAST_SHARE = 128
-#: Most splits of a tile of 128 rows. Whoever merges reads its rows of every split alone: with more, half the rows in
-#: twice the programs are done sooner.
+#: Most splits of a tile of 128 rows. The merge is one program that reads its rows of every split: with more, half the
+#: rows in twice the programs are done sooner.
 MOST_TALL_SPLITS = 2
 
 
