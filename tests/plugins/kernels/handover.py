@@ -36,7 +36,7 @@ def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, L
     batch = Batch.dummy(size, 1, 0, 9, "cpu")
     batch = replace(batch, anchor=upto(2**40, size), context_len=upto(2**33, size), active=upto(3, size) > 0)
     stop = upto(12, size, STOP_TOKENS)
-    stop = torch.where(upto(4, size, STOP_TOKENS) > 0, -1, stop)
+    stop = torch.where(upto(4, size, STOP_TOKENS) > seed % 2 * 4, -1, stop)  # few, or as many as there is room for
     limit = batch.context_len + upto(2 * block, size)
     link = Link(upto(2, size) > 0, upto(rows, size), limit, stop)
     count, tokens = 1 + upto(block, size), upto(13, size, block) - 1  # -1: no token, at which a row ends
