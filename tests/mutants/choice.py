@@ -6,7 +6,7 @@ from tests.mutants.mutant import Mutant, interpreted
 
 DRAFTS, TOKENS = (f"plugins/choice/triton/{name}.py" for name in ("drafts", "tokens"))
 HANDOVER, LOOKUP = "plugins/handover/triton/kernel.py", "plugins/lookup/triton/kernel.py"
-CHOICES, STATES, COPIES = interpreted("choices"), interpreted("handover"), interpreted("lookup")
+CHOICES, STATES, COPIES = interpreted("candidates", "choices"), interpreted("handover"), interpreted("lookup")
 
 MUTANTS = [
     Mutant(

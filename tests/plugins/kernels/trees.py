@@ -207,6 +207,14 @@ def test_nothing_proposed_and_everything_certain(monkeypatch: pytest.MonkeyPatch
         assert_equal(*both(monkeypatch, best_first_tree, anchor, sources_of(drafts[0], branches, drafts[1]), 9))
 
 
+def test_growth_of_more_than_16_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last node has as many ancestors."""
+    draft = Draft(torch.arange(1, 19).view(1, 18, 1), torch.full((1, 18, 1), -0.1))
+    expected, found = both(monkeypatch, best_first_tree, torch.tensor([7]), sources_of(draft, None, None), 19)
+    assert_equal(expected, found)
+    assert expected.attn_mask[0, -1].all()
+
+
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(1)
