@@ -27,6 +27,8 @@ from benchmarks.gpu.evidence import LAUNCHES
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.traffic import Meter, without_gpu
 from d2sd.runtime.decode import Committed, StepResult
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.staging import Staging
 
 T = TypeVar("T")
 NO_TIME = float("nan")
@@ -89,6 +91,17 @@ def unpack(result: StepResult, host: Tensor) -> list[Committed]:
     return [Committed(longest, 0, [0] * longest, [], None) for _ in range(requests)]
 
 
+def staged(make: Callable[..., None]) -> Callable[..., None]:
+    """`ModelRunner.__init__`, after which inputs of a prefill are copied to the meta device as to a GPU."""
+
+    def init(runner: ModelRunner, *args: Any, **options: Any) -> None:
+        make(runner, *args, **options)
+        if runner.device == "meta":
+            runner.staging = Staging(runner.device, lambda: lambda: None)
+
+    return init
+
+
 class OfCpu(torch.Generator):
     """The meta device has none of its own."""
 
@@ -118,6 +131,7 @@ def nothing_runs() -> Iterator[None]:
             "benchmarks.gpu.call.BUDGET": defaultdict(lambda: math.inf),
             "d2sd.runtime.decode.StepResult.unpack": unpack,
             "benchmarks.gpu.steps.CudaGraphs": capture,
+            "d2sd.runtime.model_runner.ModelRunner.__init__": staged(ModelRunner.__init__),
             "benchmarks.gpu.steps._seconds": lambda run: NO_TIME,
             "benchmarks.gpu.steps._kernels": lambda run: 0,
             "benchmarks.gpu.traffic.Meter.kernel": LAUNCHES.add,
