@@ -158,6 +158,10 @@ class CommittedRows:
     windowed_table: Tensor | None = None  # [B, M]
 
     @property
+    def tables(self) -> list[Tensor]:
+        return [table for table in (self.page_table, self.windowed_table) if table is not None]
+
+    @property
     def tensors(self) -> list[Tensor]:
         tensors = self.features, self.page_table, self.positions, self.keep, self.windowed_table
         return [tensor for tensor in tensors if tensor is not None]

@@ -122,12 +122,15 @@ def _written(ttir: str, names: list[str]) -> set[str]:
     _, _, rest = ttir.partition("tt.func public")
     header, _, body = rest.partition("\n")
     arguments = dict(zip(re.findall(r"(%\w+): ", header), names, strict=True))
-    made = dict(re.findall(r"(%\w+) = [\w.]+ (%\w+)", body))  # a value and its first operand
+    made: dict[str, str] = {}  # a value and its first operand; names come again where those before are out of scope
     found: set[str] = set()
-    for pointer in re.findall(r"tt\.(?:store|atomic_\w+)[^%\n]* (%\w+)", body):
-        while pointer in made:
-            pointer = made[pointer]
-        found.add(arguments[pointer])
+    for line in body.splitlines():
+        if value := re.search(r"(%\w+) = [\w.]+ (%\w+)", line):
+            made[value[1]] = value[2]
+        for pointer in re.findall(r"tt\.(?:store|atomic_\w+)[^%\n]* (%\w+)", line):
+            while pointer in made:
+                pointer = made[pointer]
+            found.add(arguments[pointer])
     return found
 
 

@@ -19,7 +19,7 @@ from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
-from d2sd.plugins import choice, lookup, trees
+from d2sd.plugins import choice, handover, lookup, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
@@ -271,16 +271,17 @@ class ModelRunner:
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Append the accepted path to the target's pages and to the text, and its features to the drafters' context."""
-        path = accepted.path  # [B, G]
-        steps = self._steps[: path.shape[1]]
-        keep = (steps < accepted.count[:, None]) & batch.active[:, None]
-        of_rows = torch.arange(len(path), device=path.device)[:, None]
-        out = verified.rows
-        positions = batch.context_len[:, None] + steps
+        path, out = accepted.path, verified.rows  # [B, G]
+        tables = [batch.page_table]
+        if self.context.has_windowed_pages and batch.windowed_table is not None:
+            tables.append(batch.windowed_table)
+        room = self.context.room(len(path))
+        into = None if room is None else [room.features, room.positions, room.keep, *room.tables]
+        of_batch = accepted.count, batch.active, batch.context_len
+        features, positions, keep = handover.commit(path, *of_batch, out.features, tables, into)
         self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path, batch.windowed_table)
-        features, page_size = out.features[of_rows, path], self.target_pool.page_size
-        windowed = batch.windowed_table if self.context.has_windowed_pages else None
-        self.context.add(CommittedRows(features, batch.page_table, positions, keep, page_size, windowed))
+        page_size = self.target_pool.page_size
+        self.context.add(room or CommittedRows(features, tables[0], positions, keep, page_size, *tables[1:]))
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 

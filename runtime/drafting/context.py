@@ -67,6 +67,7 @@ class DrafterContext:
         self._left: CommittedRows | None = None  # rows LEFT in that memory
         self._to_inject: dict[DrafterRole, CommittedRows] | None = None  # by drafter; None: not inside a captured step
         self._committed: CommittedRows | None = None  # by the captured step
+        self._room: CommittedRows | None = None  # in the memory, for these rows
 
     @property
     def pending_rows(self) -> dict[DrafterRole, int]:
@@ -149,11 +150,20 @@ class DrafterContext:
             rows = self._memory.first(requests, self._memory.keep.shape[1])
             self._to_inject = dict.fromkeys(self._queues.keys() & set(drafters), rows)
 
+    def room(self, requests: int) -> CommittedRows | None:
+        """Where a captured step may leave its rows itself, for `add`, once it has injected all that it does: in the
+        memory, G rows a request. None: it may not.
+        """
+        if self._to_inject is not None and self._memory is not None:
+            self._room = self._memory.first(requests, self._memory.keep.shape[1])
+        return self._room
+
     @torch.inference_mode()
     def end(self) -> None:
-        """End a captured step: copy the rows that it added into the memory."""
-        committed, self._committed, self._to_inject = self._committed, None, None
-        if committed is None or self._memory is None:
+        """End a captured step: copy the rows that it added into the memory, unless they are there (`room`)."""
+        committed, room = self._committed, self._room
+        self._committed = self._room = self._to_inject = None
+        if committed is None or self._memory is None or committed is room:
             return
         requests, length = committed.keep.shape
         if length < self._memory.keep.shape[1]:
@@ -188,7 +198,7 @@ class DrafterContext:
         try:
             yield
         finally:
-            self._to_inject = self._committed = None
+            self._to_inject = self._committed = self._room = None
             for tensor, value in zip(self.memory, before, strict=True):
                 tensor.copy_(value)
 

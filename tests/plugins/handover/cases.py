@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 from d2sd.plugins.handover.triton.kernel import begin_kernel, begin_triton, end_kernel, end_triton
+from d2sd.plugins.handover.triton.rows import commit_kernel, commit_triton
 from tests.plugins.cases import Check, Kernel, some
 
 
@@ -18,6 +20,19 @@ def end(size: int) -> None:
     end_triton(number, some("u1", size), tokens, tokens[:, 0], number, stop, some("i64", 3, size + 1))
 
 
+def commit(size: int, features: int, tables: int) -> None:
+    path, number, kept = some("i64", size, 16), some("i64", size), some("u1", size, 16)
+    given, pages = some("bf16", size, 64, features), [some("i64", size, 130)] * tables
+    into = [some("bf16", size, 16, features), path, kept, *pages] if tables else None
+    commit_triton(path, number, kept[:, 0], number, given, pages, into)
+
+
+def committed(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """The features of the path's nodes."""
+    path, features = values["path"], values["features"]
+    return {"features": path.numel() * features.shape[-1] * features.element_size()}, 0
+
+
 KERNELS = (
     Kernel(
         begin_kernel,
@@ -25,5 +40,17 @@ KERNELS = (
         {f"handover to {size}": partial(begin, size) for size in (1, 32)},
     ),
     Kernel(end_kernel, ("state",), {f"handover of {size}": partial(end, size) for size in (1, 32)}),
+    Kernel(
+        commit_kernel,
+        ("new_features", "positions", "keep", "new_table", "new_windowed"),
+        {
+            f"commit {size}x{features} with {tables} tables": partial(commit, size, features, tables)
+            for size, features, tables in ((1, 20480, 1), (32, 20480, 2), (8, 0, 0))
+        },
+        touched=committed,
+    ),
 )
-CHECKS = {"handover": Check("begin end", "handover.test_handover", (5, 3, 4), barriers=False)}
+CHECKS = {
+    "handover": Check("begin end", "handover.test_handover", (5, 3, 4), barriers=False),
+    "commit": Check("commit", "handover.test_commit", (3, 4, 7, 5, 2), barriers=False),
+}

@@ -77,3 +77,41 @@ def test_handover(rows: int, size: int, block: int, monkeypatch: pytest.MonkeyPa
             stopped = any(token in link.stop[row].tolist() for token in new) or length + len(new) >= link.limit[row]
             after[row] = max(new[-1], 0), length + len(new), int(active and not stopped)
         assert expected == ([list(x) for x in zip(*given, strict=True)], [list(x) for x in zip(*after, strict=True)])
+
+
+@pytest.mark.parametrize(
+    ("size", "block", "nodes", "width", "tables"), [(3, 4, 7, 5, 2), (1, 16, 16, 2100, 1), (2, 1, 1, 0, 0)]
+)
+def test_commit(size: int, block: int, nodes: int, width: int, tables: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into new tensors, and into the first rows of larger ones, whose others keep what they hold."""
+    draw = torch.Generator().manual_seed(1)
+    path, count = torch.randint(nodes, (size, block), generator=draw), 1 + torch.randint(block, (size,), generator=draw)
+    counts = torch.stack([count, count], 1)[:, 0]  # among other numbers
+    active, context_len = torch.arange(size) != 1, torch.randint(2**40, (size,), generator=draw)
+    features = torch.randn(size, nodes, width, generator=draw).bfloat16()
+    pages = [torch.randint(99, (size, 2050), generator=draw) for _ in range(tables)]
+    given = path, counts, active, context_len, features
+
+    def larger() -> list[Tensor]:
+        rows = (size, block + 2)
+        kept = [torch.ones(*rows, width).bfloat16(), torch.ones(rows, dtype=torch.long), torch.ones(rows).bool()]
+        return [*kept, *map(torch.zeros_like, pages)]
+
+    run_kernels(monkeypatch, kernels.OP, on=False)
+    expected, into = kernels.commit(*given), larger()
+    kernels.commit(*given, pages, into)
+    run_kernels(monkeypatch, kernels.OP)
+    found, also = kernels.commit(*map(there, given)), there(larger())
+    kernels.commit(*map(there, given), there(pages), also)
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
+    assert all(torch.equal(one, other.cpu()) for one, other in zip(into, also, strict=True))
+    assert all(torch.equal(one, other) for one, other in zip(pages, into[3:], strict=True))
+    for row in range(size):
+        for g in range(block):
+            assert torch.equal(expected[0][row, g], features[row, path[row, g]])
+            assert expected[1][row, g] == context_len[row] + g
+            assert expected[2][row, g] == (row != 1 and g < count[row])
+    for one, other in zip(expected, into, strict=False):
+        assert torch.equal(one, other[:, :block])
+    assert not into[2][:, block:].any()
+    assert all((x[:, block:] == 1).all() for x in into[:2])
