@@ -13,7 +13,7 @@
 
 Nine kernels a layer. Experts (`d2sd.modeling.experts`) run as they are in the place of the last three.
 
-Rows of context that a drafter injects as it drafts are in the qkv products of the draft; a tenth kernel writes their
+Rows of context that a drafter injects as it drafts are in the qkv products of the draft; `qk_norm_rope` writes their
 K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and one `qk_norm_rope`; in
 FP8 a product a layer, because no FP8 product is batched. A drafter that borrows the target's MLPs has a qkv and an o
 product of its own; all else is the target's fused layers'.
@@ -137,9 +137,10 @@ class _Pass:
         lines = self.features.flatten(0, 1)
         self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
 
-    def positions(self, rows: Rows | Chunks) -> Tensor:
-        """Positions of all rows of a qkv product."""
-        return rows.positions
+    @property
+    def front(self) -> Tensor | None:
+        """Positions of rows that a qkv product has before those of the pass."""
+        return None
 
     def heads(
         self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
@@ -163,20 +164,17 @@ class _PassWithContext(_Pass):
         self.k, self.v = x.new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()  # of one layer at a time
         self.columns = {}
 
-    def positions(self, rows: Rows | Chunks) -> Tensor:
-        return torch.cat([self._committed.positions.flatten(), rows.positions.flatten()])
+    @property
+    def front(self) -> Tensor:
+        return self._committed.positions
 
     def heads(
         self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        count, context = self._count, self._committed
-        q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v)
-        shape = 1, *context.keep.shape, *self.k.shape[2:]
-        k, v = (rows[:, :count].view(shape) for rows in (self.k, self.v))
-        pool = self._pool.from_layer(index, index + 1)
-        tables = context.page_table, context.windowed_table
-        pool.write(k, v, tables[0], context.positions, context.keep, windowed_table=tables[1])
-        own_q, own_k, own_v = (rows[count:].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
+        paged = self._pool.paged(index, self._committed)
+        q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v, paged)
+        own = (rows[self._count :].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
+        own_q, own_k, own_v = own
         return own_q, own_k, own_v
 
 
@@ -259,7 +257,7 @@ class FusedLayers(nn.Module):
         """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
         body, eps = self._config, self._config.rms_norm_eps
         attend = pool.attend(rows, exact=self._exact)
-        cos, sin = rotary.tables(out.positions(rows), x.dtype)
+        cos, sin = rotary.tables(rows.positions, x.dtype, out.front)
         x = x.reshape(-1, body.hidden_size)
         buffer, branch = torch.empty_like(x), None
         for index, layer in enumerate(layers):

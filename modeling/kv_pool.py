@@ -26,6 +26,7 @@ from torch import Tensor
 from d2sd.modeling.config import BodyConfig
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.layer_ops import PagedRows
 
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
@@ -349,6 +350,12 @@ class KVPool:
         """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
         for part in self._parts:
             part.write(k, v, _table(part.windowed, page_table, windowed_table), positions, keep, path)
+
+    def paged(self, index: int, rows: CommittedRows) -> PagedRows:
+        """Where `qk_norm_rope` is to put the keys and values of committed rows, of layer `index`."""
+        part, place = self._places[index]
+        table = _table(part.windowed, rows.page_table, rows.windowed_table)
+        return PagedRows(part.k[place], part.v[place], table, rows.positions, rows.keep)
 
     def write_rows(
         self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor, windowed_pages: Tensor | None = None

@@ -86,9 +86,11 @@ class Rotary(torch.nn.Module):
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
 
-    def tables(self, positions: Tensor, dtype: torch.dtype) -> CosSin:
-        """The same numbers, each once, in one kernel: positions [...] of R rows -> cos, sin [R, D/2]."""
-        return rope_tables(positions, self._frequencies, self._scale, dtype)
+    def tables(self, positions: Tensor, dtype: torch.dtype, front: Tensor | None = None) -> CosSin:
+        """The same numbers, each once, in one kernel: positions [...] of R rows, behind those in `front`, if there are
+        any -> cos, sin [R, D/2].
+        """
+        return rope_tables(positions, self._frequencies, self._scale, dtype, front)
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:

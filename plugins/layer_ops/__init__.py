@@ -25,9 +25,9 @@ from torch import Tensor
 from d2sd.plugins import dispatch
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.layer_ops import reference
-from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 
-__all__ = ["Heads", "add_rms_norm", "linear", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
+__all__ = ["Heads", "PagedRows", "add_rms_norm", "linear", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
 
 OP = "unfused layers"
 LINEAR = "batch-invariant products"
@@ -66,7 +66,9 @@ def add_rms_norm(
     return normed
 
 
-def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+def qk_norm_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
+) -> Tensor:
     """Queries, keys and values of a product, normed and rotated, for one layer or (keys and values) for several.
 
     Args:
@@ -74,11 +76,12 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
         cos, sin: [R, D/2], by `rope_tables`. Their type is the result's.
         k, v: [L, R, Hkv, D], receive rotated keys and plain values, rounded to FP8 pages' values where `heads.k_scale`.
             They may be strided by layer.
+        paged: of one layer; its rows, which are the first, go to these pages, and theirs in k and v are undefined.
 
     Returns:
         [R, Hq, D]; L is 1 where Hq is not 0.
     """
-    out: Tensor = _implementation(qkv).qk_norm_rope(qkv, cos, sin, heads, k, v)
+    out: Tensor = _implementation(qkv).qk_norm_rope(qkv, cos, sin, heads, k, v, paged)
     return out
 
 
@@ -102,12 +105,14 @@ def silu_mul(
     return gated
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of positions · frequencies, times `factor`: [..., ] and [D/2] fp32 -> [R, D/2] each in `dtype`.
 
-    Angles are fp32 whatever `dtype`.
+    Angles are fp32 whatever `dtype`. The rows of `front` [...] int64, other positions, come before those.
     """
-    out: tuple[Tensor, Tensor] = _implementation(positions).rope_tables(positions, frequencies, factor, dtype)
+    out: tuple[Tensor, Tensor] = _implementation(positions).rope_tables(positions, frequencies, factor, dtype, front)
     return out
 
 

@@ -26,3 +26,14 @@ class Heads:
     def parts(self) -> list[int]:
         """Columns of q, k and v in the product."""
         return [self.queries * self.size, self.kv * self.size, self.kv * self.size]
+
+
+@dataclass(frozen=True, slots=True)
+class PagedRows:
+    """Where the first B·T rows of a product go, of one layer: context that a drafter injects as it drafts."""
+
+    k_pages: Tensor  # [P, Z, Hkv, D], contiguous; FP8 where the heads have `k_scale`
+    v_pages: Tensor
+    page_table: Tensor  # [B, M] int64
+    positions: Tensor  # [B, T] int64, the token that each row is
+    keep: Tensor  # [B, T] bool; no row is written where it is false or past the page table

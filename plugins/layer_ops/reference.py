@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 # Shape letters as in __init__.py.
@@ -40,7 +41,9 @@ def _normed(x: Tensor, eps: float) -> Tensor:
     return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
 
 
-def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+def qk_norm_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
+) -> Tensor:
     """`d2sd.plugins.layer_ops.qk_norm_rope`."""
     dtype = cos.dtype
     parts = list(torch.split(qkv, heads.parts, -1))
@@ -66,6 +69,11 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
         )
     k.copy_(keys)
     v.copy_(values)
+    if paged is not None:
+        new = (x[:, : paged.keep.numel()].view(1, *paged.keep.shape, *x.shape[2:]) for x in (k, v))
+        pages = (x[None] for x in (paged.k_pages, paged.v_pages))
+        where = paged.page_table, paged.positions, paged.keep, None
+        write_pages(*new, *pages, *where, heads.k_scale, heads.v_scale)
     return _rotated(queries, cos, sin)[0]
 
 
@@ -93,9 +101,12 @@ def silu_mul(
     return result if out is None else out.copy_(result)
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`d2sd.plugins.layer_ops.rope_tables`."""
-    angles = positions.flatten()[:, None].float() * frequencies
+    every = positions.flatten() if front is None else torch.cat([front.flatten(), positions.flatten()])
+    angles = every[:, None].float() * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 

@@ -78,12 +78,23 @@ def _paged(x, scale, TYPE: tl.constexpr):
 
 
 @triton.jit
+def _store_paged(pages, a, b, scale, layer, mask, HEAD: tl.constexpr):
+    """Halves of some heads as `write_pages` stores them."""
+    if scale is not None:
+        a, b = in_fp8_range(a, tl.load(scale + layer)), in_fp8_range(b, tl.load(scale + layer))
+    tl.store(pages, a.to(pages.dtype.element_ty), mask=mask)
+    tl.store(pages + HEAD, b.to(pages.dtype.element_ty), mask=mask)
+
+
+@triton.jit
 def qk_norm_rope_kernel(
-    qkv, cos, sin, q_norm, k_norm, bias, scales, k_scale, v_scale, q, k, v, in_stride, out_stride,
+    qkv, cos, sin, q_norm, k_norm, bias, scales, k_scale, v_scale, q, k, v,
+    k_pages, v_pages, page_table, positions, keep, in_stride, out_stride, paged, places, columns,
     EPS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, ⌈(Hq + 2·Hkv) / BLOCK⌉, L): one program BLOCK heads of a row.
+    """Grid (R, ⌈(Hq + 2·Hkv) / BLOCK⌉, L): one program BLOCK heads of a row. The first `paged` rows, `places` of each
+    request, go to pages where there are any.
 
     HEAD = D/2, PADDED ≥ D/2 a power of two; strides are from layer to layer, of the product and of k and v.
     """
@@ -131,6 +142,15 @@ def qk_norm_rope_kernel(
         key_scale, value_scale = tl.load(k_scale + layer), tl.load(v_scale + layer)
         turned_a, turned_b = _paged(turned_a, key_scale, TYPE), _paged(turned_b, key_scale, TYPE)
         value_a, value_b = _paged(value_a, value_scale, TYPE), _paged(value_b, value_scale, TYPE)
+    if k_pages is not None:
+        to_pages = row < paged
+        position = tl.load(positions + row, mask=to_pages, other=0).to(tl.int32)
+        kept = to_pages & (tl.load(keep + row, mask=to_pages, other=0) != 0) & (position // PAGE < columns)
+        page = tl.load(page_table + row // places * columns + position // PAGE, mask=kept, other=0).to(tl.int64)
+        at = (page * PAGE + position % PAGE) * (HKV * 2 * HEAD) + column - HQ * 2 * HEAD
+        _store_paged(k_pages + at, turned_a, turned_b, k_scale, layer, kept & k_mask, HEAD)
+        _store_paged(v_pages + at - HKV * 2 * HEAD, value_a, value_b, v_scale, layer, kept & v_mask, HEAD)
+        k_mask, v_mask = k_mask & (row >= paged), v_mask & (row >= paged)
     to_kv = layer * out_stride + row * (HKV * 2 * HEAD) + column - HQ * 2 * HEAD
     tl.store(k + to_kv, turned_a, mask=k_mask)
     tl.store(k + to_kv + HEAD, turned_b, mask=k_mask)
@@ -166,19 +186,26 @@ def silu_mul_kernel(
 @triton.jit
 def rope_tables_kernel(
     positions,
+    front,
     frequencies,
     cos,
     sin,
+    rows,
     FACTOR: tl.constexpr,
     HEAD: tl.constexpr,
     PADDED: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """Grid (R,). HEAD = D/2."""
+    """Grid (R,). HEAD = D/2. The first `rows` are those of `front`, if there is one."""
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PADDED)
     mask = lane < HEAD
-    angle = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + lane, mask=mask, other=0.0)
+    if front is None:
+        position = tl.load(positions + row)
+    else:
+        position = tl.load(front + row, mask=row < rows, other=0)
+        position += tl.load(positions + row - rows, mask=row >= rows, other=0)
+    angle = position.to(tl.float32) * tl.load(frequencies + lane, mask=mask, other=0.0)
     if INTERPRET:
         c, s = tl.cos(angle), tl.sin(angle)
     else:

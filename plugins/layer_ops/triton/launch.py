@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 from d2sd.plugins.layer_ops.triton.kernel import (
     add_rms_norm_kernel,
     qk_norm_rope_kernel,
@@ -90,7 +90,9 @@ def norm_warps(width: int) -> int:
     return max(1, min(16, warps))
 
 
-def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor) -> Tensor:
+def qk_norm_rope(
+    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
+) -> Tensor:
     """`d2sd.plugins.layer_ops.qk_norm_rope` on CUDA."""
     layers, rows, _ = qkv.shape
     assert qkv[0].is_contiguous()
@@ -99,17 +101,29 @@ def qk_norm_rope(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor,
     assert k.stride(0) == v.stride(0)
     q = torch.empty(rows, heads.queries, heads.size, dtype=cos.dtype, device=qkv.device)
     grid = rows, triton.cdiv(heads.queries + 2 * heads.kv, HEADS_A_PROGRAM), layers
+    sizes = (0, 1, 0, 1)
+    if paged is not None:
+        sizes = paged.keep.numel(), paged.keep.shape[1], paged.page_table.shape[1], paged.k_pages.shape[1]
     qk_norm_rope_kernel[grid](
         qkv, cos, sin, heads.q_norm, heads.k_norm, heads.bias, heads.scales, heads.k_scale, heads.v_scale,
-        q if heads.queries else None, k, v, qkv.stride(0), k.stride(0),
-        **rope_constants(heads.queries, heads.kv, heads.size, heads.eps), num_warps=1, **OPTIONS,
+        q if heads.queries else None, k, v, *_pages(paged), qkv.stride(0), k.stride(0), *sizes[:3],
+        **rope_constants(heads.queries, heads.kv, heads.size, heads.eps, sizes[3]), num_warps=1, **OPTIONS,
     )  # fmt: skip
     return q
 
 
+def _pages(paged: PagedRows | None) -> tuple[Tensor | None, ...]:
+    """Arguments of `qk_norm_rope_kernel`."""
+    if paged is None:
+        return (None,) * 5
+    assert paged.k_pages.is_contiguous()
+    assert paged.v_pages.is_contiguous()
+    return paged.k_pages, paged.v_pages, *(x.contiguous() for x in (paged.page_table, paged.positions, paged.keep))
+
+
 @cache
-def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[str, Any]:
-    """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D."""
+def rope_constants(queries: int, kv_heads: int, size: int, eps: float, page_size: int) -> dict[str, Any]:
+    """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D, Z."""
     return {
         "EPS": eps,
         "HQ": queries,
@@ -117,6 +131,7 @@ def rope_constants(queries: int, kv_heads: int, size: int, eps: float) -> dict[s
         "HEAD": size // 2,
         "PADDED": power(size // 2),
         "BLOCK": HEADS_A_PROGRAM,
+        "PAGE": page_size,
     }
 
 
@@ -148,15 +163,20 @@ def silu_constants(width: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": BLOCK, "TYPE": _TYPES[dtype], "INTERPRET": INTERPRET}
 
 
-def rope_tables(positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def rope_tables(
+    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """`d2sd.plugins.layer_ops.rope_tables` on CUDA."""
-    tables = torch.empty(2, positions.numel(), len(frequencies), dtype=dtype, device=positions.device)
-    cos, sin = tables.unbind()
-    rope_tables_kernel[positions.numel(),](
+    first = 0 if front is None else front.numel()
+    rows = first + positions.numel()
+    cos, sin = torch.empty(2, rows, len(frequencies), dtype=dtype, device=positions.device).unbind()
+    rope_tables_kernel[rows,](
         positions.contiguous(),
+        None if front is None else front.contiguous(),
         frequencies,
         cos,
         sin,
+        first,
         **table_constants(len(frequencies), factor),
         num_warps=1,
         **OPTIONS,

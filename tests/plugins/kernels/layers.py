@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.reference import pack_mask_reference
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
-from d2sd.plugins.layer_ops import Heads, reference
+from d2sd.plugins.layer_ops import Heads, PagedRows, reference
 from d2sd.plugins.layer_ops.triton import launch
 from tests.plugins.kernels.calls import INTERPRETED, there
 from tests.plugins.test_layer_ops import (
@@ -86,6 +86,42 @@ def test_heads_of_fp8_pages(layers: int, queries: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_heads_of_context(fp8: bool, dtype: torch.dtype) -> None:
+    """The first four rows go to pages of two tokens: one is not kept, one is past its table; the fifth is a draft's."""
+    keep, at = torch.tensor([[True, True], [False, True]]), torch.tensor([[4, 1], [3, 90]])
+    numbers = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    columns = (HQ + 2 * HKV) * SIZE
+    k_scale, v_scale = torch.tensor([2.0**-5]), torch.tensor([2.0**-2])
+    if fp8:  # what pages hold exactly, as the interpreter cannot round to FP8
+        factors = torch.cat([torch.ones(HQ), k_scale.expand(HKV), v_scale.expand(HKV)]).repeat_interleave(SIZE)
+        qkv = numbers.repeat(-(-ROWS * columns // len(numbers)))[: ROWS * columns].view(1, ROWS, columns) * factors
+        heads = Heads(HQ, HKV, SIZE, EPS, k_scale=k_scale, v_scale=v_scale)
+        cos, sin = torch.ones(ROWS, SIZE // 2).to(dtype), torch.zeros(ROWS, SIZE // 2).to(dtype)
+    else:
+        qkv, (cos, sin) = products(1, HQ), tables(dtype)
+        heads = heads_of(1, HQ, norms=True, fp8=False, dtype=dtype)
+    given = qkv.to(dtype), cos, sin, heads
+    made = []
+    for ops, where in ((reference, lambda x: x), (launch, there)):
+        pages = torch.zeros(2, 6, 2, HKV, SIZE).to(torch.float8_e4m3fn if fp8 else dtype)
+        paged = where(PagedRows(*pages.unbind(), torch.tensor([[2, 1, 4], [5, 3, 1]]), at, keep))
+        k, v = where(torch.full((2, 1, ROWS, HKV, SIZE), torch.nan, dtype=dtype)).unbind()
+        q = ops.qk_norm_rope(*map(where, given), k, v, paged)
+        stored = [x.float().cpu() for x in (paged.k_pages, paged.v_pages)]
+        assert all(not x[[1, 3, 5]].any() for x in stored)  # of block 2 the page 4, of block 0 the second of page 2
+        assert all(not x[4, 1].any() and not x[2, 0].any() for x in stored)
+        made.append([q, k[:, 4:], v[:, 4:], *(x[[4, 2]].to(dtype) for x in stored)])
+    for ours, expected in zip(made[1], made[0], strict=True):
+        assert_same(ours, expected)
+    plain = made_heads(reference, *given)
+    for pages, whole in zip(made[0][3:], plain[1:], strict=True):
+        scale = (k_scale if whole is plain[1] else v_scale) if fp8 else 1
+        assert torch.equal(pages[0, 0] * scale, whole[0, 0].to(dtype))
+        assert torch.equal(pages[1, 1] * scale, whole[0, 1].to(dtype))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("width", [WIDTH, 1024])
 def test_norm(width: int, dtype: torch.dtype) -> None:
     x, branch = some(ROWS, 2 * width)[:, width:].to(dtype), some(ROWS, width, seed=1).to(dtype)
@@ -130,6 +166,9 @@ def test_tables(dtype: torch.dtype) -> None:
     found = launch.rope_tables(there(positions), there(frequencies), 1.1, dtype)
     for ours, expected in zip(found, reference.rope_tables(positions, frequencies, 1.1, dtype), strict=True):
         assert_same(ours, expected)
+    behind = launch.rope_tables(there(positions[0]), there(frequencies), 1.1, dtype, there(positions[1:]))
+    for ours, expected in zip(behind, found, strict=True):
+        assert torch.equal(ours.cpu(), torch.cat([expected[3:], expected[:3]]).cpu())
 
 
 def test_quantized_results() -> None:

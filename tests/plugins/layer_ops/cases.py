@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
-from d2sd.plugins.layer_ops import Heads
+from d2sd.plugins.layer_ops import Heads, PagedRows
 from d2sd.plugins.layer_ops.triton import kernel
 from d2sd.plugins.layer_ops.triton import launch as ops
 from d2sd.plugins.layer_ops.triton.linear import linear_kernel
-from tests.plugins.cases import GROUP, KV_HEADS, TYPES, Check, Kernel, some
+from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
 #: Type, and whether the results, or the sums of products and the pages, are FP8.
 KINDS = (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
@@ -37,6 +38,27 @@ def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> 
     )
     table, kept = some(kind, ROWS, size // 2), some(kind, 2, ROWS, KV_HEADS, size)
     ops.qk_norm_rope(some("fp32" if fp8 else kind, 2, ROWS, columns), table, table, given, kept, kept)
+
+
+def injecting(kind: str, *, fp8: bool) -> None:
+    """Heads of a layer of which the first rows are context: into pages so far that their addresses take 64 bits."""
+    columns, scales = (GROUP + 2) * KV_HEADS * 128, (some("fp32", 1),) * 2 if fp8 else ()
+    given = Heads(KV_HEADS * GROUP, KV_HEADS, 128, 1e-6, some(kind, 128), some(kind, 1, 128), None, None, *scales)
+    table, kept, places = some(kind, 48, 64), some(kind, 1, 48, KV_HEADS, 128), some("i64", 2, 16)
+    pages = some("fp8" if fp8 else kind, 1 << 18, PAGE, KV_HEADS, 128)
+    paged = PagedRows(pages, pages, some("i64", 2, 130), places, some("u1", 2, 16))
+    ops.qk_norm_rope(some(kind, 1, 48, columns), table, table, given, kept, kept, paged)
+
+
+def heads_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """As if every row of context were kept: pages take those rows, k and v the others."""
+    pages, k, rows = values["k_pages"], values["k"], values["paged"]
+    if pages is None:
+        return {}, 0
+    numbers, row = rows * pages[0, 0].numel(), k[0, 0].numel() * k.element_size()
+    paged, own = numbers * pages.element_size(), (k.shape[1] - rows) * row
+    table = rows * values["page_table"].element_size()
+    return {"k_pages": paged, "v_pages": paged, "k": own, "v": own, "page_table": table}, 0
 
 
 def gate(kind: str, *, fp8: bool) -> None:
@@ -74,7 +96,13 @@ KERNELS = (
         ("total", "out"),
         NORMS | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)},
     ),
-    Kernel(kernel.qk_norm_rope_kernel, ("q", "k", "v"), HEADS),
+    Kernel(
+        kernel.qk_norm_rope_kernel,
+        ("q", "k", "v", "k_pages", "v_pages"),
+        HEADS
+        | {f"qk+norm+rope {kind}{'/fp8' * fp8} pages": partial(injecting, kind, fp8=fp8) for kind, fp8 in KINDS[:2]},
+        touched=heads_touched,
+    ),
     Kernel(
         kernel.silu_mul_kernel,
         ("out",),
@@ -83,7 +111,12 @@ KERNELS = (
     Kernel(
         kernel.rope_tables_kernel,
         ("cos", "sin"),
-        {"rope tables": lambda: ops.rope_tables(some("i64", 2), some("fp32", 64), 1.0, TYPES["bf16"])},
+        {
+            "rope tables": lambda: ops.rope_tables(some("i64", 2), some("fp32", 64), 1.0, TYPES["bf16"]),
+            "rope tables behind others": lambda: ops.rope_tables(
+                some("i64", 2), some("fp32", 64), 1.0, TYPES["bf16"], some("i64", 3)
+            ),
+        },
     ),
     Kernel(
         kernel.quantize_kernel,
@@ -94,6 +127,7 @@ KERNELS = (
 CHECKS = {
     "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
     "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),
+    "injecting heads": Check("qk_norm_rope", "layers.test_heads_of_context", (True, TYPES["bf16"]), barriers=False),
     "gate": Check("silu_mul", "layers.test_gate", (True, TYPES["bf16"])),
     "tables": Check("rope_tables", "layers.test_tables", (TYPES["bf16"],), barriers=False),
     "quantized": Check("quantize silu_mul add_rms_norm", "layers.test_quantized_results", barriers=False),
