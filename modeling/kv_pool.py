@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention, counters
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops import PagedRows
 
@@ -46,6 +46,7 @@ class Rows:
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     windowed_table: Tensor | None = None  # [B, M] int64
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
+    words: Tensor | None = None  # `attn_mask`, packed; None: not yet
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
@@ -99,9 +100,11 @@ class Chunks:
         return Chunks(ChunkMask(self.attn_mask.lengths, starts), *others)
 
 
-def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> AttnMask | ChunkMask:
+def windowed(
+    rows: Rows | Chunks, window: int | None, causal: bool = False, counters: Tensor | None = None
+) -> AttnMask | ChunkMask:
     """The mask of rows that see `window` tokens at most, each itself included; None: all tokens before them. `causal`:
-    no row sees one behind its own position.
+    no row sees one behind its own position. `counters`: of `AttnMask`.
 
     Positions count from that of a request's first row, which is behind its context: a context may be cut in front
     (`d2sd.runtime.drafting.window`).
@@ -118,14 +121,14 @@ def windowed(rows: Rows | Chunks, window: int | None, causal: bool = False) -> A
         return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
     allowed = causal_mask(rows) if causal else rows.attn_mask
     if window is None:
-        return AttnMask(allowed)
+        return AttnMask(allowed, packed=None if causal else rows.words, counters=counters)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
     first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)
     if rows.cut:  # what is in front of the cut is further away than it seems
         is_cut = rows.positions[:, :1] > rows.context_len[:, None]
         first = torch.where(is_cut, first.clamp(min=rows.cut), first)
-    return AttnMask(allowed & near, first, window)
+    return AttnMask(allowed & near, first, window, counters=counters)
 
 
 def causal_mask(rows: Rows) -> Tensor:
@@ -276,6 +279,7 @@ class KVPool:
             scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
             parts.append(_Part(layers, windowed, k, v, scales))
         self._set(parts)
+        self.counters = counters(self.device)  # of attention, whose passes run in order
 
     def _set(self, parts: Sequence[_Part]) -> None:
         self._parts = parts
@@ -371,7 +375,7 @@ class KVPool:
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
-        masks = {view: windowed(rows, *view) for view in set(self._views)}
+        masks = {view: windowed(rows, *view, self.counters) for view in set(self._views)}
 
         def attend(
             index: int,

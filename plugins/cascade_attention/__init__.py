@@ -22,7 +22,7 @@ from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.shared.fp8 import to_pages
 
-__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "chunk_kernel", "pack_mask_bits"]
+__all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "chunk_kernel", "counters", "pack_mask_bits"]
 
 
 def cascade_attention(
@@ -118,11 +118,13 @@ class AttnMask:
     #: the row's depth: of new rows `allowed` alone says which it sees.
     first: Tensor | None = None
     window: int | None = None  # most positions of the context that a row sees; None: all
+    packed: Tensor | None = None  # `words`, where they are known
+    counters: Tensor | None = None  # `arrived` of a pool, which its passes share
 
     @cached_property
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
-        return pack_mask_bits(self.allowed)
+        return pack_mask_bits(self.allowed) if self.packed is None else self.packed
 
     @cached_property
     def order(self) -> Tensor:
@@ -138,7 +140,7 @@ class AttnMask:
     @cached_property
     def arrived(self) -> Tensor:
         """Zeroed split counters, shared by the layers of a pass."""
-        return counters(self.allowed.device)
+        return counters(self.allowed.device) if self.counters is None else self.counters
 
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:
