@@ -70,10 +70,19 @@ def qk_norm_rope(
     k.copy_(keys)
     v.copy_(values)
     if paged is not None:
-        new = (x[:, : paged.keep.numel()].view(1, *paged.keep.shape, *x.shape[2:]) for x in (k, v))
-        pages = (x[None] for x in (paged.k_pages, paged.v_pages))
-        where = paged.page_table, paged.positions, paged.keep, None
-        write_pages(*new, *pages, *where, heads.k_scale, heads.v_scale)
+        rows = paged.keep.numel()
+        new_k, new_v = (x[:, :rows].view(1, *paged.keep.shape, *x.shape[2:]) for x in (k, v))
+        write_pages(
+            new_k,
+            new_v,
+            paged.k_pages[None],
+            paged.v_pages[None],
+            paged.page_table,
+            paged.positions,
+            paged.keep,
+            k_scale=heads.k_scale,
+            v_scale=heads.v_scale,
+        )
     return _rotated(queries, cos, sin)[0]
 
 

@@ -102,7 +102,8 @@ def test_commit(size: int, block: int, nodes: int, width: int, tables: int, monk
     kernels.commit(*given, pages, into)
     run_kernels(monkeypatch, kernels.OP)
     found, also = kernels.commit(*map(there, given)), there(larger())
-    kernels.commit(*map(there, given), there(pages), also)
+    on_device: list[Any] = [*map(there, given), there(pages), also]
+    kernels.commit(*on_device)
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(into, also, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(pages, into[3:], strict=True))
