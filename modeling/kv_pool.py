@@ -46,7 +46,6 @@ class Rows:
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     windowed_table: Tensor | None = None  # [B, M] int64
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
-    words: Tensor | None = None  # `attn_mask`, packed; None: not yet
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
@@ -121,7 +120,7 @@ def windowed(
         return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
     allowed = causal_mask(rows) if causal else rows.attn_mask
     if window is None:
-        return AttnMask(allowed, packed=None if causal else rows.words, counters=counters)
+        return AttnMask(allowed, counters=counters)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
     first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)

@@ -20,7 +20,6 @@ from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
 from d2sd.plugins import choice, handover, lookup, trees
-from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
@@ -114,7 +113,6 @@ class ModelRunner:
         self._widest = min([self.vocab_size, *sizes])
         # Constants, built once: every op is a kernel launch on CUDA.
         self._block_tables = {block.rows: self._tables_of(block.rows, MOST_BLOCKS) for block in self.blocks.values()}
-        self._block_words: dict[tuple[int, int, int], Tensor] = {}
         nothing = torch.full((1, self.block_size - 1, 1), float("-inf"), device=self.device)
         self._nothing = torch.full_like(nothing, -1, dtype=torch.long), nothing
         self._masks = {
@@ -307,7 +305,7 @@ class ModelRunner:
         """Tensors that no step changes, or that it leaves as they were."""
         tables = [table for tables in self._block_tables.values() for table in tables]
         counters = [pool.counters for pool in self.pools]
-        return [*tables, *self._nothing, *self._masks.values(), *self._block_words.values(), *counters]
+        return [*tables, *self._nothing, *self._masks.values(), *counters]
 
     @torch.inference_mode()
     def compute_context(self, role: DrafterRole, rows: int) -> None:
@@ -327,8 +325,7 @@ class ModelRunner:
         attn_mask = same_block.expand(len(blocks), -1, -1)
         pool = self.target_pool if own is None else own
         positions = batch.context_len[:, None] + slots
-        words = self._words_of_blocks(blocks.shape[2], *blocks.shape[:2]) if self.static_shapes else None
-        rows = Rows(positions, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table, words=words)
+        rows = Rows(positions, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
         drafter, tables = self.drafters[role], self.tables[role]
@@ -343,14 +340,6 @@ class ModelRunner:
             self._block_tables[size] = self._tables_of(size, count)
         places, same_block = self._block_tables[size]
         return places[:rows], same_block[:rows, :rows]
-
-    def _words_of_blocks(self, size: int, requests: int, count: int) -> Tensor:
-        """The mask of `_rows_of_blocks` of each request, packed: made by the first pass of this shape."""
-        shape = size, requests, count
-        if shape not in self._block_words:
-            _, same_block = self._rows_of_blocks(size, count)
-            self._block_words[shape] = pack_mask_bits(same_block.expand(requests, -1, -1))
-        return self._block_words[shape]
 
     def _tables_of(self, size: int, count: int) -> tuple[Tensor, Tensor]:
         number = torch.arange(count * size, device=self.device)

@@ -118,13 +118,12 @@ class AttnMask:
     #: the row's depth: of new rows `allowed` alone says which it sees.
     first: Tensor | None = None
     window: int | None = None  # most positions of the context that a row sees; None: all
-    packed: Tensor | None = None  # `words`, where they are known
     counters: Tensor | None = None  # `arrived` of a pool, which its passes share
 
     @cached_property
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
-        return pack_mask_bits(self.allowed) if self.packed is None else self.packed
+        return pack_mask_bits(self.allowed)
 
     @cached_property
     def order(self) -> Tensor:
