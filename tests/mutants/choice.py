@@ -6,6 +6,7 @@ from tests.mutants.mutant import Mutant, interpreted
 
 DRAFTS, TOKENS = (f"plugins/choice/triton/{name}.py" for name in ("drafts", "tokens"))
 HANDOVER, LOOKUP = "plugins/handover/triton/kernel.py", "plugins/lookup/triton/kernel.py"
+ROWS = "plugins/handover/triton/rows.py"
 CHOICES, STATES, COPIES = interpreted("candidates", "choices"), interpreted("handover"), interpreted("lookup")
 
 MUTANTS = [
@@ -48,6 +49,17 @@ MUTANTS = [
         "tl.load(source + row, mask=inside & is_late, other=0)",
         "row",
         STATES,
+    ),
+    Mutant(
+        "features of a neighbouring node",
+        ROWS,
+        "(request * nodes + node) * WIDTH + column",
+        "(request * nodes + g) * WIDTH + column",
+        STATES,
+    ),
+    Mutant("rows behind a short block are kept", ROWS, "new & (g < G)", "new", STATES),
+    Mutant(
+        "positions begin one late", ROWS, "tl.load(context_len + request) + g", "tl.load(context_len + request)", STATES
     ),
     Mutant("G1 an answer is one token longer", HANDOVER, "ends = length >= ", "ends = length > ", STATES),
     Mutant(
