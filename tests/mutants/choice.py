@@ -57,7 +57,7 @@ MUTANTS = [
         "(request * nodes + g) * WIDTH + column",
         STATES,
     ),
-    Mutant("rows behind a short block are kept", ROWS, "new & (g < G)", "new", STATES),
+    Mutant("rows of a request that rests are kept", ROWS, "(tl.load(active + request) != 0)", "True", STATES),
     Mutant(
         "positions begin one late", ROWS, "tl.load(context_len + request) + g", "tl.load(context_len + request)", STATES
     ),
