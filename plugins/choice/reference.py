@@ -190,8 +190,8 @@ def apply_filters(scaled_logits: Tensor, sampling: SamplingTensors) -> Tensor:
     kept = torch.ones_like(key, dtype=torch.bool)
     if sampling.any_min_p:
         min_p = sampling.min_p.view(shape)
-        # where it is off, -inf itself: added to a best logit that has overflowed, log(0) would be NaN
-        kept = scaled_logits >= (best + min_p.log()).where(min_p > 0, float("-inf"))
+        # where it is off, NaN is kept too; and added to a best logit that has overflowed, log(0) would be NaN
+        kept = (scaled_logits >= best + min_p.log()) | (min_p <= 0)
     if sampling.any_top_k:
         kept = kept & (key >= _threshold(key, kept.long(), sampling.top_k.view(shape)))
     if sampling.any_top_p:

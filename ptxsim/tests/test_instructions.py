@@ -306,6 +306,7 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
             ("eq", lambda a, b: a == b),
             ("lt", lambda a, b: a < b),
             ("gt", lambda a, b: a > b),
+            ("le", lambda a, b: a <= b),
             ("ne", lambda a, b: a < b or a > b),
             ("neu", lambda a, b: a != b),
             ("equ", lambda a, b: a == b or a != a or b != b),

@@ -41,7 +41,7 @@ LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
         "draft_second": 67,
         "build_tree": 1,
         "verify": 331,
-        "accept": 4,
+        "accept": 3,
         "commit": 6,
         "handover": 9,
         "other": 1,

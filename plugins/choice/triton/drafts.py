@@ -2,14 +2,9 @@
 `d2sd.plugins.choice.candidates`.
 
     segments_kernel    reads the logits once: the largest of every SEG neighbours, and the sum of exponentials
-    pool_kernel        the POOL best segments hold the POOL best tokens: both are sorted in registers, then ranked
+    pool_kernel        the POOL best segments hold the POOL best tokens: both are searched for, then the tokens ranked
 
 Of equal logits the smaller token comes first.
-
-Filters are here too, as thresholds of logits: of a whole row in a launch of its own, of a pool in registers.
-
-    threshold_kernel   the smallest logit of a row that the filters keep, for the target's choice
-    kept_of_pool       which tokens of a sorted pool they keep
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
@@ -17,139 +12,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
 
-from d2sd.plugins.choice.triton.tokens import gumbel_of_tokens
-from d2sd.plugins.shared.kernels import ABSENT, ascending_of, largest, pack_entry, pack_order, place_of, score_of
-
-
-@triton.jit
-def _precise(x):
-    return libdevice.exp(x)
-
-
-@triton.jit
-def _interpreted(x):
-    return tl.exp(x)
-
-
-#: The exponential of CUDA's and PyTorch's fp32; `tl.exp` has fewer digits. The interpreter has one only.
-exp = _interpreted if triton.knobs.runtime.interpret else _precise
-
-
-@triton.jit
-def kept_of_pool(
-    scaled,
-    inside,
-    request,
-    min_p,
-    top_k,
-    top_p,
-    SIZE: tl.constexpr,
-    MIN_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-):
-    """Which of the SIZE scaled logits of one row the filters of `request` keep."""
-    key = ascending_of(scaled)
-    larger = key[None, :] > key[:, None]
-    best = tl.max(scaled, axis=0)
-    kept = inside
-    if MIN_P:
-        share = tl.load(min_p + request)
-        kept = kept & (scaled >= tl.where(share > 0, best + tl.log(share), float("-inf")))
-    if TOP_K:
-        above = tl.sum((larger & kept[None, :]).to(tl.int64), axis=1)
-        kept = kept & (above < tl.load(top_k + request))
-    if TOP_P:
-        mass = tl.where(kept, mass_of(scaled, best), 0)
-        above = tl.sum(tl.where(larger, mass[None, :], 0), axis=1)
-        kept = kept & (above < mass_limit(tl.sum(mass, axis=0), tl.load(top_p + request)))
-    return kept
-
-
-@triton.jit
-def mass_of(scaled, best):
-    """Integer mass of a probability; 2^40 + 1 for the likeliest token, also where it is infinite."""
-    return (exp(tl.where(scaled == best, 0.0, scaled - best)) * 1099511627776.0).to(tl.int64) + 1
-
-
-@triton.jit
-def _scaled(row, token, vocab, heat):
-    x = tl.load(row + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    return tl.div_rn(x, heat + tl.zeros_like(x))
-
-
-@triton.jit
-def _smallest_kept(row, vocab, heat, best, low, high, limit, MASS: tl.constexpr, BLOCK: tl.constexpr):
-    """The smallest order from `low` to `high` of which the larger ones weigh less than `limit`.
-
-    All that weighs is `low` at least. Weights are masses, or 1.
-    """
-    while low < high:
-        middle = (low + high) >> 1
-        weight = tl.zeros([BLOCK], tl.int64)
-        below = tl.full([BLOCK], -(1 << 31), tl.int64)
-        above = tl.full([BLOCK], 1 << 31, tl.int64)
-        for start in range(0, vocab, BLOCK):
-            token = start + tl.arange(0, BLOCK)
-            scaled = _scaled(row, token, vocab, heat)
-            order = ascending_of(scaled).to(tl.int64)
-            is_above = (token < vocab) & (order > middle)
-            weight += tl.where(is_above, mass_of(scaled, best) if MASS else 1, 0)
-            above = tl.where(is_above, tl.minimum(above, order), above)
-            below = tl.where((token < vocab) & (order <= middle), tl.maximum(below, order), below)
-        if tl.sum(weight, axis=0) < limit:
-            high = tl.maximum(low, tl.max(below, axis=0))
-        else:
-            low = tl.min(above, axis=0)
-    return high
-
-
-@triton.jit
-def threshold_kernel(
-    logits, temperature, min_p, top_k, top_p, threshold, vocab,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, MIN_P: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
-):  # fmt: skip
-    """Grid (R). threshold [R] int32: the order of the smallest scaled logit that the row's filters keep."""
-    number = tl.program_id(0).to(tl.int64)
-    request = number // ROWS
-    row = logits + number * vocab
-    heat = tl.load(temperature + request)
-    if heat > 0:
-        best = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, vocab, BLOCK):
-            best = tl.maximum(best, _scaled(row, start + tl.arange(0, BLOCK), vocab, heat))
-        best = tl.max(best, axis=0)
-        high = ascending_of(best).to(tl.int64)
-        low = tl.full([], -(1 << 31), tl.int64)
-        if MIN_P:
-            share = tl.load(min_p + request)
-            least = ascending_of(best + tl.log(share)).to(tl.int64)
-            low = tl.where(share > 0, tl.maximum(low, least), low)
-        if TOP_K:
-            most = tl.load(top_k + request)
-            if most < vocab:
-                low = _smallest_kept(row, vocab, heat, best, low, high, most, False, BLOCK)
-        if TOP_P:
-            share = tl.load(top_p + request)
-            if share < 1:
-                mass = tl.zeros([BLOCK], tl.int64)
-                for start in range(0, vocab, BLOCK):
-                    token = start + tl.arange(0, BLOCK)
-                    scaled = _scaled(row, token, vocab, heat)
-                    kept = (token < vocab) & (ascending_of(scaled).to(tl.int64) >= low)
-                    mass += tl.where(kept, mass_of(scaled, best), 0)
-                limit = mass_limit(tl.sum(mass, axis=0), share)
-                low = _smallest_kept(row, vocab, heat, best, low, high, limit, True, BLOCK)
-        tl.store(threshold + number, low.to(tl.int32))
-
-
-@triton.jit
-def mass_limit(total, share):
-    """The mass that keeps `share` of the total: int64, 1 or more; past the total where top-p is off."""
-    limit = tl.ceil(total.to(tl.float64) * tl.where(share < 1, share, 0.0).to(tl.float64)).to(tl.int64)
-    return tl.where(share < 1, tl.where(limit < 1, 1, limit), total + 1)
+from d2sd.plugins.choice.triton.search import LOG2_E, LOWEST, exp, largest_key, mass_limit, mass_of, segments_of
+from d2sd.plugins.choice.triton.tokens import gumbel_of_tokens, scale_of
+from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, pack_order, place_of, score_of
 
 
 @triton.jit
@@ -162,13 +28,12 @@ def segments_kernel(logits, maxima, partial, vocab, BLOCKS: tl.constexpr, BLOCK:
     segment = tl.arange(0, BLOCK // SEG)
     token = block * BLOCK + segment[:, None] * SEG + tl.arange(0, SEG)[None, :]
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    of_segment = tl.max(ascending_of(x), axis=1)
-    tl.store(maxima + (row * BLOCKS + block) * (BLOCK // SEG) + segment, of_segment)
+    order, base, total = segments_of(x, LOG2_E)
+    tl.store(maxima + (row * BLOCKS + block) * (BLOCK // SEG) + segment, order)
     best = tl.max(tl.max(x, axis=1), axis=0)
-    base = tl.where(tl.abs(best) == float("inf"), 0.0, best)
-    total = tl.sum(tl.sum(exp(x - base), axis=1), axis=0)
+    of_base = tl.where(tl.abs(best) == float("inf"), 0.0, best)
     tl.store(partial + row * 2 * BLOCKS + block, best)
-    tl.store(partial + row * 2 * BLOCKS + BLOCKS + block, total)
+    tl.store(partial + row * 2 * BLOCKS + BLOCKS + block, tl.sum(total * exp(base - of_base), axis=0))
 
 
 @triton.jit
@@ -181,25 +46,103 @@ def _log_sum(best, total):
 
 
 @triton.jit
+def _place_among_largest(order, inside, count, low, COUNT: tl.constexpr, SHIFT: tl.constexpr):
+    """Places of the COUNT largest of `count` orders, the first of equal ones, in the order given; COUNT for the others.
+    And the key of the smallest.
+
+    `low`: a key that as many reach. There are less than 2^16 orders.
+    """
+    keys = tl.where(inside, order >> SHIFT, LOWEST >> SHIFT)
+    key = largest_key(keys, tl.minimum(count, COUNT), low, tl.max(keys, axis=0), SHIFT)
+    above, equal = inside & (keys > key), inside & (keys == key)
+    both = (above.to(tl.int32) << 16) + equal.to(tl.int32)
+    room = COUNT - (tl.sum(both, axis=0) >> 16)
+    until = tl.cumsum(both, axis=0)
+    equals = until & 0xFFFF
+    return tl.where(above | (equal & (equals <= room)), (until >> 16) + tl.minimum(equals, room) - 1, COUNT), key
+
+
+@triton.jit
+def _sorted(entries, scratch, SIZE: tl.constexpr):
+    """Different entries, largest first; ABSENT ones stay behind them. Each goes where as many are larger."""
+    place = tl.arange(0, SIZE)
+    larger = (entries[None, :] > entries[:, None]).to(tl.int32)
+    tl.store(scratch + tl.sum(larger, axis=1), entries, mask=entries != ABSENT)
+    tl.debug_barrier()  # what other threads have stored
+    count = tl.sum((entries != ABSENT).to(tl.int32), axis=0)
+    found = tl.load(scratch + place, mask=place < count, other=ABSENT)
+    tl.debug_barrier()  # all have read before it is written again
+    return found
+
+
+@triton.jit
+def kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p):
+    """Which of the scaled logits of one row, a pool of `vocab` tokens, the filters of `request` keep."""
+    key = ascending_of(scaled)
+    larger = key[None, :] > key[:, None]
+    best = tl.max(scaled, axis=0)
+    kept = inside
+    share = tl.load(min_p + request)
+    if share > 0:
+        kept = kept & (scaled >= best + tl.log(share))
+    most = tl.load(top_k + request)
+    if most < vocab:
+        above = tl.sum((larger & kept[None, :]).to(tl.int32), axis=1)
+        kept = kept & (above < most)
+    share = tl.load(top_p + request)
+    if share < 1:
+        mass = tl.where(kept, mass_of(scaled, best), 0)
+        above = tl.sum(tl.where(larger, mass[None, :], 0), axis=1)
+        kept = kept & (above < mass_limit(tl.sum(mass, axis=0), share))
+    return kept
+
+
+@triton.jit
 def pool_kernel(
-    logits, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p, tokens, logprob, vocab,
+    logits, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p, segments, entries, tokens,
+    logprob, vocab,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr, POOLP: tl.constexpr, WIDTH: tl.constexpr,
     SEG: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENTSP: tl.constexpr, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr,
-    SAMPLED: tl.constexpr, MIN_P: tl.constexpr, TOP_K: tl.constexpr, TOP_P: tl.constexpr,
+    SHIFT: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R). ROWS: rows of a request, K·S; ids [V] or None; tokens int64 and logprob fp32, [R, WIDTH]."""
+    """Grid (R). ROWS: rows of a request, K·S; ids [V] or None; tokens int64 and logprob fp32, [R, WIDTH].
+
+    segments [R, POOLP] int32 and entries [R, POOLP] int64 are scratch memory.
+    """
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SEGMENTSP)
-    order = tl.load(maxima + row * SEGMENTS + n, mask=n < SEGMENTS, other=0)
-    entries = tl.where(n < SEGMENTS, pack_order(order, n), ABSENT)
-    chosen = largest(entries, POOLP)
-    segment = tl.where(chosen == ABSENT, SEGMENTS, place_of(chosen))
-    token = segment[:, None] * SEG + tl.arange(0, SEG)[None, :]
-    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
-    entries = tl.where(token < vocab, pack_entry(x, token), ABSENT)
-    pool = largest(tl.reshape(entries, [POOLP * SEG]), POOLP)
     rank = tl.arange(0, POOLP)
     inside = rank < POOL
+    scratch = entries + row * POOLP
+    count = (vocab + SEG - 1) // SEG
+    order = tl.load(maxima + row * SEGMENTS + n, mask=n < count, other=LOWEST)
+    if POOL == 1:
+        segment = tl.full([1], 0, tl.int32) + place_of(
+            tl.max(tl.where(n < count, pack_order(order, n), ABSENT), axis=0)
+        )
+        low = tl.full([], LOWEST, tl.int32) >> SHIFT
+    else:
+        low = tl.min(tl.where(n < count, order, 0x7FFFFFFF), axis=0) >> SHIFT
+        place, low = _place_among_largest(order, n < count, count, low, POOL, SHIFT)
+        tl.store(segments + row * POOLP + place, n, mask=place < POOL)
+        tl.debug_barrier()  # what other threads have stored
+        segment = tl.load(segments + row * POOLP + rank, mask=rank < tl.minimum(count, POOL), other=count)
+        # POOL segments reach their smallest key, or all tokens are looked at
+        low = tl.where(count >= POOL, low, LOWEST >> SHIFT)
+    token = segment[:, None] * SEG + tl.arange(0, SEG)[None, :]
+    x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    x, token = tl.reshape(x, [POOLP * SEG]), tl.reshape(token, [POOLP * SEG])
+    order = ascending_of(x)
+    if POOL == 1:
+        best = tl.max(tl.where(token < vocab, pack_order(order, token), ABSENT), axis=0)
+        pool = tl.full([1], 0, tl.int64) + best
+    else:
+        place, low = _place_among_largest(order, token < vocab, vocab, low, POOL, SHIFT)
+        tl.store(scratch + place, pack_order(order, token), mask=place < POOL)
+        tl.debug_barrier()
+        pool = tl.load(scratch + rank, mask=inside, other=ABSENT)
+        tl.debug_barrier()  # all have read before it is written again
+        pool = _sorted(pool, scratch, POOLP)
     token = tl.where(inside, place_of(pool), 0)
     scores = tl.where(inside, score_of(pool), float("-inf"))
     if ids is not None:
@@ -214,14 +157,12 @@ def pool_kernel(
         request = row // ROWS
         heat = tl.load(temperature + request)
         if heat > 0:
-            scaled = tl.div_rn(scores, heat + tl.zeros([POOLP], tl.float32))
-            kept = inside
-            if MIN_P or TOP_K or TOP_P:
-                kept = kept_of_pool(scaled, inside, request, min_p, top_k, top_p, POOLP, MIN_P, TOP_K, TOP_P)
+            scaled = scale_of(scores, heat)
+            kept = kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p)
             scaled = tl.where(kept, scaled, float("-inf"))
             position = tl.load(context_len + request) + 1 + row % SLOTS
             scores = scaled + gumbel_of_tokens(tl.load(seed + request), position, token.to(tl.int32))
-            sorted_pool = largest(tl.where(inside, pack_entry(scores, rank), ABSENT), POOLP)
+            sorted_pool = _sorted(tl.where(inside, pack_entry(scores, rank), ABSENT), scratch, POOLP)
             token = tl.gather(token, tl.where(inside, place_of(sorted_pool), 0), 0)
             scores = tl.where(inside, score_of(sorted_pool), float("-inf"))
             top = tl.max(scores, axis=0)

@@ -8,7 +8,8 @@ from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.choice.reference import SamplingTensors
-from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel, threshold_kernel
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.trees.types import Draft
 
@@ -17,8 +18,12 @@ from d2sd.plugins.trees.types import Draft
 #: Logits that one program reads.
 BLOCK = 4096
 WARPS = 8
-#: Of a program that reads a whole row.
-ROW_WARPS = 16
+#: Where the target filters: neighbours of one maximum, segments looked into at once, few and most tokens of a list.
+SEGMENT, TILE, FEW, LIST = 128, 16, 256, 1024
+#: Logits that it reads at once where it reads a row again.
+TURN = 2048
+#: Low bits of an fp32 number's order that all numbers of a type share.
+SHIFT = {torch.bfloat16: 16, torch.float16: 13}
 
 
 def segment_size(vocab: int, pool: int) -> int:
@@ -38,7 +43,7 @@ def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
         "WIDTH": width,
         "SEG": seg,
         "SEGMENTS": segments,
-        "SEGMENTSP": max(power(segments), power(pool)),
+        "SEGMENTSP": max(power(-(-vocab // seg)), power(pool)),
         "BLOCKS": blocks,
         "BLOCKSP": power(blocks),
     }
@@ -51,8 +56,11 @@ def candidates_triton(
     batch, count, slots, vocab = logits.shape
     rows, device = batch * count * slots, logits.device
     constants = pool_constants(vocab, pool, width)
+    blocks, size = constants["BLOCKS"], constants["POOLP"]
     maxima = torch.empty(rows, constants["SEGMENTS"], dtype=torch.int32, device=device)
-    partial = torch.empty(rows, 2, constants["BLOCKS"], dtype=torch.float32, device=device)
+    partial = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
+    segments = torch.empty(rows, size, dtype=torch.int32, device=device)
+    entries = torch.empty(rows, size, dtype=torch.long, device=device)
     tokens = torch.empty(batch, count, slots, width, dtype=torch.long, device=device)
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
@@ -62,62 +70,66 @@ def candidates_triton(
         else [sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p]
     )
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
-        segments_kernel[(rows, constants["BLOCKS"])](
-            logits,
-            maxima,
-            partial,
-            vocab,
-            BLOCKS=constants["BLOCKS"],
-            BLOCK=BLOCK,
-            SEG=constants["SEG"],
-            num_warps=WARPS,
-        )
+        segments_kernel[(rows, blocks)](
+            logits, maxima, partial, vocab, BLOCKS=blocks, BLOCK=BLOCK, SEG=constants["SEG"], num_warps=WARPS
+        )  # fmt: skip
         pool_kernel[(rows,)](
-            logits, maxima, partial, ids, None if sampling is None else context_len, *arguments, tokens, logprob, vocab,
-            ROWS=count * slots, SLOTS=slots, **constants, SAMPLED=sampling is not None,
-            MIN_P=sampling is not None and sampling.any_min_p, TOP_K=sampling is not None and sampling.any_top_k,
-            TOP_P=sampling is not None and sampling.any_top_p, num_warps=WARPS if pool <= 16 else 2 * WARPS,
+            logits, maxima, partial, ids, None if sampling is None else context_len, *arguments, segments, entries,
+            tokens, logprob, vocab,
+            ROWS=count * slots, SLOTS=slots, **constants, SHIFT=SHIFT.get(logits.dtype, 0),
+            SAMPLED=sampling is not None, num_warps=WARPS,
         )  # fmt: skip
     return Draft(tokens, logprob)
 
 
 def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors | None) -> Tensor:
     """The token [B, N] after each node: logits [B, N, V] in any type, depth [B, N]; `sampling` None: all greedy."""
+    logits, depth = logits.contiguous(), depth.contiguous()
+    if sampling is not None and sampling.any_filter:
+        return choose_filtered(logits, context_len, depth, sampling)
     batch, nodes, vocab = logits.shape
     blocks = -(-vocab // BLOCK)
     partial = torch.empty(batch * nodes, blocks, dtype=torch.long, device=logits.device)
     chosen = torch.empty(batch, nodes, dtype=torch.long, device=logits.device)
-    logits = logits.contiguous()
-    arguments: list[Tensor | None] = [None] * 5
+    arguments = [None] * 4 if sampling is None else [sampling.temperature, sampling.seed, context_len, depth]
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        if sampling is not None:
-            arguments = [sampling.temperature, sampling.seed, context_len, depth.contiguous(), None]
-            flags = {"MIN_P": sampling.any_min_p, "TOP_K": sampling.any_top_k, "TOP_P": sampling.any_top_p}
-            if any(flags.values()):
-                arguments[-1] = torch.empty(batch * nodes, dtype=torch.int32, device=logits.device)
-                threshold_kernel[(batch * nodes,)](
-                    logits,
-                    sampling.temperature,
-                    sampling.min_p,
-                    sampling.top_k,
-                    sampling.top_p,
-                    arguments[-1],
-                    vocab,
-                    ROWS=nodes,
-                    BLOCK=BLOCK,
-                    **flags,
-                    num_warps=ROW_WARPS,
-                )
         scores_kernel[(batch * nodes, blocks)](
-            logits,
-            *arguments,
-            partial,
-            vocab,
-            ROWS=nodes,
-            BLOCKS=blocks,
-            BLOCK=BLOCK,
-            SAMPLED=sampling is not None,
-            num_warps=WARPS,
-        )
+            logits, *arguments, *[None] * 3, partial, None, None, vocab,
+            ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=sampling is not None, num_warps=WARPS,
+        )  # fmt: skip
         combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
+    return chosen
+
+
+def choose_filtered(
+    logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors, threshold: Tensor | None = None
+) -> Tensor:
+    """`choose_triton` of contiguous tensors where a request filters.
+
+    threshold [B·N] int32: takes the smallest order (`ascending_of`) of scaled logits that the filters keep.
+    """
+    (batch, nodes, vocab), device = logits.shape, logits.device
+    rows, blocks = batch * nodes, -(-vocab // BLOCK)
+    count = blocks * (BLOCK // SEGMENT)
+    partial = torch.empty(rows, blocks, dtype=torch.long, device=device)
+    maxima = torch.empty(rows, count, dtype=torch.int32, device=device)
+    sums = torch.empty(rows, count, dtype=torch.float32, device=device)
+    segments = torch.empty(rows, count, dtype=torch.int32, device=device)
+    entries = torch.empty(rows, LIST, dtype=torch.long, device=device)
+    chosen = torch.empty(batch, nodes, dtype=torch.long, device=device)
+    given = (
+        logits, sampling.temperature, sampling.seed, context_len, depth, sampling.min_p, sampling.top_k, sampling.top_p,
+        partial, maxima, sums,
+    )  # fmt: skip
+    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
+        scores_kernel[(rows, blocks)](
+            *given, vocab,
+            ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=True, num_warps=WARPS,
+        )  # fmt: skip
+        filtered_kernel[(rows,)](
+            *given, segments, entries, chosen, threshold, vocab,
+            ROWS=nodes, BLOCKS=blocks, BLOCKSP=power(blocks), SEG=SEGMENT, SEGMENTS=count,
+            SEGMENTSP=power(-(-vocab // SEGMENT)), TILE=TILE, FEW=FEW, LIST=LIST, SHIFT=SHIFT.get(logits.dtype, 0),
+            BLOCK=TURN, num_warps=WARPS,
+        )  # fmt: skip
     return chosen

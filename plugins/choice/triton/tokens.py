@@ -1,9 +1,8 @@
 """The target's token after every row, and the Gumbel noise it is chosen with, whose integers are the specification's,
 bit for bit: `d2sd.plugins.choice.choose_reference`.
 
-    threshold_kernel  the smallest logit that the filters keep, where a request has any
     scores_kernel     logits in their own type, scaled, plus noise: the best token of each block
-    combine_kernel    the best of the blocks
+    combine_kernel    the best of the blocks; where a request of the batch filters, filters.py has another in its place
 
 Of equal scores the smaller token is chosen; NaN is the largest of all. A best score that is NaN or infinite stands for
 no token: `d2sd.token_codes.NOT_FINITE`.
@@ -15,9 +14,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, place_of, score_of
+from d2sd.plugins.choice.triton.search import LOG2_E, filters_of, segments_of
+from d2sd.plugins.shared.kernels import ABSENT, pack_entry, place_of, score_of
 
-_NOT_FINITE = tl.constexpr(-1)
+#: `d2sd.token_codes.NOT_FINITE`
+NO_TOKEN = tl.constexpr(-1)
 
 
 @triton.jit
@@ -63,29 +64,46 @@ def gumbel_of_tokens(seed, position, token):
 
 
 @triton.jit
+def scale_of(logits, heat):
+    """Logits / T, rounded as by IEEE 754."""
+    return tl.div_rn(logits, heat + tl.zeros_like(logits))
+
+
+@triton.jit
 def scores_kernel(
-    logits, temperature, seed, context_len, depth, threshold, partial, vocab,
-    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SAMPLED: tl.constexpr,
+    logits, temperature, seed, context_len, depth, min_p, top_k, top_p, partial, maxima, sums, vocab,
+    ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (R, BLOCKS). logits [R, V], of ROWS rows a request; depth [R]; threshold [R] of `threshold_kernel`,
-    None without filters; partial [R, BLOCKS] int64.
+    """Grid (R, BLOCKS). logits [R, V], of ROWS rows a request; depth [R]; partial [R, BLOCKS] int64.
+
+    Where a request of the batch filters, its rows take other results: of every SEG tokens the order of the maximum,
+    maxima [R, BLOCKS·BLOCK/SEG] int32, and the sum of exponentials of logits / T relative to it, `sums` fp32. Else both
+    are None.
     """
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
     score = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    filters = False
     if SAMPLED:
         request = row // ROWS
-        heat = tl.load(temperature + request)
-        if heat > 0:
+        if maxima is not None:
+            heat, random, _min_p, _top_k, _top_p, filters = filters_of(request, vocab, temperature, min_p, top_k, top_p)
+            if filters:
+                order, _base, total = segments_of(tl.reshape(score, [BLOCK // SEG, SEG]), LOG2_E / heat)
+                at = (row * BLOCKS + block) * (BLOCK // SEG) + tl.arange(0, BLOCK // SEG)
+                tl.store(maxima + at, order)
+                tl.store(sums + at, total)
+        else:
+            heat = tl.load(temperature + request)
+            random = heat > 0
+        if random & (filters == 0):
             position = tl.load(context_len + request) + tl.load(depth + row) + 1
             noise = gumbel_of_run(tl.load(seed + request), position, block * BLOCK, BLOCK)
-            score = tl.div_rn(score, heat + tl.zeros([BLOCK], tl.float32))
-            if threshold is not None:
-                score = tl.where(ascending_of(score) >= tl.load(threshold + row), score, float("-inf"))
-            score = score + noise
-    entry = tl.where(token < vocab, pack_entry(score, token), ABSENT)
-    tl.store(partial + row * BLOCKS + block, tl.max(entry, axis=0))
+            score = scale_of(score, heat) + noise
+    if filters == 0:
+        entry = tl.where(token < vocab, pack_entry(score, token), ABSENT)
+        tl.store(partial + row * BLOCKS + block, tl.max(entry, axis=0))
 
 
 @triton.jit
@@ -94,5 +112,11 @@ def combine_kernel(partial, chosen, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr)
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKSP)
     best = tl.max(tl.load(partial + row * BLOCKS + b, mask=b < BLOCKS, other=ABSENT), axis=0)
-    finite = tl.abs(score_of(best)) < float("inf")  # false of NaN
-    tl.store(chosen + row, tl.where(finite, place_of(best), _NOT_FINITE).to(tl.int64))
+    store_chosen(chosen + row, best)
+
+
+@triton.jit
+def store_chosen(chosen, best):
+    """Stores the token of an entry; `NO_TOKEN` where its score is no finite number, or of no entry."""
+    finite = (best != ABSENT) & (tl.abs(score_of(best)) < float("inf"))  # false of NaN
+    tl.store(chosen, tl.where(finite, place_of(best), NO_TOKEN).to(tl.int64))

@@ -6,23 +6,49 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.choice.reference import SamplingTensors
-from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel, threshold_kernel
-from d2sd.plugins.choice.triton.launch import candidates_triton, choose_triton
+from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
+from d2sd.plugins.choice.triton.filters import filtered_kernel
+from d2sd.plugins.choice.triton.launch import SEGMENT, candidates_triton, choose_triton
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from tests.plugins.cases import Check, Kernel, some
 
 VOCABULARIES = (151_936, 32_000)
-#: All filters at once.
-SAMPLING = SamplingTensors(*(some(kind, 1) for kind in ("fp32", "fp32", "i64", "fp32", "i64")), *[True] * 4)  # type: ignore[arg-type]
+
+
+def sampling(filters: bool) -> SamplingTensors:
+    """One request that samples; with all filters at once."""
+    one, whole = some("fp32", 1), some("i64", 1)
+    return SamplingTensors(
+        temperature=one,
+        top_p=one,
+        top_k=whole,
+        min_p=one,
+        seed=whole,
+        any_sampled=True,
+        any_top_p=filters,
+        any_top_k=filters,
+        any_min_p=filters,
+    )
 
 
 def draft(vocab: int, pool: int, width: int, sampled: bool) -> None:
     logits, context = some("bf16", 1, 7, 15, vocab), some("i64", 1)
-    candidates_triton(logits, context, width, pool, some("i64", vocab), SAMPLING if sampled else None)
+    candidates_triton(logits, context, width, pool, some("i64", vocab), sampling(True) if sampled else None)
 
 
-def choose(vocab: int, sampled: bool) -> None:
-    choose_triton(some("bf16", 1, 64, vocab), some("i64", 1), some("i64", 1, 64), SAMPLING if sampled else None)
+def choose(vocab: int, sampled: SamplingTensors | None) -> None:
+    choose_triton(some("bf16", 1, 64, vocab), some("i64", 1), some("i64", 1, 64), sampled)
+
+
+def filter_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """The segments of a kept set of 40 tokens, each in one of its own."""
+    rows, logits = values["maxima"].shape[0], values["logits"]
+    looked = min(40 * SEGMENT, values["vocab"])
+    return {
+        "logits": rows * looked * logits.element_size(),
+        "segments": rows * 40 * values["segments"].element_size(),
+        "entries": rows * 40 * values["entries"].element_size(),
+    }, 0
 
 
 def pool_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -40,10 +66,12 @@ DRAFTS = {
     for vocab in VOCABULARIES
     for pool, width, sampled in ((1, 1, False), (16, 16, False), (64, 16, True))
 }
-GREEDY = {f"{vocab}": partial(choose, vocab, False) for vocab in VOCABULARIES}
-SAMPLED = {f"{vocab}": partial(choose, vocab, True) for vocab in VOCABULARIES}
+GREEDY = {f"{vocab}": partial(choose, vocab, None) for vocab in VOCABULARIES}
+SAMPLED = {f"{vocab}": partial(choose, vocab, sampling(False)) for vocab in VOCABULARIES}
+FILTERED = {f"{vocab}": partial(choose, vocab, sampling(True)) for vocab in VOCABULARIES}
 KERNELS = (
     Kernel(
+<<<<<<< HEAD
         segments_kernel,
         ("maxima", "partial"),
         {f"segments {name}": run for name, run in DRAFTS.items()},
@@ -55,11 +83,19 @@ KERNELS = (
         {f"pool {name}": run for name, run in DRAFTS.items()},
         touched=pool_touched,
         streamed=("logits",),
+=======
+        pool_kernel,
+        ("tokens", "logprob", "segments", "entries"),
+        {f"pool {name}": run for name, run in DRAFTS.items()},
+        reads_back=("segments", "entries"),
+        touched=pool_touched,
+>>>>>>> 179c05e0 (choice: find the kept set among the segments that can matter, not by reading the row each turn)
     ),
     Kernel(
         scores_kernel,
-        ("partial",),
+        ("partial", "maxima", "sums"),
         {f"scores of {name}": run for name, run in GREEDY.items()}
+<<<<<<< HEAD
         | {f"scores of {name} sampled": run for name, run in SAMPLED.items()},
         streamed=("logits",),
     ),
@@ -68,11 +104,23 @@ KERNELS = (
         ("threshold",),
         {f"filters of {name}": run for name, run in SAMPLED.items()},
         streamed=("logits",),
+=======
+        | {f"scores of {name} sampled": run for name, run in SAMPLED.items()}
+        | {f"scores of {name} filtered": run for name, run in FILTERED.items()},
+    ),
+    Kernel(
+        filtered_kernel,
+        ("chosen", "threshold", "segments", "entries"),
+        {f"filters of {name}": run for name, run in FILTERED.items()},
+        reads_back=("segments", "entries"),
+        touched=filter_touched,
+>>>>>>> 179c05e0 (choice: find the kept set among the segments that can matter, not by reading the row each turn)
     ),
     Kernel(combine_kernel, ("chosen",), {f"combine {name}": run for name, run in GREEDY.items()}),
 )
 CHECKS = {
     "noise": Check("noise", "choices.test_noise_keeps_its_digits_at_both_ends", barriers=False),
-    "choice": Check("threshold scores combine", "choices.test_choice", (3, 63, "TOP")),
+    "choice": Check("scores combine", "choices.test_choice", (3, 63, "SAMPLED")),
+    "filters": Check("scores filtered", "filters.test_the_choice_is_that_of_loops_over_the_tokens", ((0, 3),), False),
     "drafts": Check("segments pool", "choices.test_candidates", (2, 63, 5, "GREEDY")),
 }
