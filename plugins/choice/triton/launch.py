@@ -21,7 +21,7 @@ WARPS = 8
 #: Where the target filters: neighbours of one maximum, segments looked into at once, few and most tokens of a list.
 SEGMENT, TILE, FEW, LIST = 128, 16, 256, 1024
 #: Logits that it reads at once where it reads a row again.
-TURN = 2048
+TURN = 1024
 #: Low bits of an fp32 number's order that all numbers of a type share.
 SHIFT = {torch.bfloat16: 16, torch.float16: 13}
 
