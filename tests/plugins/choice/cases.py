@@ -71,7 +71,6 @@ SAMPLED = {f"{vocab}": partial(choose, vocab, sampling(False)) for vocab in VOCA
 FILTERED = {f"{vocab}": partial(choose, vocab, sampling(True)) for vocab in VOCABULARIES}
 KERNELS = (
     Kernel(
-<<<<<<< HEAD
         segments_kernel,
         ("maxima", "partial"),
         {f"segments {name}": run for name, run in DRAFTS.items()},
@@ -79,34 +78,19 @@ KERNELS = (
     ),
     Kernel(
         pool_kernel,
-        ("tokens", "logprob"),
-        {f"pool {name}": run for name, run in DRAFTS.items()},
-        touched=pool_touched,
-        streamed=("logits",),
-=======
-        pool_kernel,
         ("tokens", "logprob", "segments", "entries"),
         {f"pool {name}": run for name, run in DRAFTS.items()},
         reads_back=("segments", "entries"),
         touched=pool_touched,
->>>>>>> 179c05e0 (choice: find the kept set among the segments that can matter, not by reading the row each turn)
+        streamed=("logits",),
     ),
     Kernel(
         scores_kernel,
         ("partial", "maxima", "sums"),
         {f"scores of {name}": run for name, run in GREEDY.items()}
-<<<<<<< HEAD
-        | {f"scores of {name} sampled": run for name, run in SAMPLED.items()},
-        streamed=("logits",),
-    ),
-    Kernel(
-        threshold_kernel,
-        ("threshold",),
-        {f"filters of {name}": run for name, run in SAMPLED.items()},
-        streamed=("logits",),
-=======
         | {f"scores of {name} sampled": run for name, run in SAMPLED.items()}
         | {f"scores of {name} filtered": run for name, run in FILTERED.items()},
+        streamed=("logits",),
     ),
     Kernel(
         filtered_kernel,
@@ -114,7 +98,7 @@ KERNELS = (
         {f"filters of {name}": run for name, run in FILTERED.items()},
         reads_back=("segments", "entries"),
         touched=filter_touched,
->>>>>>> 179c05e0 (choice: find the kept set among the segments that can matter, not by reading the row each turn)
+        streamed=("logits",),
     ),
     Kernel(combine_kernel, ("chosen",), {f"combine {name}": run for name, run in GREEDY.items()}),
 )
