@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, interpreted
 
-DRAFTS, TOKENS = (f"plugins/choice/triton/{name}.py" for name in ("drafts", "tokens"))
+DRAFTS, TOKENS, FILTERS, SEARCH = (
+    f"plugins/choice/triton/{name}.py" for name in ("drafts", "tokens", "filters", "search")
+)
+KEPT = interpreted("filters", marks="not full")
 HANDOVER, LOOKUP = "plugins/handover/triton/kernel.py", "plugins/lookup/triton/kernel.py"
 ROWS = "plugins/handover/triton/rows.py"
 CHOICES, STATES, COPIES = interpreted("candidates", "choices"), interpreted("handover"), interpreted("lookup")
@@ -50,6 +53,24 @@ MUTANTS = [
         "row",
         STATES,
     ),
+    Mutant("filters of another request", FILTERS, "request = number // ROWS", "request = number % ROWS", KEPT),
+    Mutant(
+        "a listed token counts twice",
+        FILTERS,
+        "others += tl.where(matters, 0.0,",
+        "others += tl.where(matters, 1.0,",
+        KEPT,
+        survives="sums only bound: where they say too much, masses are added one by one",
+    ),
+    Mutant(
+        "of tokens without a list one too few is kept",
+        FILTERS,
+        "first = tl.where(reaching >= most, middle, first)",
+        "first = tl.where(reaching > most, middle, first)",
+        KEPT,
+    ),
+    Mutant("top-k keeps one token less", SEARCH, "axis=0) >= count", "axis=0) > count", KEPT),
+    Mutant("top-p counts a token itself", SEARCH, "keys > middle", "keys >= middle", KEPT),
     Mutant(
         "features of a neighbouring node",
         ROWS,
