@@ -97,7 +97,7 @@ def _merge(
 
     `first` is the request's first row.
     """
-    CHUNK: tl.constexpr = 32 if BLOCK_M > 32 else BLOCK_M  # more rows at a time would spill
+    CHUNK: tl.constexpr = min(BLOCK_M, 32 if SPLITS <= 8 else 16)  # more rows at a time would spill
     lane = tl.arange(0, PADDED)
     for start in tl.range(0, BLOCK_M, CHUNK, num_stages=1):
         packed = tile + start + tl.arange(0, CHUNK)

@@ -99,6 +99,7 @@ def compiled() -> Iterator[Attention]:
         for quantized in (False, True):
             yield Attention("bf16", 128, 64, 4, fp8, quantized=quantized)
     yield Attention("bf16", 128, 1, 16, quantized=True)
+    yield Attention("bf16", 128, 16, 16)  # a draft of one request: the merge of the most rows and splits
     # gpt-oss has heads of 64, windows and sinks, Gemma 3 heads of 256 and windows, drafters of Qwen3 heads of 128
     for size, sinks in ((64, True), (128, False), (256, False)):
         for fp8 in (False, True):
