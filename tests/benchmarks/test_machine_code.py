@@ -176,5 +176,5 @@ def test_what_a_step_reads_from_memory_is_checked() -> None:
 
     with patch.object(steps, "Meter", Meter):
         steps.count(steps.Step("d2sd", batch=8, params=steps.FILTERED))
-    assert {"cascade_attention_kernel", "scores_kernel", "threshold_kernel"} <= read.keys()
+    assert {"cascade_attention_kernel", "scores_kernel"} <= read.keys()
     assert [name for name, found in read.items() if not found.issubset(kernels()[name].streamed)] == []
