@@ -87,16 +87,16 @@ class Loop:
 
 def disassemble(cubin: bytes) -> list[Block]:
     """Blocks of the kernel; those of functions that it calls, as of a division, are left out."""
-    return parse(_tool("nvdisasm", "--print-code", "--print-line-info", cubin=cubin))
+    return parse(tool("nvdisasm", "--print-code", "--print-line-info", cubin=cubin))
 
 
 def resources(cubin: bytes) -> dict[str, int]:
     """Read what cuobjdump reports: "REG", "STACK" and others."""
-    said = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    said = tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
     return {name: int(number) for name, number in re.findall(r"(\w+):(\d+)", said.partition(" Function ")[2])}
 
 
-def _tool(name: str, *options: str, cubin: bytes) -> str:
+def tool(name: str, *options: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
