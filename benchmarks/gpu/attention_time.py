@@ -39,7 +39,7 @@ class Case:
     fp8: bool = False  # pages
 
     def splits(self) -> int:
-        """What the launcher chooses."""
+        """The number that the launcher chooses."""
         properties = SimpleNamespace(multi_processor_count=H100.processors)
         shape = self.batch, self.rows, HEADS, SIZE, KV_HEADS, ITEM, CONTEXT + ROOM
         with patch.object(torch.cuda, "get_device_properties", lambda _: properties):
@@ -50,7 +50,7 @@ class Case:
         return select_tile(packed, SIZE, ITEM, CAPABILITY, fp8=self.fp8, splits=self.splits())
 
     def bytes(self) -> int:
-        """Of K and V of the context."""
+        """K and V of the context."""
         return self.batch * CONTEXT * 2 * KV_HEADS * SIZE * (1 if self.fp8 else ITEM)
 
     def seconds(self) -> float:

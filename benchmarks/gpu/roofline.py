@@ -7,7 +7,7 @@ takes the longer of the two at the peaks of the data sheet. Activations, logits 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from benchmarks.gpu.traffic import KV, WEIGHTS, Launch
@@ -56,9 +56,18 @@ def floor_seconds(launches: Iterable[Launch], peaks: GpuPeaks) -> float:
     return sum(one.seconds(peaks) for one in passes(launches).values())
 
 
-def seconds(launches: Iterable[Launch], peaks: GpuPeaks, *, least: float = 0.0, more: float = 0.0) -> float:
-    """Each launch takes the longest of its bytes, its products and `least` seconds, and then `more` seconds."""
+def seconds(
+    launches: Iterable[Launch],
+    peaks: GpuPeaks,
+    *,
+    least: float = 0.0,
+    more: float = 0.0,
+    counted: Callable[[Launch], float] = lambda _: 0.0,
+) -> float:
+    """Each launch takes the longest of its bytes, its products, `least` seconds and those `counted` of its instructions
+    and latencies, and then `more` seconds.
+    """
     return sum(
-        more + max(one.bytes / peaks.bandwidth, one.flops / (peaks.fp8 if one.fp8 else peaks.half), least)
+        more + max(one.bytes / peaks.bandwidth, one.flops / (peaks.fp8 if one.fp8 else peaks.half), least, counted(one))
         for one in launches
     )

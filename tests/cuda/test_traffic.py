@@ -106,8 +106,8 @@ def test_a_kernel_without_a_rule_is_an_error() -> None:
 
 FP8 = pytest.param("fp8", marks=pytest.mark.slow)
 #: Bytes read over the floor's. In FP8 the floor is half as large.
-READS = {"bf16": 1.027, "fp8": 1.04}
-NODES = {"bf16": 480, "fp8": 480}
+READS = {"bf16": 1.031, "fp8": 1.046}  # partial results of splits among them
+NODES = {"bf16": 454, "fp8": 458}
 
 
 @pytest.fixture(params=["bf16", FP8], scope="module")

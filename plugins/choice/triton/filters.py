@@ -62,7 +62,7 @@ def _error_of(rest, scaled_best, vocab):
 
 @triton.jit
 def _bound_of_mass(order, sums, at_best, best, scaled_best, heat, share, vocab, SEG: tl.constexpr):
-    """The number below which less than 1 - share of the mass lies, for certain; -inf if none is found."""
+    """The number below which less than 1 - share of the mass is certain to lie; -inf if none is found."""
     others = sums - at_best
     allowed = (1 - share) * tl.sum(sums, axis=0) * 0.9995
     low, high = 0.0, _DEPTH + 0.0
@@ -89,7 +89,7 @@ def _key_below(number, heat, SHIFT: tl.constexpr):
 def _weight_above(
     row, vocab, heat, scaled_best, least, key, MASS: tl.constexpr, SHIFT: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """What the row's tokens above the key weigh: a mass each, or 1; and the least order of those from the key on.
+    """The weight of the row's tokens above the key: a mass each, or 1; and the least order of those from the key on.
 
     `least` is the smallest order of scaled logits that counts.
     """

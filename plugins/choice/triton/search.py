@@ -74,7 +74,7 @@ def smallest_key(keys, mass, limit, low, high, SHIFT: tl.constexpr):
 
 @triton.jit
 def segments_of(x, factor):
-    """Of each row of x: the order of its maximum, that maximum as a base (0 where it is infinite), and the sum of
+    """For each row of x: the order of its maximum, that maximum as a base (0 where it is infinite), and the sum of
     exp2((x - base) * factor).
     """
     best = tl.max(x, axis=1)

@@ -117,6 +117,6 @@ def combine_kernel(partial, chosen, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr)
 
 @triton.jit
 def store_chosen(chosen, best):
-    """Stores the token of an entry; `NO_TOKEN` where its score is no finite number, or of no entry."""
+    """Stores the token of an entry; `NO_TOKEN` where its score is infinite or NaN, and of no entry."""
     finite = (best != ABSENT) & (tl.abs(score_of(best)) < float("inf"))  # false of NaN
     tl.store(chosen, tl.where(finite, place_of(best), NO_TOKEN).to(tl.int64))
