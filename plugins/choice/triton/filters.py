@@ -62,7 +62,7 @@ def _error_of(rest, scaled_best, vocab):
 
 @triton.jit
 def _bound_of_mass(order, sums, at_best, best, scaled_best, heat, share, vocab, SEG: tl.constexpr):
-    """The number below which less than 1 - share of the mass is certain to lie; -inf if none is found."""
+    """The number below which the tokens certainly have less than 1 - share of the mass; -inf if none is found."""
     others = sums - at_best
     allowed = (1 - share) * tl.sum(sums, axis=0) * 0.9995
     low, high = 0.0, _DEPTH + 0.0
