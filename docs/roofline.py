@@ -208,9 +208,9 @@ def _bounds() -> Iterator[list[str]]:
     ratios = [with_kernels(PAIR8, gpu) / with_kernels(PLAIN8, gpu) for gpu in PEAKS]
     yield line("the same with kernels", _by_gpu(ratios), [r <= 1.35 for r in ratios])
     for name, one in pairs.items():
-        for what, least, more in (("at least 2 µs a node", NODE, 0.0), ("2 µs more a node", 0.0, NODE)):
+        for what, least, extra in (("at least 2 µs a node", NODE, 0.0), ("2 µs more a node", 0.0, NODE)):
             ratios = [
-                seconds(counted(one), peaks, least=least, more=more) / floor_seconds(counted(one), peaks)
+                seconds(counted(one), peaks, least=least, more=extra) / floor_seconds(counted(one), peaks)
                 for peaks in PEAKS.values()
             ]
             yield line(
