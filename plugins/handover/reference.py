@@ -46,7 +46,7 @@ def commit_reference(
     found = features[of_rows, path], context_len[:, None] + steps, keep
     if into is None:
         return found
-    into[2][:, len(steps) :] = False
+    into[2][:, len(steps) :].zero_()
     for target, given in zip((*(x[:, : len(steps)] for x in into[:3]), *into[3:]), (*found, *tables), strict=True):
         target.copy_(given)
     return into[0][:, : len(steps)], into[1][:, : len(steps)], into[2][:, : len(steps)]

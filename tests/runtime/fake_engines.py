@@ -14,7 +14,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
-from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention import PagedContext, counters
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.plugins.kv_pages import write_pages
@@ -129,6 +129,7 @@ class _Pages(KVPool):
             [given[f"{kind}_pages_{layer}"] for layer in range(body.num_layers)] for kind in "kv"
         )
         self._views = body.views
+        self.counters = counters(self.layers_k[0].device)
 
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)
