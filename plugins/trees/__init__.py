@@ -34,7 +34,7 @@ from d2sd.plugins.trees.reference.nodes import (
     replace_rows,
     with_anchor,
 )
-from d2sd.plugins.trees.types import Accepted, Branches, Draft, Source, Tree
+from d2sd.plugins.trees.types import PATH_BITS, Accepted, Branches, Draft, Source, Tree, lanes, path_bits
 
 __all__ = [
     "Accepted", "Branches", "Draft", "Source", "Tree", "accept", "best_first_tree", "chain_branches", "from_candidates",
@@ -46,12 +46,14 @@ __all__ = [
 # nodes, V vocabulary, Vd draft vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`.
 
 OP = "the draft tree"
-#: Branches of one tree that the kernels take: a bit each in a word of 64.
+#: Branches of one tree that the kernels take: a bit each in a word of 64. Growth has other bits in it, see `path_bits`.
 MOST_BRANCHES = 62
 
 
-def _pick(x: Tensor, branches: int = 0, *, library: bool = False) -> Implementation:
+def _pick(x: Tensor, branches: int = 0, *, bits: int = 0, library: bool = False) -> Implementation:
     reason = None if branches <= MOST_BRANCHES else f"{branches} branches, more than {MOST_BRANCHES}"
+    if bits > PATH_BITS:
+        reason = f"a path has {bits} bits, more than {PATH_BITS}: there are too many branches"
     return dispatch.pick(OP, x, reason=reason, library=library)
 
 
@@ -92,7 +94,7 @@ def best_first_tree(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tre
     Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
     """
     count = sum(source.rows for source in sources)
-    picked = _pick(anchor, count - 1, library=count <= cpu.MOST_ROWS)
+    picked = _pick(anchor, bits=path_bits(1 + lanes(sources)[-1], count), library=count <= cpu.MOST_ROWS)
     if picked is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import growth_triton
 

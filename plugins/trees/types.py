@@ -101,6 +101,17 @@ def lanes(sources: Sequence[Source]) -> list[int]:
     return [lane - 1 for lane in accumulate(int(not place or not s.replaces) for place, s in enumerate(sources))]
 
 
+#: Bits of a row's number, from 1, in what the kernel of growth knows of a path; and of all that it can know.
+ROW_BITS, PATH_BITS = 6, 64
+
+
+def path_bits(lanes: int, rows: int) -> int:
+    """Bits of what that kernel knows of a path: the number of a row for each lane and for the last node, and a bit for
+    each row, whose prefix the path may have so far.
+    """
+    return ROW_BITS * (lanes + 1) + rows
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """N nodes a request; entries past the last node are padding: not valid, and they attend to themselves only."""

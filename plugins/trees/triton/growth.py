@@ -20,9 +20,10 @@ import triton
 import triton.language as tl
 
 from d2sd.plugins.trees.triton.nodes import ancestors, store_ancestors
+from d2sd.plugins.trees.types import ROW_BITS
 
 #: Bits of a row's number in the state of a path, which has one number a lane.
-BITS = tl.constexpr(6)
+BITS = tl.constexpr(ROW_BITS)
 MASK = tl.constexpr(63)
 #: In the order of scores: -inf, and less than any score.
 NOTHING = tl.constexpr(0x807FFFFF - (1 << 32))

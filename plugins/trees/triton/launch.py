@@ -14,9 +14,9 @@ from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
-from d2sd.plugins.trees.triton.growth import BITS, grow_kernel
+from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
-from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
+from d2sd.plugins.trees.types import PATH_BITS, ROW_BITS, Accepted, Source, Tree, lanes, path_bits
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
 # slot.
@@ -218,10 +218,11 @@ def growth_constants(
     entered = [0] * number
     for row, count, lane, here in zip(first, counts, lanes, at_root, strict=True):
         entered[lane] |= 0 if here else ((1 << count) - 1) << row
-    bits = BITS.value * (number + 1) + sum(counts)
+    bits = path_bits(number, sum(counts))
+    assert bits <= PATH_BITS
     return {
         "SOURCES": tuple(sources),
-        "START": sum(row << BITS.value * lane for lane, row in start.items()),
+        "START": sum(row << ROW_BITS * lane for lane, row in start.items()),
         "MOVES": any(follows) or not all(at_root),
         "WORD": tl.int32 if bits <= 32 else tl.int64,
         "MP": tuple(wide),

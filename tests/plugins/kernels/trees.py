@@ -190,6 +190,21 @@ def test_candidates_behind_those_of_the_slot_before(
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
+def test_as_many_branches_as_a_word_has_bits_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of them is entered."""
+    count = 51
+    tokens = torch.arange(64).expand(1, 3, 64).contiguous()
+    score = -torch.arange(64) * torch.tensor([[0.001], [9.0], [9.0]])  # a branch behind each first token, and token 0
+    first = Draft(tokens, score[None])
+    kept = torch.stack([torch.arange(count), *torch.zeros(2, count, dtype=torch.long)], -1)[None]
+    length = torch.full((1, count), 2)
+    second = Draft(torch.full((1, count, 3, 1), 5), torch.full((1, count, 3, 1), -0.0001))
+    sources = [Source(first), Source(second, Branches(kept, length, torch.full_like(length, -1)), replaces=True)]
+    expected, found = both(monkeypatch, best_first_tree, torch.tensor([7]), sources, 1 + 3 * count)
+    assert int(expected.branch_id.max()) == count
+    assert_equal(expected, found)
+
+
 def test_a_draft_that_is_a_slice(monkeypatch: pytest.MonkeyPatch) -> None:
     """`tree_branches` takes such a slice: all slots but the last."""
     first, _, _ = random_drafts(torch.Generator().manual_seed(1), 3, 3, 0, ties=False)

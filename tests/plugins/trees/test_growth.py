@@ -12,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from d2sd.plugins import dispatch
 from d2sd.plugins.trees import (
     Branches,
+    Draft,
     Source,
     Tree,
     best_first_tree,
@@ -271,6 +273,26 @@ def test_chain_ends_where_nothing_is_proposed(drafts: list[int], size: int) -> N
         count = min(end + 1, size)
         expected = [Node(tuple(range(1, n + 2)), 0, -float(n)) for n in range(count)]
         assert nodes_of(tree, b) == expected
+
+
+@pytest.mark.parametrize(("branches", "copies", "fits"), [(51, 0, True), (52, 0, False), (44, 1, True), (45, 1, False)])
+def test_kernels_are_not_asked_for_paths_of_more_than_64_bits(
+    branches: int, copies: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six of each lane and of the last row, and one of each row."""
+    reasons = list[str | None]()
+
+    def asked(op: str, x: Tensor, *, reason: str | None, **_: object) -> bool:
+        reasons.append(reason)
+        return False
+
+    monkeypatch.setattr(dispatch, "use_kernels", asked)
+    at = torch.zeros(1, branches, 2, dtype=torch.long)
+    draft = Draft(torch.zeros(1, 2, 1, dtype=torch.long), torch.zeros(1, 2, 1))
+    second = Draft(at[..., None], torch.zeros(1, branches, 2, 1))
+    sources = [Source(draft), Source(second, Branches(at, at[..., 0], at[..., 0] - 1), replaces=True)]
+    best_first_tree(torch.tensor([7]), sources + [Source(draft, follows=True)] * copies, 3)
+    assert [reason is None for reason in reasons] == [fits]
 
 
 def branches_at(boundaries: tuple[int, ...], size: int) -> Tensor:
