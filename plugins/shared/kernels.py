@@ -32,6 +32,12 @@ def ascending_of(score):
 
 
 @triton.jit
+def value_of(ascending):
+    """The fp32 score of an int32 from `ascending_of`."""
+    return (ascending ^ ((ascending >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def pack_order(ascending, place):
     """Entries of int32 in the order of scores, at int32 places."""
     return (ascending.to(tl.int64) << 32) | (0x7FFFFFFF - place).to(tl.int64)
@@ -45,8 +51,7 @@ def pack_entry(score, place):
 
 @triton.jit
 def score_of(entry):
-    ascending = (entry >> 32).to(tl.int32)
-    return (ascending ^ ((ascending >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    return value_of((entry >> 32).to(tl.int32))
 
 
 @triton.jit

@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         "a child has the score of its candidate alone",
         GROWTH,
-        "own = _order(_score(best) + logprob)",
+        "own = _order(value_of(best) + logprob)",
         "own = _order(logprob)",
         GROWN,
     ),

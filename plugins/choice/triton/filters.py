@@ -31,11 +31,10 @@ from d2sd.plugins.choice.triton.search import (
     mass_limit,
     mass_of,
     smallest_key,
-    value_of,
     value_of_key,
 )
 from d2sd.plugins.choice.triton.tokens import gumbel_of_run, gumbel_of_tokens, scale_of, store_chosen
-from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry
+from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, value_of
 
 _UNIT = tl.constexpr(1099511627776.0)
 #: Times 2^-8: how far below the best logit, divided by T, `_bound_of_mass` looks.

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from d2sd.plugins.shared.kernels import ascending_of
+from d2sd.plugins.shared.kernels import ascending_of, value_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 #: Less than any order.
@@ -31,12 +31,6 @@ def _interpreted(x):
 
 #: The exponential of CUDA's and PyTorch's fp32; `tl.exp` has fewer digits. The interpreter has one only.
 exp = _interpreted if triton.knobs.runtime.interpret else _precise
-
-
-@triton.jit
-def value_of(order):
-    """The fp32 number of an int32 order."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.kernels import value_of
 from d2sd.plugins.trees.triton.nodes import ancestors, store_ancestors
 from d2sd.plugins.trees.types import ROW_BITS
 
@@ -44,14 +45,9 @@ def _ones(bits):
 
 @triton.jit
 def _order(score):
-    """int32 in the order of scores, none of which is -0.0; or back, of such int32 by their bits."""
+    """int32 in the order of scores, none of which is -0.0; `value_of` is the inverse."""
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _score(order):
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -272,7 +268,7 @@ def grown(
                     lane if MP[other] <= MP[lane] else other, other if MP[other] <= MP[lane] else lane,
                 )  # fmt: skip
                 logprob, gone = tl.where(merged == float("-inf"), merged, logprob), gone | also
-        own = _order(_score(best) + logprob)
+        own = _order(value_of(best) + logprob)
         tl.store(keys + (of_row + count * P), tl.where(gone, NOTHING, own))
         child = tl.max(own, axis=0)
         child_c = tl.min(tl.where(own == child, c, P - 1), axis=0)
@@ -352,7 +348,7 @@ def grow_kernel(
     tl.store(depth + at, level, mask=inside)
     tl.store(branch_id + at, tl.where(real & (n > 0), row - 1, 0), mask=inside)
     tl.store(valid + at, real, mask=inside)
-    tl.store(score + at, tl.where(real, _score(own), float("-inf")), mask=inside)
+    tl.store(score + at, tl.where(real, value_of(own), float("-inf")), mask=inside)
     tl.store(num_merged + request, 0)
     if NP <= 64:
         low, high = ancestors(tl.where(real, up, n), DP, NP)
