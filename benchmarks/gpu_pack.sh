@@ -128,4 +128,7 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1])' "$k
     done
 }
 
-"$@"
+case "${1-} ${2-}" in
+    "pack triton" | "pack rtx" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
+    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx, take FOLDER, or unpack" >&2 && exit 2 ;;
+esac

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from d2sd.bundle.step_times import code, package_version
 from d2sd.errors import D2SDError
@@ -38,6 +38,13 @@ class Row(BaseModel):
     shape: ProductShape
     rows: Annotated[int, Field(ge=1)]
     seconds: dict[str, Annotated[float, Field(gt=0)]]
+
+    @field_validator("seconds")
+    @classmethod
+    def _has_plain(cls, seconds: dict[str, float]) -> dict[str, float]:
+        if PLAIN.name not in seconds:
+            raise ValueError("there is no time of the plain form")
+        return seconds
 
 
 class File(BaseModel):
@@ -121,8 +128,6 @@ def read(path: Path, gpu: str) -> Times:
     here = gpu, str(torch.__version__)
     if (file.gpu, file.torch) != here:
         raise D2SDError("The times are of another GPU or PyTorch.", where=path, found=file.gpu, expected=gpu)
-    if any(PLAIN.name not in row.seconds for row in file.products):
-        raise D2SDError("A product has no time of its plain form.", where=path)
     return file.times
 
 

@@ -95,3 +95,10 @@ def test_what_is_no_part_is_refused(tmp_path: Path) -> None:
 
 def test_the_triton_it_packs_is_the_one_that_is_asked_for() -> None:
     assert f"TRITON={FENCED_TRITON} " in SCRIPT.read_text()
+
+
+def test_unknown_words_print_the_usage() -> None:
+    for words in ((), ("tritn",), ("pack", "tritn"), ("take",)):
+        done = run(*words)
+        assert done.returncode == 2
+        assert done.stderr.startswith("usage: sh benchmarks/gpu_pack.sh pack triton|rtx")

@@ -121,6 +121,9 @@ def test_shares_of_a_gpu_are_read_from_its_newest_file(folder: Path) -> None:
         os.utime(path, (number, number))
     newer = json.loads(path.read_text()) | {"more": 1}
     path.with_stem("product-times-9").write_text(json.dumps(newer))
+    empty = json.loads(path.with_stem("product-times-1").read_text())
+    empty["products"][0]["seconds"] = {}
+    path.with_stem("product-times-8").write_text(json.dumps(empty))
     (found,) = measured.shares("H100").values()
     assert found == pytest.approx(4096 * 4096 * 2 / 3.35e12 / 20e-6)
     assert measured.shares("B200") == {}
