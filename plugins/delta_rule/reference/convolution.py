@@ -1,0 +1,64 @@
+"""The causal convolution of each channel in front of the delta rule, where a row's past is its ancestors."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.delta_rule.reference.recurrence import parents_of
+
+# Shape letters as in d2sd/plugins/delta_rule/__init__.py.
+
+
+def tree_convolution_reference(
+    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, attn_mask: Tensor, bias: Tensor | None = None
+) -> Tensor:
+    """`tree_convolution` on any device."""
+    taps = weight.shape[1]
+    inputs = torch.cat([states[slots].to(x.dtype).transpose(1, 2), x], 1)  # [B, W - 1 + T, C]
+    # Row -1 is the last input of the state, row -2 the one before: a parent of a row below 0 is the row before it.
+    at = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
+    parents, window = parents_of(attn_mask), []
+    for _ in range(taps):
+        window.append(inputs.gather(1, (at + taps - 1)[..., None].expand_as(x)))
+        at = torch.where(at >= 0, parents.gather(1, at.clamp(min=0)), at - 1)
+    return _convolved(torch.stack(window[::-1], -1), weight, bias)
+
+
+def chunk_convolution_reference(
+    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
+) -> Tensor:
+    """`chunk_convolution` on any device."""
+    parts, taps = [], weight.shape[1]
+    for request, span in enumerate(chunks.spans()):
+        slot = slots[request : request + 1]
+        inputs = torch.cat([states[slot][0].to(x.dtype).T, x[0, span]])
+        parts.append(_convolved(inputs.unfold(0, taps, 1), weight, bias))
+        last = inputs[1 - taps :].T.to(states.dtype)
+        states[slot] = torch.where(slot[:, None, None] > 0, last, states[slot])
+    return torch.cat(parts)[None]
+
+
+def commit_convolution_reference(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
+    """`commit_convolution` on any device."""
+    taps = states.shape[-1]
+    inputs = torch.cat([states[:, slots].transpose(2, 3).to(x.dtype), x], 2)  # [L, B, W - 1 + T, C]
+    # The last inputs of state and path: place n of both is row n of the state, or row path[n - (W - 1)].
+    places = count[:, None] + torch.arange(taps, device=x.device)
+    along = path.gather(1, (places - taps).clamp(0, path.shape[1] - 1)) + taps
+    at = torch.where(places < taps, places, along)
+    last = inputs.gather(2, at[None, ..., None].expand(len(x), -1, -1, x.shape[-1])).transpose(2, 3)
+    states[:, slots] = torch.where((slots > 0)[:, None, None], last.to(states.dtype), states[:, slots])
+
+
+def _convolved(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """silu of window [..., C, W], oldest input first, times weight [C, W]: products and sums in fp32, in this order."""
+    total = window[..., 0].float() * weight[:, 0].float()
+    for tap in range(1, weight.shape[1]):
+        total = total + window[..., tap].float() * weight[:, tap].float()
+    if bias is not None:
+        total = total + bias.float()
+    # In fp32 PyTorch's exponential has other last bits at the end of a tensor than inside of it.
+    return F.silu(total.double()).float().to(window.dtype)
