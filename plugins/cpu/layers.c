@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "copies.h"
+#include "delta.h"
 #include "linear.h"
 #include "trees.h"
 
@@ -137,9 +138,7 @@ static void silu_times(void *to, const float *up, const float *gate, long row, i
     for (int m = 0; m < rows; m++) {
         for (int half = 0; half < PANEL; half += LANES) {
             const f32x16 g = *(f32x16 *)(gate + m * PANEL + half), u = *(f32x16 *)(up + m * PANEL + half);
-            const f32x16 e = exp16(select16(g > splat(0), -g, g)); /* e^-|g| */
-            const f32x16 sigmoid = select16(g > splat(0), splat(1), e) / (splat(1) + e);
-            *(f32x16 *)(product + half) = g * sigmoid * u;
+            *(f32x16 *)(product + half) = silu16(g) * u;
         }
         put_input(run, row + m, column, product, left < PANEL ? left : PANEL);
     }

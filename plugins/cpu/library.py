@@ -108,7 +108,20 @@ def load() -> ctypes.CDLL | str:
     library.d2sd_free.argtypes = [POINTER(Memory)]
     library.d2sd_use_openmp.argtypes = [POINTER(OpenMP)]
     library.d2sd_argmax.argtypes = [c_void_p, c_long, c_long, c_void_p]
-    names = "layers", "linear", "free", "use_openmp", "grow", "accept", "argmax", "write_pages"
+    for function in (library.d2sd_delta_rule, library.d2sd_convolution):
+        function.argtypes = [c_void_p, c_int]
+    names = (
+        "layers",
+        "linear",
+        "free",
+        "use_openmp",
+        "grow",
+        "accept",
+        "argmax",
+        "write_pages",
+        "delta_rule",
+        "convolution",
+    )
     for function in (getattr(library, f"d2sd_{name}") for name in names):
         function.restype = None
     library.d2sd_use_openmp(byref(_openmp()))

@@ -112,6 +112,16 @@ INLINE void store(int type, void *at, long offset, const float *x, long count) {
     }
 }
 
+/* One number as fp32. */
+INLINE float get(int type, const void *at, long offset) {
+    if (type == F32) return ((const float *)at)[offset];
+    if (type == F16) return (float)((const _Float16 *)at)[offset];
+    const uint32_t bits = (uint32_t)((const uint16_t *)at)[offset] << 16;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
 /* e^x for x <= 0: 2^n times a polynomial of the rest (Cephes' expf). */
 INLINE f32x16 exp16(f32x16 x) {
     const f32x16 least = splat(-87.0f);
@@ -129,4 +139,9 @@ INLINE f32x16 exp16(f32x16 x) {
     p = fma16(p, r, splat(5.0000001201e-1f));
     p = fma16(p, r * r, r + splat(1.0f));
     return p * (f32x16)((whole + 127) << 23);
+}
+
+INLINE f32x16 silu16(f32x16 x) {
+    const f32x16 e = exp16(select16(x > splat(0), -x, x)); /* e^-|x| */
+    return x * (select16(x > splat(0), splat(1), e) / (splat(1) + e));
 }

@@ -2,6 +2,7 @@
 
     types.py       `DeltaRows`, what rows write into a state
     reference/     the specification in plain PyTorch: the recurrence, the closed form, the convolution
+    cpu.py         the recurrence and the convolution by the compiled library
 
     op                    rows                        states
     tree_delta_rule       of a tree                   unchanged
@@ -19,9 +20,19 @@ Slot 0 of the states takes padding: nothing is written there, and rows of a requ
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
+from d2sd.plugins import dispatch
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
+from d2sd.plugins.delta_rule.cpu import (
+    LANES,
+    chunk_delta_rule_cpu,
+    commit_delta_rule_cpu,
+    convolution_cpu,
+    supported,
+    tree_delta_rule_cpu,
+)
 from d2sd.plugins.delta_rule.reference.closed_form import chunk_closed_form, tree_closed_form
 from d2sd.plugins.delta_rule.reference.convolution import (
     chunk_convolution_reference,
@@ -30,6 +41,7 @@ from d2sd.plugins.delta_rule.reference.convolution import (
 )
 from d2sd.plugins.delta_rule.reference.recurrence import chunk_recurrence, commit_recurrence, tree_recurrence
 from d2sd.plugins.delta_rule.types import DeltaRows
+from d2sd.plugins.dispatch import Implementation
 
 __all__ = [
     "DeltaRows", "chunk_convolution", "chunk_delta_rule", "commit_convolution", "commit_delta_rule", "tree_convolution",
@@ -38,6 +50,12 @@ __all__ = [
 
 # Shape letters: B requests, T rows, N rows of all chunks, P slots in the pool, Hk/Hv heads of keys and of values, Dk/Dv
 # their sizes, L layers, G longest path, C channels, W taps of the convolution.
+
+OP = "the gated delta rule"
+
+
+def _compiled(rows: DeltaRows, states: Tensor) -> bool:
+    return dispatch.pick(OP, rows.v, library=supported(rows, states)) is Implementation.LIBRARY
 
 
 def tree_delta_rule(
@@ -60,6 +78,8 @@ def tree_delta_rule(
         [B, T, Hv, Dv] in v's type.
     """
     allowed = attn_mask if isinstance(attn_mask, Tensor) else attn_mask.allowed
+    if _compiled(rows, states):
+        return tree_delta_rule_cpu(q, rows, states, slots, allowed)
     return (tree_recurrence if exact else tree_closed_form)(q, rows, states, slots, allowed)
 
 
@@ -72,7 +92,8 @@ def commit_delta_rule(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tens
         slots: [B] int64. No two requests have the same slot but 0.
         path, count: [B, G] and [B] int64, as of `d2sd.plugins.trees.Accepted`: the first `count` rows are committed.
     """
-    commit_recurrence(rows, states, slots, path, count)
+    commit = commit_delta_rule_cpu if _compiled(rows, states) else commit_recurrence
+    commit(rows, states, slots, path, count)
 
 
 def chunk_delta_rule(
@@ -90,6 +111,8 @@ def chunk_delta_rule(
     Returns:
         [1, N, Hv, Dv] in v's type.
     """
+    if _compiled(rows, states):
+        return chunk_delta_rule_cpu(q, rows, states, slots, chunks)
     return (chunk_recurrence if exact else chunk_closed_form)(q, rows, states, slots, chunks)
 
 
@@ -111,7 +134,8 @@ def tree_convolution(
         [B, T, C] in x's type; sums are fp32.
     """
     allowed = attn_mask if isinstance(attn_mask, Tensor) else attn_mask.allowed
-    return tree_convolution_reference(x, weight, states, slots, allowed, bias)
+    compiled = dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0) is Implementation.LIBRARY
+    return (convolution_cpu if compiled else tree_convolution_reference)(x, weight, states, slots, allowed, bias)
 
 
 def commit_convolution(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
@@ -129,4 +153,11 @@ def chunk_convolution(
     x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
 ) -> Tensor:
     """`tree_convolution` of chunks of B prompts, x [1, N, C], and their last inputs kept in place."""
-    return chunk_convolution_reference(x, weight, states, slots, chunks, bias)
+    compiled = dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0) is Implementation.LIBRARY
+    out = (convolution_cpu if compiled else chunk_convolution_reference)(x, weight, states, slots, chunks, bias)
+    lengths = chunks.starts.diff()
+    count = lengths.clamp(max=weight.shape[1] - 1)
+    path = (chunks.starts[1:] - count)[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)
+    inputs = x.expand(len(slots), -1, -1)[None]
+    commit_convolution(inputs, states[None], slots, path.clamp(max=x.shape[1] - 1), count)
+    return out

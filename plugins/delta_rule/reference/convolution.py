@@ -30,14 +30,11 @@ def tree_convolution_reference(
 def chunk_convolution_reference(
     x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
 ) -> Tensor:
-    """`chunk_convolution` on any device."""
+    """`chunk_convolution` on any device, without its commit."""
     parts, taps = [], weight.shape[1]
-    for request, span in enumerate(chunks.spans()):
-        slot = slots[request : request + 1]
-        inputs = torch.cat([states[slot][0].to(x.dtype).T, x[0, span]])
+    for slot, span in zip(slots.tolist(), chunks.spans(), strict=True):
+        inputs = torch.cat([states[slot].to(x.dtype).T, x[0, span]])
         parts.append(_convolved(inputs.unfold(0, taps, 1), weight, bias))
-        last = inputs[1 - taps :].T.to(states.dtype)
-        states[slot] = torch.where(slot[:, None, None] > 0, last, states[slot])
     return torch.cat(parts)[None]
 
 

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
 
 from d2sd.plugins.cpu import compiler, library
 from tests.modeling.test_families import test_prompt_in_chunks_then_decoding as family
@@ -16,11 +17,12 @@ from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
 from tests.modeling.test_native import test_windows_and_sinks as windows
 from tests.plugins.cpu.test_linear import TYPES
 from tests.plugins.cpu.test_linear import test_bits_of_a_row_do_not_depend_on_other_rows as linear
+from tests.plugins.delta_rule.test_delta_rule import test_exact_outputs_are_plain_decoding_bit_for_bit as delta_rule
 
 pytestmark = [pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"), pytest.mark.slow]
 
 #: File, what is replaced, by what, and which test must notice: of linear layers, of whole layers, of windows and sinks,
-#: or of which family.
+#: of the delta rule, or of which family.
 MUTANTS = {
     "tiles of many rows round products first": (
         "linear.h",
@@ -77,6 +79,13 @@ MUTANTS = {
         "Gemma 3",
     ),
     "the norm in front of experts is the last one": ("layers.c", "norm = layer->post_norm;", "", "Qwen3-30B-A3B"),
+    "a fork goes on from the last row": ("delta.h", "p == before ? LAST : level[row]", "LAST", "delta rule"),
+    "commits raise 2 to their gates": (
+        "delta.h",
+        "splat(expf(d->g[at]))",
+        "splat(d->q ? expf(d->g[at]) : exp2f(1.44269504f * d->g[at]))",
+        "delta rule",
+    ),
     "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 #: Those of `make engines` alone.
@@ -113,6 +122,7 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
     proofs = {
         "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
+        "delta rule": [partial(delta_rule, torch.float32)],
         "windows": [partial(windows, (4, 9, 4), sinks=True)],
         **{case: [partial(family, case, 1)] for case in ("Gemma 3", "Qwen3-30B-A3B")},
     }

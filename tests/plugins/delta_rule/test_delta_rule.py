@@ -179,3 +179,10 @@ def test_a_chain_equals_transformers() -> None:
         q, k, x.rows.v, x.rows.g, x.rows.beta, states, False, use_qk_l2norm_in_kernel=True
     )
     assert torch.allclose(tree_delta_rule(*x[:5]), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_threads_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = drawn(29, 60, batch=3, chain=0.5, heads=(2, 4))
+    alone = tree_delta_rule(*x[:5], exact=True)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(tree_delta_rule(*x[:5], exact=True), alone)
