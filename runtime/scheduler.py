@@ -137,7 +137,7 @@ class Scheduler:
             if len(self.running) < self._limits.max_batch and self._admit(first):
                 self._turn = max(self._turn, first.turn)
                 insort(self.running, self.waiting.pop(0), key=_rank)
-            elif (victim := self._yielding()) is not None:
+            elif (victim := self._yielding()) is not None and not victim.launched:  # else its tokens are read first
                 victim.turn = first.turn + 1
                 self._preempt(victim)
             else:

@@ -223,6 +223,24 @@ def test_a_new_client_takes_a_place_of_one_with_several() -> None:
     assert ids(scheduler.schedule().decode) == [0, 5, 7]
 
 
+def test_a_request_gives_way_after_the_tokens_of_its_launched_step_are_read() -> None:
+    """The first waiting request has a place, and one behind it is to take the place of one that runs."""
+    scheduler = scheduler_of(max_batch=4)
+    for number, client in enumerate("aab"):
+        scheduler.add(sequence(number, prompt=1, client=client))
+    running = scheduler.schedule().decode
+    scheduler.launched(running)
+    for number, client in ((3, "b"), (4, "c")):
+        scheduler.add(sequence(number, prompt=1, client=client))
+    assert scheduler.has_pages_ahead()
+    assert ids(scheduler.schedule().decode) == [0, 2, 1, 3]
+    assert not scheduler.has_pages_ahead()
+    scheduler.collected(running)
+    scheduler.schedule()
+    assert ids(scheduler.running) == [0, 2, 3, 4]
+    assert ids(scheduler.waiting) == [1]
+
+
 def test_a_new_client_takes_pages_of_one_with_several() -> None:
     scheduler = scheduler_of(pages=9)
     for number in range(2):
