@@ -132,6 +132,8 @@ class PrefixCache:
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
         self._key_of: dict[int, bytes] = {}
+        self._parent_of: dict[int, bytes | None] = {}  # key of the page before it
+        self._followers: Counter[bytes | None] = Counter()  # of a key: cached pages right behind its page
         self.idle: OrderedDict[int, None] = OrderedDict()  # the next to evict first
         #: What entered and left the cache, in order, for a router of requests. None: not recorded.
         self.events: deque[Stored | Removed] | None = None
@@ -143,6 +145,10 @@ class PrefixCache:
         """Whether a page of this key is cached."""
         return key in self._page_of
 
+    def continues(self, key: bytes) -> bool:
+        """Whether a page right behind that of this key is cached."""
+        return key in self._followers
+
     def match(self, keys: Sequence[bytes]) -> list[int]:
         """The pages of the leading keys, up to the first unknown one."""
         pages = []
@@ -153,11 +159,15 @@ class PrefixCache:
             pages.append(page)
         return pages
 
-    def add(self, page: int, key: bytes) -> bool:
-        """Record that `page`, used by a request, holds this prefix. False: another page does already, and stays."""
+    def add(self, page: int, key: bytes, parent: bytes | None = None) -> bool:
+        """Record that `page`, used by a request, holds this prefix. False: another page does already, and stays.
+
+        `parent` is the key of the page before it, if there is one.
+        """
         if key in self._page_of:
             return False
-        self._page_of[key], self._key_of[page] = page, key
+        self._page_of[key], self._key_of[page], self._parent_of[page] = page, key, parent
+        self._followers[parent] += 1
         return True
 
     def evict(self) -> int:
@@ -165,6 +175,10 @@ class PrefixCache:
         page, _ = self.idle.popitem(last=False)
         key = self._key_of.pop(page)
         del self._page_of[key]
+        parent = self._parent_of.pop(page)
+        self._followers[parent] -= 1
+        if not self._followers[parent]:
+            del self._followers[parent]
         if self.events is not None:
             self.events.append(Removed(key))
         return page

@@ -10,6 +10,8 @@ lowest priority is preempted and continues later, without computing again what i
 Layers with a window have pages of their own (`PageGroup`). Once tokens are committed, the pages that no further row
 sees are given back; a step that is launched and not collected sees none of them either. A prefix is known as far as the
 pages that its next row sees are cached.
+
+Layers with a recurrent state have a slot a request (`StateSlots`); a prefix is known as far as there is a snapshot.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from d2sd.errors import RequestError
 from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.states import Copy, StateSlots
 from d2sd.runtime.stats import EngineStats
 
 
@@ -34,23 +37,33 @@ class Schedule:
     decode: list[Sequence]
     discarded: list[int]  # pages whose K/V was given up since the last step
     windowed_discarded: list[int]  # the same of layers with a window
+    restored: list[Copy]  # of recurrent state, before the chunks
+    snapshots: list[Copy]  # the same, between the chunks and the decode step
 
 
 class Scheduler:
     """Owns the queues and the pages; uses no tensors."""
 
     def __init__(
-        self, limits: Limits, block_size: int, page_count: int, windowed_count: int = 0, window: int | None = None
+        self,
+        limits: Limits,
+        block_size: int,
+        page_count: int,
+        windowed_count: int = 0,
+        window: int | None = None,
+        slots: int = 0,
     ) -> None:
         """A decode step commits at most `block_size` tokens; a pool has `page_count` pages, page 0 included.
 
-        Layers with a window, of `window` tokens at most, have `windowed_count` pages of their own.
+        Layers with a window, of `window` tokens at most, have `windowed_count` pages of their own. Layers with a
+        recurrent state have `slots`, slot 0 included.
         """
         self._limits, self._growth, self.page_count = limits, block_size, page_count
         self.pages = PageAllocator(page_count)
         self.groups = [PageGroup(self.pages)]
         if window is not None:
             self.groups.append(PageGroup(PageAllocator(windowed_count), window))
+        self.states = StateSlots(slots, limits.max_batch, limits.page_size)
         self.waiting: list[
             Sequence
         ] = []  # next first: by priority, then by turn and arrival; so a preempted one leads its class
@@ -66,6 +79,9 @@ class Scheduler:
             pages_total=self.page_count - 1,
             pages_used=self.pages.used,
             pages_cached=len(self.pages.cache.idle),
+            slots_total=max(0, self.states.count - 1),
+            slots_used=self.states.used,
+            slots_cached=self.states.cached,
             prefix_queried_tokens=self._queried_tokens,
             prefix_hit_tokens=self._hit_tokens,
             prefill_tokens=self._prefill_tokens,
@@ -148,7 +164,7 @@ class Scheduler:
         decode = [s for s in self.running if s.pending == done.get(id(s), 0) and s.remaining > s.launched]
         self._prefill_tokens += sum(done.values())
         windowed = [page for group in self.groups[1:] for page in group.pages.take_discarded()]
-        return Schedule(prefill, decode, self.pages.take_discarded(), windowed)
+        return Schedule(prefill, decode, self.pages.take_discarded(), windowed, *self.states.take_copies())
 
     def _yielding(self) -> Sequence | None:
         """The running sequence whose place is the next waiting one's, if there is no other for it."""
@@ -174,6 +190,7 @@ class Scheduler:
             return False
         for group, first, count, shared in wanted:
             _held(group, sequence)[:] = [*[0] * first, *(group.pages.take(count, shared) or ())]
+        self.states.admit(sequence, keys[:hits])
         if not sequence.stats.preemptions:
             self._queried_tokens += sequence.pending
         self._hit(sequence, hits)
@@ -183,23 +200,28 @@ class Scheduler:
         """Chunks of at most `limits.prefill_chunk` tokens together: the shortest prompt first, of each client's next.
 
         Every client with a prompt gets a quarter of an equal share at least. A sequence waits one step for a page that
-        one before it computes in this step: requests that arrive together compute a shared prefix once.
+        one before it computes in this step: requests that arrive together compute a shared prefix once. With a
+        recurrent state it waits for a snapshot.
         """
         budget, page_size = self._limits.prefill_chunk, self._limits.page_size
         chunks, in_progress = [], set[bytes]()
         prompts = _in_turns([sequence for sequence in self.running if sequence.pending])
         clients = list(dict.fromkeys(sequence.request.client for sequence in prompts))
         least = dict.fromkeys(clients, max(1, budget // (4 * max(1, len(clients)))))
-        for sequence in prompts:
+        for sequence in prompts:  # all before the first snapshot: it is not written until the chunks are computed
             self._share(sequence)
-            keys, (first, written) = self._prefix_keys(sequence), divmod(sequence.cached, page_size)
-            if not written and in_progress.intersection(keys[first : first + 1]):
+        keys_of = [self._prefix_keys(sequence) for sequence in prompts]
+        for place, (sequence, keys) in enumerate(zip(prompts, keys_of, strict=True)):
+            first, written = divmod(sequence.cached, page_size)
+            awaited = keys[first:] if self.states.count else keys[first : first + 1]
+            if not written and in_progress.intersection(awaited):
                 continue
             share = min(budget, least.pop(sequence.request.client, 0))
             if chunk := min(sequence.pending, max(share, budget - sum(least.values()))):
+                chunk = self.states.chunk(sequence, keys, chunk, self.pages.cache, keys_of[place + 1 :])
                 chunks.append((sequence, chunk))
                 budget -= chunk
-                in_progress.update(keys[first : (sequence.cached + chunk) // page_size])
+                in_progress.update(self.states.useful(keys[first : (sequence.cached + chunk) // page_size]))
         return chunks
 
     def _share(self, sequence: Sequence) -> None:
@@ -219,21 +241,21 @@ class Scheduler:
             surplus = len(held) - start - (self._end(group, sequence, end) - end)
             group.pages.give_back(held[start : start + surplus])
             held[start : start + surplus] = [*[0] * (first - start), *hits]
+        self.states.restore(sequence, keys[:end])
         self._hit(sequence, end - start)
         self._free_behind(sequence)
 
     def _known(self, keys: SequenceOf[bytes], start: int = 0) -> int:
         """Leading pages of a prefix, `start` of which the sequence has, that need not be computed.
 
-        In every group, those of them that the next row sees are cached.
+        In every group, those of them that the next row sees are cached, and behind them there is a state.
         """
-        known = start + len(self.pages.cache.match(keys[start:]))
-        for group in self.groups[1:]:
-            lacking: int | None = known
-            while lacking is not None:
-                known = lacking
-                seen = range(max(start, self._first(group, known)), known)
-                lacking = next((page for page in reversed(seen) if not group.pages.cache.holds(keys[page])), None)
+        lacking: int | None = start + len(self.pages.cache.match(keys[start:]))
+        while lacking is not None:
+            known = self.states.known(keys, start, lacking)
+            seen = ((group, range(max(start, self._first(group, known)), known)) for group in self.groups[1:])
+            unknown = (i for group, pages in seen for i in reversed(pages) if not group.pages.cache.holds(keys[i]))
+            lacking = next(unknown, None)
         return known
 
     def _first(self, group: PageGroup, pages: int) -> int:
@@ -269,10 +291,11 @@ class Scheduler:
         # A step that ended the answer may have committed tokens that were dropped.
         count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
         self._extend_keys(sequence, count)
+        keys = sequence.page_keys
         for group in self.groups:
             held = _held(group, sequence)
             for index in range(sequence.keyed_pages, count):
-                if group.pages.cache.add(held[index], sequence.page_keys[index]):
+                if group.pages.cache.add(held[index], keys[index], keys[index - 1] if index else None):
                     self._report_stored(group, sequence, index)
         sequence.keyed_pages = max(sequence.keyed_pages, count)
 
@@ -345,6 +368,7 @@ class Scheduler:
             held = _held(group, sequence)
             group.pages.give_back([page for page in held if page])
             held.clear()
+        self.states.release(sequence)
         sequence.keyed_pages = 0
 
 

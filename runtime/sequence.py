@@ -55,8 +55,9 @@ class Sequence:
     text: TextStream | None = None  # fed in append
     turn: int = 0  # its place among the turns of all clients; set by the scheduler
     cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
-    pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next three
+    pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next four
     windowed_pages: list[int] = field(default_factory=list)  # the same of layers with a window; 0 where it is freed
+    slot: int = 0  # of its recurrent state, behind `cached` tokens; 0: none
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
     launched: int = 0  # decode steps with a row of it whose tokens are not appended yet; set by the scheduler

@@ -89,6 +89,9 @@ class EngineStats:
     preemptions: int
     steps: int  # decode steps
     policy: str  # of the last step
+    slots_total: int = 0  # of recurrent state, that requests can use; 0: the target has none
+    slots_used: int = 0  # by running requests
+    slots_cached: int = 0  # snapshots of the prefix cache: evicted when slots run out
 
     @property
     def prefix_hit_rate(self) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import product
 
 import pytest
 from hypothesis import given
@@ -12,19 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from d2sd.errors import RequestError
-from d2sd.runtime.pages import PageAllocator, PageGroup, extend_keys
-from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.pages import PageAllocator, extend_keys
+from d2sd.runtime.request import Limits
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import STEADY
-
-BLOCK = 4
-
-
-def keys_of(tokens: list[int], page_size: int = 4, salt: str = "") -> list[bytes]:
-    keys: list[bytes] = []
-    extend_keys(keys, tokens, page_size, len(tokens) // page_size, salt)
-    return keys
+from tests.runtime.played_pools import BLOCK, Pools, add, held, keys_of
 
 
 @STEADY
@@ -54,6 +46,7 @@ class AnyPages(RuleBasedStateMachine):
         self.pages, self.count = PageAllocator(count), count
         self.held: list[list[int]] = []
         self.key_of: dict[int, bytes] = {}
+        self.parent_of: dict[int, bytes] = {}
         self.idle: list[int] = []  # the next to be evicted first
         self.lost: set[int] = set()
 
@@ -78,21 +71,21 @@ class AnyPages(RuleBasedStateMachine):
         assert set(new) - set(uncached) == set(evicted), "uncached pages first, then the least recently used"
         for page in evicted:
             self.idle.remove(page)
-            del self.key_of[page]
+            del self.key_of[page], self.parent_of[page]
             self.lost.add(page)
         self.held.append(taken)
 
     @precondition(lambda self: any(self.held))
-    @rule(which=st.integers(0, 99), place=st.integers(0, 9), name=st.integers(0, 5))
-    def cache(self, which: int, place: int, name: int) -> None:
+    @rule(which=st.integers(0, 99), place=st.integers(0, 9), name=st.integers(0, 5), parent=st.integers(0, 5))
+    def cache(self, which: int, place: int, name: int, parent: int) -> None:
         owners = [pages for pages in self.held if pages]
         pages = owners[which % len(owners)]
         page, key = pages[place % len(pages)], bytes([name])
         if page in self.key_of:
             return  # a page is entered once
-        self.pages.cache.add(page, key)
+        self.pages.cache.add(page, key, bytes([parent]))
         if key not in self.key_of.values():
-            self.key_of[page] = key
+            self.key_of[page], self.parent_of[page] = key, bytes([parent])
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 99))
@@ -121,62 +114,12 @@ class AnyPages(RuleBasedStateMachine):
         assert self.pages.used == len(used)
         assert all(self.pages._references[page] == self.references().count(page) for page in range(self.count))
         assert all(self.pages.cache.match([key]) == [page] for page, key in self.key_of.items())
+        parents = {bytes([name]) for name in range(6) if self.pages.cache.continues(bytes([name]))}
+        assert parents == set(self.parent_of.values())
 
 
 AnyPages.TestCase.settings = STEADY
 TestAnyPages = AnyPages.TestCase
-
-
-def add(scheduler: Scheduler, number: int, prompt: list[int], new: int = 8, **options: object) -> Sequence:
-    one = Sequence(number, Request(tuple(prompt), new, **options), list(prompt))  # type: ignore[arg-type]
-    scheduler.add(one)
-    return one
-
-
-def held(group: PageGroup, one: Sequence) -> list[int]:
-    """The pages of a request in a group, 0 for those that are freed."""
-    return one.pages if group.window is None else one.windowed_pages
-
-
-class Pools:
-    """Record what the models' pools would hold: for each written place the whole prefix it was computed from."""
-
-    def __init__(self, scheduler: Scheduler, page_size: int) -> None:
-        self.scheduler, self.page_size = scheduler, page_size
-        self.holds: dict[tuple[int | None, int, int], tuple[int, ...]] = {}  # of layers with this window
-
-    def write(self, one: Sequence, positions: range, tokens: list[int]) -> None:
-        for group, position in product(self.scheduler.groups, positions):
-            page = held(group, one)[position // self.page_size]
-            assert group.pages._references[page] == 1, "a shared page is never written"
-            self.holds[group.window, page, position % self.page_size] = tuple(tokens[: position + 1])
-
-    def check(self, one: Sequence) -> None:
-        """Every token that the next row sees is there."""
-        for group in self.scheduler.groups:
-            first = 0 if group.window is None else max(0, one.cached - group.window + 1)
-            for position in range(first, min(one.cached, len(one.tokens))):
-                place = held(group, one)[position // self.page_size], position % self.page_size
-                assert self.holds[group.window, place[0], place[1]] == tuple(one.tokens[: position + 1])
-
-    def step(self, dice: random.Random) -> None:
-        """Step as the engine does, with tokens 0 and 1 as answers."""
-        schedule = self.scheduler.schedule()
-        discarded = schedule.discarded, schedule.windowed_discarded
-        for group, pages in zip(self.scheduler.groups, discarded, strict=False):  # before anything is written
-            for page, slot in product(pages, range(self.page_size)):
-                self.holds.pop((group.window, page, slot), None)
-        for one, count in schedule.prefill:
-            self.check(one)
-            self.write(one, range(one.cached, one.cached + count), one.tokens)
-            one.cached += count
-        for one in schedule.decode:
-            self.check(one)
-            committed = [dice.randint(0, 1) for _ in range(dice.randint(1, BLOCK))]
-            self.write(one, range(one.cached, one.cached + len(committed)), one.tokens + committed)
-            one.append(committed)
-            if one.finish is not None:
-                self.scheduler.remove(one)
 
 
 class SharedPrefixes(RuleBasedStateMachine):
@@ -189,14 +132,23 @@ class SharedPrefixes(RuleBasedStateMachine):
         spare=st.integers(0, 30),
         window=st.none() | st.integers(1, 12),
         windowed_spare=st.integers(0, 20),
+        snapshots=st.none() | st.integers(0, 9),
     )
     def start(
-        self, batch: int, page_size: int, chunk: int, spare: int, window: int | None, windowed_spare: int
+        self,
+        batch: int,
+        page_size: int,
+        chunk: int,
+        spare: int,
+        window: int | None,
+        windowed_spare: int,
+        snapshots: int | None,
     ) -> None:
         self.limits = Limits(batch, 64, page_size, chunk)
         most = 1 + -(-(16 + 9 + BLOCK) // page_size)
         windowed = 1 + self.limits.pages_within(window or 0, BLOCK) + windowed_spare
-        self.scheduler = Scheduler(self.limits, BLOCK, most + spare, windowed, window)
+        slots = 0 if snapshots is None else 1 + batch + snapshots
+        self.scheduler = Scheduler(self.limits, BLOCK, most + spare, windowed, window, slots)
         self.pools = Pools(self.scheduler, page_size)
         self.everybody: list[Sequence] = []
 
@@ -220,9 +172,9 @@ class SharedPrefixes(RuleBasedStateMachine):
         if len(tokens) + new <= 25:
             self.everybody.append(add(self.scheduler, len(self.everybody), tokens, new))
 
-    @rule(seed=st.integers(0, 99))
-    def step(self, seed: int) -> None:
-        self.pools.step(random.Random(seed))
+    @rule(seed=st.integers(0, 99), late=st.booleans())
+    def step(self, seed: int, late: bool) -> None:
+        self.pools.step(random.Random(seed), late=late)
 
     @rule(which=st.integers(0, 99))
     def cancel(self, which: int) -> None:
@@ -243,6 +195,11 @@ class SharedPrefixes(RuleBasedStateMachine):
             assert all(len(one) == len(set(one)) for one in own)
             if group.window is not None:
                 assert all(len(one) <= self.limits.pages_within(group.window, BLOCK) for one in own)
+
+    @invariant()
+    def slots_have_their_owners(self) -> None:
+        self.pools.check_slots()
+        assert all(not one.slot for one in self.everybody if one not in self.scheduler.running)
 
     @invariant()
     def tenants_share_nothing(self) -> None:
