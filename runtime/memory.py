@@ -1,4 +1,7 @@
-"""Number of pages in the K/V pools, from the limits and `limits.kv_memory`. No torch: `build --plan` uses it too."""
+"""Number of pages in the K/V pools, and of slots of recurrent state, from the limits and `limits.kv_memory`.
+
+No torch: `build --plan` uses it too.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from d2sd.runtime.request import Limits
 
 #: Features of committed tokens that wait for a drafter (`DrafterContext`): drafters share what waits for several.
 MAX_PENDING_BYTES = 64_000_000
+#: Of the memory that running requests' states leave, the part that snapshots may take: 1 / this.
+SNAPSHOT_SHARE = 4
 
 
 def context_bytes(row_bytes: int, rows: int) -> int:
@@ -21,13 +26,15 @@ def context_bytes(row_bytes: int, rows: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class KVMemory:
-    """The size of the K/V pools of all models together, and the arithmetic behind it."""
+    """The size of the K/V pools of all models together and of the recurrent states, and the arithmetic behind it."""
 
     page_bytes: int  # K and V of one page, in the pools of all models
     full_pages: int  # pages of max_batch requests, each of max_context tokens and the tokens one step adds
     pages: int  # pages that requests can own: full_pages, or fewer if limits.kv_memory holds fewer
     windowed_page_bytes: int = 0  # of layers with a window, which have pages of their own: not in `page_bytes`
     windowed_pages: int = 0  # of these, that requests can own
+    state_bytes: int = 0  # recurrent state of one request, of all layers that have one
+    slots: int = 0  # for states: slot 0, max_batch requests', and snapshots of the prefix cache
 
     @property
     def pool_pages(self) -> int:
@@ -40,8 +47,14 @@ class KVMemory:
         return 1 + self.windowed_pages if self.windowed_page_bytes else None
 
     @property
+    def slot_bytes(self) -> int:
+        """The recurrent states of all slots."""
+        return self.slots * self.state_bytes
+
+    @property
     def total_bytes(self) -> int:
-        return self.pool_pages * self.page_bytes + (self.windowed_pool_pages or 0) * self.windowed_page_bytes
+        pages = self.pool_pages * self.page_bytes + (self.windowed_pool_pages or 0) * self.windowed_page_bytes
+        return pages + self.slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,40 +75,56 @@ def plan_kv_memory(
     page_bytes: int,
     free_bytes: int | None = None,
     windowed: WindowedLayers | None = None,
+    state_bytes: int = 0,
 ) -> KVMemory:
     """Turn limits into a number of pages; `block_size` is the most tokens that a step adds to a request.
 
     Of `page_bytes`, those of the `windowed` layers are for pages of their own: as many as max_batch requests have, and
-    never more than of the other layers, of which a request has as many at least.
+    never more than of the other layers, of which a request has as many at least. A recurrent state of `state_bytes` a
+    request has a slot for each of max_batch requests, and with the prefix cache up to as many for snapshots.
 
     A share in `limits.kv_memory` is multiplied by `free_bytes`; without it a share is ignored, so the result is an
     upper bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
-    Raises RecipeError if `limits.kv_memory` does not hold one step of one request.
+    Raises RecipeError if `limits.kv_memory` does not hold one step of one request, and the states of max_batch.
     """
     full = limits.max_batch * limits.pages_for(limits.max_context + block_size)
     within, most = 0, 0
     if windowed is not None:
         within, most = windowed.page_bytes, limits.max_batch * windowed.pages(limits, block_size)
     whole = page_bytes - within
+    least, snapshots = 1 + limits.max_batch if state_bytes else 0, limits.max_batch * limits.prefix_cache
     budget = limits.kv_memory
     if isinstance(budget, float):
         budget = None if free_bytes is None else int(budget * free_bytes)
     if budget is None:
-        return KVMemory(whole, full, full, within, most)
+        slots = least + snapshots if state_bytes else 0
+        return KVMemory(whole, full, full, within, most, state_bytes, slots)
+    needed = limits.pages_for(1 + block_size)
+    spare = budget - least * state_bytes - (1 + needed) * page_bytes
+    if spare < 0:
+        raise _too_little(budget, (1 + needed) * page_bytes, least, state_bytes)
+    slots = least
+    if state_bytes:
+        left = budget - least * state_bytes
+        slots += min(snapshots, left // SNAPSHOT_SHARE // state_bytes, spare // state_bytes)
+    budget -= slots * state_bytes
     pages = budget // page_bytes - 1  # less the scratch page
     if windowed is not None and pages >= most:
         pages = (budget - (1 + most) * within) // whole - 1 if whole else full
     pages = min(full, pages)
-    needed = limits.pages_for(1 + block_size)
-    if pages < needed:
-        raise RecipeError(
-            "The K/V memory does not hold a single request.",
-            where="limits.kv_memory",
-            found=f"{budget:,} bytes",
-            expected=f"at least {(1 + needed) * page_bytes:,} bytes",
-            fix="raise it, or lower limits.page_size",
-        )
-    return KVMemory(whole, full, pages, within, min(most, pages))
+    return KVMemory(whole, full, pages, within, min(most, pages), state_bytes, slots)
+
+
+def _too_little(budget: int, pages: int, slots: int, state_bytes: int) -> RecipeError:
+    """That `budget` bytes hold neither one request's pages, nor with them the `slots` of all."""
+    states = f", {slots * state_bytes:,} of them for the states of {slots - 1} requests and slot 0" if slots else ""
+    return RecipeError(
+        "The K/V memory does not hold a single request.",
+        where="limits.kv_memory",
+        found=f"{budget:,} bytes",
+        expected=f"at least {pages + slots * state_bytes:,} bytes{states}",
+        fix="raise it, or lower limits.max_batch" if slots else "raise it, or lower limits.page_size",
+    )
 
 
 def free_memory(device: str) -> int:

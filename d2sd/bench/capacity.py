@@ -183,5 +183,6 @@ def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
             expected=f"at most {GPUS[gpu] * 0.8 / 1e9:.0f} GB, four fifths of its memory",
             fix="choose a larger GPU, fp8, or a lower limits.max_context",
         )
-    fitting = plan_kv_memory(replace(limits, kv_memory=free), block, page, windowed=windowed)
-    return min(fitting.pages, plan_kv_memory(limits, block, page, free, windowed).pages)
+    state = plan.state_bytes
+    fitting = plan_kv_memory(replace(limits, kv_memory=free), block, page, windowed=windowed, state_bytes=state)
+    return min(fitting.pages, plan_kv_memory(limits, block, page, free, windowed, state).pages)

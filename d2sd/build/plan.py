@@ -56,6 +56,7 @@ class Part:
     role: DrafterRole | None = None  # None: the target
     choice: Choice | None = None  # of a target whose checkpoint is quantized
     licence: str = NOT_STATED
+    state_bytes: int = 0  # recurrent state of one request, of all layers that have one
     stored_bytes: int = (
         0  # of a published checkpoint in 16 bits or quantized; a drafter's copies of the target left out
     )
@@ -124,10 +125,19 @@ class Plan:
         return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
     def kv_memory(self) -> KVMemory:
-        """Size of the K/V pools when serving with all models; of a share of memory the largest that it may be."""
+        """Size of the K/V pools and recurrent states when serving with all models; of a share of memory the largest
+        that it may be.
+        """
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
         block, page_bytes = self.recipe.tree.block_size, limits.page_size * token
-        return plan_kv_memory(Limits.of(limits), block, page_bytes, windowed=self.windowed)
+        return plan_kv_memory(
+            Limits.of(limits), block, page_bytes, windowed=self.windowed, state_bytes=self.state_bytes
+        )
+
+    @property
+    def state_bytes(self) -> int:
+        """Recurrent state of one request, of all models."""
+        return sum(part.state_bytes for part in self.parts)
 
     def windowed_token_bytes(self, part: Part) -> int:
         """The part of `kv_token_bytes` in layers with a window, which have pages of their own.
@@ -150,18 +160,18 @@ class Plan:
         return WindowedLayers(max(windows), self.recipe.limits.page_size * token)
 
     def kv_bytes(self, part: Part) -> int:
-        """Size of the K/V pools of one model."""
+        """Size of the K/V pools and recurrent states of one model."""
         memory, windowed = self.kv_memory(), self.windowed_token_bytes(part)
         tokens = memory.pool_pages * (part.kv_token_bytes - windowed) + (memory.windowed_pool_pages or 0) * windowed
-        return self.recipe.limits.page_size * tokens
+        return self.recipe.limits.page_size * tokens + memory.slots * part.state_bytes
 
     @property
     def request_bytes(self) -> int:
-        """K/V of one request of max_context tokens, of all models."""
+        """K/V and recurrent state of one request of max_context tokens, of all models."""
         limits, windowed = Limits.of(self.recipe.limits), self.windowed
         whole = sum(part.kv_token_bytes - self.windowed_token_bytes(part) for part in self.parts)
         pages = 0 if windowed is None else windowed.pages(limits, self.recipe.tree.block_size) * windowed.page_bytes
-        return limits.max_context * whole + pages
+        return limits.max_context * whole + pages + self.state_bytes
 
     def requests_in(self, memory: int) -> int:
         """How many such requests fit next to the weights in four fifths of `memory`; the rest is for activations."""

@@ -105,6 +105,38 @@ def test_less_than_a_step_of_one_request_is_refused(kv_memory: float | int, free
     assert "3,000 bytes" in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("kv_memory", "prefix_cache", "pages", "slots"),
+    [
+        (None, True, FULL, 7),
+        (None, False, FULL, 4),
+        (10**9, True, FULL, 7),
+        (10**9, False, FULL, 4),
+        (4 * 700 + 3_000, True, 2, 4),  # a request's pages come before snapshots
+        (4 * 700 + 3_699, True, 2, 4),
+        (4 * 700 + 3_700, True, 2, 5),
+        (4 * 700 + 5_599, True, 3, 5),  # a quarter of what is left holds one, and then two
+        (4 * 700 + 5_600, True, 3, 6),
+        (4 * 700 + 5_600, False, 4, 4),
+    ],
+)
+def test_slots_of_states(kv_memory: int | None, prefix_cache: bool, pages: int, slots: int) -> None:
+    """700 bytes a state: slot 0 and those of 3 requests first, then up to 3 snapshots in a quarter of what is left."""
+    limits = Limits(3, 21, 4, 8, kv_memory, prefix_cache)
+    found = plan_kv_memory(limits, 4, PAGE_BYTES, state_bytes=700)
+    assert (found.full_pages, found.pages, found.slots) == (FULL, pages, slots)
+    assert found.total_bytes == (1 + pages) * PAGE_BYTES + slots * 700
+    assert kv_memory is None or found.total_bytes <= kv_memory
+
+
+def test_states_that_leave_no_pages_for_a_request_are_refused() -> None:
+    with pytest.raises(RecipeError) as caught:
+        plan_kv_memory(Limits(3, 21, 4, 8, 5_799), 4, PAGE_BYTES, state_bytes=700)
+    assert caught.value.where == "limits.kv_memory"
+    assert "at least 5,800 bytes, 2,800 of them for the states of 3 requests and slot 0" in str(caught.value)
+    assert planned(5_799).slots == 0
+
+
 def test_free_memory_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert 2**20 < free_memory("cpu") < 2**50
     monkeypatch.setattr(module, "Path", lambda name: tmp_path / "meminfo")

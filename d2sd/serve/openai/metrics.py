@@ -33,6 +33,10 @@ class Metrics:
         self._gauge("kv_pages", "K/V pages in each pool.", lambda: self._state.pages_total)
         self._gauge("kv_pages_used", "K/V pages that running requests use.", lambda: self._state.pages_used)
         self._gauge("kv_pages_cached", "K/V pages that only the prefix cache holds.", lambda: self._state.pages_cached)
+        if self._state.slots_total:
+            self._gauge("state_slots", "Slots of recurrent state.", lambda: self._state.slots_total)
+            self._gauge("state_slots_used", "Slots of running requests.", lambda: self._state.slots_used)
+            self._gauge("state_slots_cached", "Slots with snapshots.", lambda: self._state.slots_cached)
         self._totals = {
             self._counter("prefix_cache_queries", "Prompt tokens looked up."): "prefix_queried_tokens",
             self._counter("prefix_cache_hits", "Prompt tokens found."): "prefix_hit_tokens",

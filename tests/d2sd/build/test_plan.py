@@ -124,6 +124,23 @@ def test_layers_with_windows_take_pages_for_their_windows(tmp_path: Path) -> Non
     assert "windows" not in " ".join(text for _, text in kv_lines(found))
 
 
+def test_states_are_counted_beside_pages(tmp_path: Path) -> None:
+    recipe = load_recipe(write_project(tmp_path), ["limits={max_batch: 4, max_context: 128, page_size: 8}"])
+    dense = make_plan(recipe)
+    assert dense.target is not None
+    hybrid = replace(dense, target=replace(dense.target, state_bytes=50_000))
+    before, memory = dense.kv_memory(), hybrid.kv_memory()
+    assert (before.slots, memory.slots, memory.pages) == (0, 1 + 4 + 4, before.pages)
+    assert memory.total_bytes == sum(map(hybrid.kv_bytes, hybrid.parts)) == before.total_bytes + 9 * 50_000
+    assert hybrid.request_bytes == dense.request_bytes + 50_000
+    told = dict(kv_lines(hybrid))
+    assert told["K/V pages"] == dict(kv_lines(dense))["K/V pages"]
+    assert told["states"] == (
+        "9 slots of 50,000 B: 0.5 MB; one a request, one of zeros, 4 for snapshots of the prefix cache"
+    )
+    assert "states" not in dict(kv_lines(dense))
+
+
 def test_fp8_at_its_source_is_one_byte_and_its_scales_are_no_parameters(tmp_path: Path) -> None:
     recipe = write_project(tmp_path, precision="bf16")
     before = make_plan(load_recipe(recipe))
