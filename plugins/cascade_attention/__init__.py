@@ -1,6 +1,7 @@
 """Cascade attention: new rows of a request attend to its paged context, and to each other through a mask.
 
     reference.py     the specification in plain PyTorch, and the CPU path
+    compiled.py      the compiled library's attention by itself, on a CPU
     triton/          the fused kernel, its launcher and its tile sizes; exact*.py and key_order.py are those of `exact`
     tensorrt/        the kernel as a TensorRT plugin
     onnx.py          the op as ONNX functions, for exported graphs
@@ -17,6 +18,7 @@ from functools import cached_property
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.cascade_attention import compiled
 from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext, counters
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference, chunks_reference, pack_mask_reference
 from d2sd.plugins.dispatch import Implementation
@@ -50,8 +52,9 @@ def cascade_attention(
             is packed for the kernel once.
         sinks: [Hq], a logit for each query head that takes part in its softmax and has no value.
         scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
-        exact: batch-invariant on CUDA: a row's result is the same bits whatever else is computed, and wherever in
-            pages, a tree or a chunk its keys are. The model was fused, so that the device is known to run it.
+        exact: batch-invariant: a row's result is the same bits whatever else is computed, and wherever in pages, a
+            tree or a chunk its keys are. On CUDA the model was fused, so that the device is known to run it; on a CPU
+            it needs the compiled library, heads that it takes and pages of q's type, and is not had otherwise.
         out: [B, T, Hq, D], contiguous, of the result's type; receives the result unless `exact`. None: a new tensor.
 
     Returns:
@@ -62,7 +65,10 @@ def cascade_attention(
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
-        if isinstance(mask, ChunkMask):
+        if exact and compiled.takes(q, context):
+            allowed = mask if isinstance(mask, ChunkMask) else mask.allowed
+            heads = compiled.attention_compiled(q, k, v, context, allowed, mask.first, sinks)
+        elif isinstance(mask, ChunkMask):
             heads = chunks_reference(q, k, v, context, mask, sinks)
         else:
             heads = cascade_attention_reference(q, k, v, context, mask.allowed, mask.first, sinks)

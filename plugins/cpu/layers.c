@@ -8,6 +8,7 @@
 #include "copies.h"
 #include "delta.h"
 #include "linear.h"
+#include "memory.h"
 #include "trees.h"
 
 struct layer {
@@ -315,45 +316,56 @@ static void forward(void *arguments, const struct share *share) {
     }
 }
 
-/* Belongs to a model, and grows to what its largest pass needs. */
-struct memory {
-    void *at;
-    size_t bytes;
-};
-
-static char *at_least(struct memory *memory, size_t bytes) {
-    if (memory->bytes < bytes) {
-        free(memory->at);
-        if (posix_memalign(&memory->at, 64, bytes)) abort();
-        memory->bytes = bytes;
-    }
-    return memory->at;
-}
-
-/* Layers of a body, on up to `threads` threads. */
-void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
-    const long all = all_rows(pass), size = body->head_dim;
-    long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;
-    if (widest < body->heads * size) widest = body->heads * size;
+/* A pass that works in `memory`, the first `first` bytes of which are the caller's. */
+static struct run run_of(
+    const struct body *body, const struct pass *pass, struct memory *memory, long first, int threads) {
+    const long all = all_rows(pass);
     long longest = 0;
     for (long b = 0; b < pass->batch; b++) longest = pass->context[b] > longest ? pass->context[b] : longest;
-    struct run run = {.body = body, .pass = pass, .stride = even(widest), .room = longest + pass->rows + LANES};
-    run.width = body->layer[0].qkv.out;
-    const long inputs = 2 * all * run.stride * 4, qkv = all * run.width * 4;
+    struct run run = {.body = body, .pass = pass, .room = longest + pass->rows + LANES};
     const long lines = pass->view->mask ? pass->views * all : 0, seen = lines * (pass->rows + 1) * 4;
-    const long branch = body->layer[0].branch_norm ? all * body->hidden * 4 : 0;
-    char *at = at_least(memory, inputs + qkv + branch + seen + all * 4 + threads * HEADS * run.room * 4);
-    if (body->type == BF16) memset(at, 0, inputs); /* an odd last column is read as a pair */
-    run.input = at;
-    run.qkv = (float *)(at += inputs);
-    run.branch = (float *)(at += qkv);
-    run.request = (int32_t *)(at += branch);
+    char *at = at_least(memory, first + seen + all * 4 + threads * HEADS * run.room * 4) + first;
+    run.request = (int32_t *)at;
     run.count = lines ? (int32_t *)(at + all * 4) : NULL;
     run.seen = lines ? run.count + lines : NULL;
     run.scores = (float *)(at + all * 4 + seen);
     for (long b = 0; b < pass->batch; b++)
         for (long row = pass->starts[b]; row < pass->starts[b + 1]; row++) run.request[row] = (int32_t)b;
+    return run;
+}
+
+/* Layers of a body, on up to `threads` threads. */
+void d2sd_layers(const struct body *body, const struct pass *pass, struct memory *memory, int threads) {
+    const long all = all_rows(pass), size = body->head_dim, width = body->layer[0].qkv.out;
+    long widest = body->hidden > body->intermediate ? body->hidden : body->intermediate;
+    if (widest < body->heads * size) widest = body->heads * size;
+    const long stride = even(widest), inputs = 2 * all * stride * 4, qkv = all * width * 4;
+    const long branch = body->layer[0].branch_norm ? all * body->hidden * 4 : 0;
+    struct run run = run_of(body, pass, memory, inputs + qkv + branch, threads);
+    run.stride = stride;
+    run.width = width;
+    run.input = memory->at;
+    if (body->type == BF16) memset(run.input, 0, inputs); /* an odd last column is read as a pair */
+    run.qkv = (float *)(run.input + inputs);
+    run.branch = (float *)(run.input + inputs + qkv);
     run_pass(forward, &run, threads);
+}
+
+static void attend_alone(void *run, const struct share *share) {
+    if (((const struct run *)run)->seen) list_seen(run, share);
+    barrier(share);
+    attend_rows(run, 0, share);
+}
+
+/* The attention of one layer, by itself: q [M, Hq D] and the keys and values in `pass` -> heads [M, Hq D], of bf16 for a
+   BF16 body and of fp32 otherwise. */
+void d2sd_attend(
+    const struct body *body, const struct pass *pass, float *q, void *heads, struct memory *memory, int threads) {
+    struct run run = run_of(body, pass, memory, 0, threads);
+    run.width = run.stride = body->heads * body->head_dim;
+    run.qkv = q;
+    run.input = heads;
+    run_pass(attend_alone, &run, threads);
 }
 
 struct product {
@@ -372,10 +384,4 @@ static void product(void *arguments, const struct share *share) {
 void d2sd_linear(const struct linear *layer, const void *x, long stride, long rows, float *out, long size, int threads) {
     struct product one = {layer, x, stride, rows, {layer->bias, out, size, size, 0}};
     run_pass(product, &one, threads);
-}
-
-void d2sd_free(struct memory *memory) {
-    free(memory->at);
-    memory->at = NULL;
-    memory->bytes = 0;
 }

@@ -105,6 +105,7 @@ def load() -> ctypes.CDLL | str:
         return str(error)
     library.d2sd_layers.argtypes = [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int]
     library.d2sd_linear.argtypes = [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int]
+    library.d2sd_attend.argtypes = [POINTER(Body), POINTER(Pass), c_void_p, c_void_p, POINTER(Memory), c_int]
     library.d2sd_free.argtypes = [POINTER(Memory)]
     library.d2sd_use_openmp.argtypes = [POINTER(OpenMP)]
     library.d2sd_argmax.argtypes = [c_void_p, c_long, c_long, c_void_p]
@@ -113,6 +114,7 @@ def load() -> ctypes.CDLL | str:
     names = (
         "layers",
         "linear",
+        "attend",
         "free",
         "use_openmp",
         "grow",
