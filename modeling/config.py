@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.heads import HeadConfig
 
-Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text"]
+Family = Literal[
+    "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+]  # fmt: skip
 Role = Literal["first", "variable_prefix"]
 
 
@@ -42,6 +45,31 @@ class ExpertsConfig:
     dense_layers: tuple[int, ...] = ()  # layers that have an MLP
     bias: bool = False  # of router and experts (gpt-oss)
     limit: float | None = None  # of what enters the SwiGLU, whose second factor is then up + 1 (gpt-oss)
+    #: Width of an MLP that every row enters as well, and whose output has a gate of its own; None: there is none.
+    shared_size: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaConfig:
+    """Gated delta nets, which replace the attention of some layers (`d2sd.modeling.delta_net`)."""
+
+    layers: tuple[int, ...]  # ascending
+    key_heads: int
+    value_heads: int  # a multiple of the key heads
+    key_size: int
+    value_size: int
+    taps: int = 4  # of the short convolution, a row's own included
+    joined: bool = False  # two projections make what Qwen3.5 makes by four (Qwen3-Next)
+
+    @property
+    def channels(self) -> int:
+        """Inputs of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a request's states in all layers, of a model whose numbers have `itemsize` bytes."""
+        recurrent = self.value_heads * self.key_size * self.value_size
+        return len(self.layers) * (4 * recurrent + itemsize * self.channels * (self.taps - 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,16 +101,27 @@ class BodyConfig:
     branch_norms: bool = False  # what attention and MLP add is normalized too
     query_scale: float = 1.0  # of queries, besides 1/√D
     local_rope: RopeConfig | None = None  # of layers with a window
+    # Qwen3-Next, Qwen3.5
+    delta: DeltaConfig | None = None
+    rotary_dim: int | None = None  # of a head, its first numbers, which rotate; None: all
+    output_gate: bool = False  # `q_proj` makes a gate of each head's output, too
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
         assert len(self.causal) in (0, self.num_layers), "causality for each layer"
+        assert self.delta is None or not (self.windows or self.causal), "hybrids attend to all that is before a row"
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend, and have keys and values; all but gated delta nets."""
+        delta = () if self.delta is None else self.delta.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in delta)
 
     @property
     def views(self) -> tuple[tuple[int | None, bool], ...]:
-        """Window and causality of each layer: what its rows see."""
-        windows = self.windows or (None,) * self.num_layers
-        return tuple(zip(windows, self.causal or (False,) * self.num_layers, strict=True))
+        """Window and causality of each layer that attends: what its rows see."""
+        count = len(self.attention_layers)
+        return tuple(zip(self.windows or (None,) * count, self.causal or (False,) * count, strict=True))
 
     def dense(self, num_layers: int) -> BodyConfig:
         """Llama's layers of these widths, heads and positions."""
@@ -121,6 +160,17 @@ class BodyConfig:
             "norms of branches": self.branch_norms,
             "scaled queries": self.query_scale != 1,
             "a second RoPE": self.local_rope is not None,
+        }
+        return (*(name for name, there in names.items() if there), *self.beyond_compiled)
+
+    @property
+    def beyond_compiled(self) -> tuple[str, ...]:
+        """Those of `beyond_fused` that compiled layers on a CPU lack, too."""
+        names = {
+            "gated delta nets": self.delta is not None,
+            "gated attention": self.output_gate,
+            "partial rotation": self.rotary_dim is not None,
+            "shared experts": self.experts is not None and self.experts.shared_size is not None,
         }
         return tuple(name for name, there in names.items() if there)
 
@@ -213,4 +263,6 @@ def described(body: BodyConfig, vocab_size: int) -> str:
     """The geometry of layers in one line of text."""
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
     experts = "" if body.experts is None else f", {body.experts.chosen} of {body.experts.count} experts"
+    if body.delta is not None:
+        heads = f"{len(body.delta.layers)} of them gated delta nets, {heads}"
     return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}{experts}, vocabulary {vocab_size}"

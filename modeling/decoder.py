@@ -10,9 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import CosSin, Rotary, layer_of, norm_of
+from d2sd.modeling.state_pool import StateRows
 from d2sd.modeling.tensor_parallel import SharedHead
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
@@ -24,8 +26,10 @@ class DecoderOutput:
 
     hidden: Tensor  # [B, T, E], normed: ready for the head
     features: Tensor  # [B, T, n·E], outputs of the auxiliary layers, concatenated in the order of `aux_layer_ids`
-    k: Tensor  # [L, B, T, Hkv, D]
+    k: Tensor  # [L, B, T, Hkv, D], of the layers that attend
     v: Tensor  # [L, B, T, Hkv, D]
+    #: Of trees in hybrids: what `StatePool.commit` takes. Chunks are committed in the pass.
+    states: StateRows | None = None
 
 
 class Embedding(nn.Embedding):
@@ -107,9 +111,12 @@ class Decoder(TargetModel):
         self.config = config
         body = config.body
         self.embed_tokens = embedding_of(config)
-        self.layers = nn.ModuleList(layer_of(body, index) for index in range(body.num_layers))
+        delta = () if body.delta is None else body.delta.layers
+        self.layers = nn.ModuleList(
+            DeltaLayer(body, index) if index in delta else layer_of(body, index) for index in range(body.num_layers)
+        )
         self.norm = norm_of(body)
-        self.rotary = Rotary(body.rope, body.head_dim)
+        self.rotary = Rotary(body.rope, body.rotary_dim or body.head_dim)
         self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self.packed_head = None
         self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
@@ -121,20 +128,26 @@ class Decoder(TargetModel):
     ) -> DecoderOutput:
         x = self.embed_tokens(tokens)
         if self.compiled is not None:
-            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool, aux_layer_ids)
+            out: tuple[Tensor, Tensor, Tensor, Tensor] = self.compiled(x, self.rotary, rows, pool, aux_layer_ids)
             return DecoderOutput(*out)
         angles = self.angles(rows.positions, x.dtype)
-        attend = pool.attend(rows)
+        attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
+        states = None if pool.states is None else pool.states.of(rows)
         aux_outputs: dict[int, Tensor] = {}
-        keys, values = [], []
+        keys, values, written = list[Tensor](), list[Tensor](), list[StateRows]()
         for index, layer in enumerate(self.layers):
-            x, k, v = layer(x, angles[index], index, attend)
-            keys.append(k)
-            values.append(v)
+            if isinstance(layer, DeltaLayer):
+                x, state_rows = layer(x, len(written), states)
+                written.append(state_rows)
+            else:
+                x, k, v = layer(x, angles[index], len(keys), attend)
+                keys.append(k)
+                values.append(v)
             if index in aux_layer_ids:
                 aux_outputs[index] = x
         features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
-        return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values))
+        stacked = StateRows.stack(written) if written and isinstance(rows, Rows) else None
+        return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values), stacked)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[CosSin]:
         """The rotation of rows at `positions` in each layer."""

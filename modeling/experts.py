@@ -3,6 +3,7 @@
     rows [R, E] ──router──> chosen [R, k], weights [R, k]
     an expert's rows ──gate_up──> SwiGLU ──down──> [rows, E]        of the experts that some row chose, and no others
     sum over k of weight · output, in fp32 and in the order of the weights
+    + sigmoid(gate · row) · MLP(row)                             where every row has a shared expert, too
 
 A row's choice, products and sum are its own: logits that are equal choose the expert of the lower number, and the
 order of a sum does not depend on the other rows. On a CPU the experts that were chosen are read one after the other; on
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import ExpertsConfig
-from d2sd.modeling.feed_forward import FeedForward, PackProduct
+from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct, sigmoid
 from d2sd.plugins.dispatch import use_grouped_products
 
 # Shape letters: R rows, k experts of a row, P = R·k pairs of a row and an expert, X experts, E hidden, I intermediate.
@@ -69,12 +70,20 @@ class Experts(FeedForward):
         self.down = nn.Parameter(torch.empty(count, hidden, inner))
         self.gate_up_bias = nn.Parameter(torch.empty(count, 2 * inner)) if config.bias else None
         self.down_bias = nn.Parameter(torch.empty(count, hidden)) if config.bias else None
+        self.shared_expert: nn.Module | None = None
+        if config.shared_size is not None:
+            self.shared_expert = MLP(hidden, config.shared_size)
+            self.shared_expert_gate = nn.Linear(hidden, 1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
         chosen, weights = self.router(rows)
         outputs = self._on_cuda(rows, chosen) if rows.is_cuda else self._one_by_one(rows, chosen)
-        return weighted_sum(outputs, weights).view_as(x)
+        routed = weighted_sum(outputs, weights).view_as(x)
+        if self.shared_expert is None:
+            return routed
+        shared: Tensor = self.shared_expert(x)
+        return routed + sigmoid(self.shared_expert_gate(x)) * shared
 
     def packed(self, product: PackProduct) -> nn.Module:
         """Takes the weights out of this module, so that no more than a layer's are held twice."""
@@ -140,16 +149,9 @@ def gated(gate_up: Tensor, config: ExpertsConfig) -> Tensor:
     """[..., 2I], gates before ups -> [..., I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if config.limit is None:
-        return (F.silu(gate) if gate.is_cuda else gate * _sigmoid(gate)) * up
+        return (F.silu(gate) if gate.is_cuda else gate * sigmoid(gate)) * up
     gate, up = gate.clamp(max=config.limit), up.clamp(-config.limit, config.limit)
-    return (up + 1) * (gate * _sigmoid(ALPHA * gate))
-
-
-def _sigmoid(x: Tensor) -> Tensor:
-    """PyTorch's vectors and what is left of them have different exponentials on a CPU, so that a row's bits would
-    depend on where it stands. In fp64 they differ too, but not after rounding.
-    """
-    return torch.sigmoid(x) if x.is_cuda else torch.sigmoid(x.double()).to(x.dtype)
+    return (up + 1) * (gate * sigmoid(ALPHA * gate))
 
 
 def weighted_sum(outputs: Tensor, weights: Tensor) -> Tensor:
@@ -174,6 +176,12 @@ class PackedExperts(nn.Module):
             [product(weight[number], _of(bias, number)) for weight, bias in stacked]
             for number in range(self.config.count)
         ]
+        shared = experts.shared_expert
+        self._shared = None
+        if shared is not None:
+            assert isinstance(shared, MLP)
+            gate = experts.shared_expert_gate  # a quantized one is its own product
+            self._shared = shared.packed(product), product(gate.weight, None) if type(gate) is nn.Linear else gate
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
@@ -183,4 +191,9 @@ class PackedExperts(nn.Module):
             gate_up, down = self._experts[number]
             return down(gated(gate_up(own).to(x.dtype), self.config)).to(x.dtype)
 
-        return weighted_sum(each_used(expert, rows, chosen), weights).view_as(x)
+        routed = weighted_sum(each_used(expert, rows, chosen), weights).view_as(x)
+        if self._shared is None:
+            return routed
+        mlp, gate = self._shared
+        shared: Tensor = mlp(x)
+        return routed + sigmoid(gate(x).to(x.dtype)) * shared

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-from d2sd.modeling.config import BodyConfig
 
 #: y = product(x) by a weight and a bias: `d2sd.modeling.native.packed_product`.
 PackProduct = Callable[[Tensor, Tensor | None], Callable[[Tensor], Tensor]]
@@ -29,24 +28,28 @@ class FeedForward(nn.Module):
 
 
 class MLP(FeedForward):
-    """SwiGLU, or GeGLU."""
+    """SwiGLU, or GeGLU. A packed one has its linear layers replaced, and activates in fp64."""
 
-    def __init__(self, config: BodyConfig) -> None:
+    def __init__(self, hidden: int, intermediate: int, *, gelu: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self._gelu = config.activation == "gelu_tanh"
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=False)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=False)
+        self._gelu, self._packed = gelu, False
 
     def products(self) -> tuple[tuple[nn.Module, ...], ...]:
         return () if self._gelu else ((self.gate_proj, self.up_proj), (self.down_proj,))
 
     def packed(self, product: PackProduct) -> nn.Module:
+        self._packed = True
         return PackedGeGLU(self, product) if self._gelu else self
 
     def forward(self, x: Tensor) -> Tensor:
         gate = self.gate_proj(x)
-        gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
+        if self._packed:
+            gate = gate * sigmoid(gate)
+        else:
+            gate = F.gelu(gate, approximate="tanh") if self._gelu else F.silu(gate)
         out: Tensor = self.down_proj(gate * self.up_proj(x))
         return out
 
@@ -61,6 +64,13 @@ class PackedGeGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self._products
-        # in fp64 for the reason that `d2sd.modeling.experts` gives
+        # in fp64 for the reason that `sigmoid` gives
         activated = F.gelu(gate(x).double(), approximate="tanh").to(x.dtype)
         return down(activated * up(x).to(x.dtype)).to(x.dtype)
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    """PyTorch's vectors and what is left of them have different exponentials on a CPU, so that a row's bits would
+    depend on where it stands. In fp64 they differ too, but not after rounding.
+    """
+    return torch.sigmoid(x) if x.is_cuda else torch.sigmoid(x.double()).to(x.dtype)

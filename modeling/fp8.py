@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -108,9 +108,14 @@ def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False)
 
 def make_fp8_cache(model: nn.Module) -> None:
     """Make the K/V of a model on the meta device FP8."""
-    for layer in model.get_submodule("layers").children():
-        attention = layer.get_submodule("self_attn")
+    for attention in _attentions(model):
         attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
+
+
+def _attentions(model: nn.Module) -> list[Any]:
+    """Those of the layers that attend."""
+    layers = getattr(model, "layers", ())
+    return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
 
 
 def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
@@ -131,7 +136,8 @@ def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
 
 
 def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Scales of the FP8 pages of a model's K/V, (k, v), [L] fp32 each; None where its K/V are not FP8.
+    """Scales of the FP8 pages of a model's K/V, (k, v), [L] fp32 each, of the layers that attend; None where its K/V
+    are not FP8.
 
     An exported graph has no layers, so its pages have the type of the graph's inputs.
     """
@@ -139,7 +145,7 @@ def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
     if compiled is not None:
         scales: tuple[Tensor, Tensor] | None = compiled.kv_scales
         return scales
-    attentions = [layer.self_attn for layer in getattr(model, "layers", ())]
+    attentions = _attentions(model)
     if not attentions or not isinstance(attentions[0].k_cache, Fp8Cache):
         return None
     k, v = (torch.stack([getattr(a, kind).scale.float() for a in attentions]) for kind in ("k_cache", "v_cache"))

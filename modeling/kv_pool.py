@@ -13,7 +13,6 @@ Without a `windowed_table` all layers have the pages of `page_table`.
 from __future__ import annotations
 
 import copy
-from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,15 +23,13 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.page_part import PagePart, Scales
+from d2sd.modeling.state_pool import StatePool
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention, counters
-from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops import PagedRows
 
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
-
-#: Scales of FP8 pages, (k, v), [L] fp32 each; (): the pages are not FP8.
-Scales = tuple[Tensor, Tensor] | tuple[()]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +43,7 @@ class Rows:
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     windowed_table: Tensor | None = None  # [B, M] int64
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
+    slots: Tensor | None = None  # [B] int64, where the states of hybrids are; None: no token is committed
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
@@ -66,6 +64,7 @@ class Chunks:
     context_len: Tensor  # [B] int64, committed tokens
     windowed_table: Tensor | None = None  # [B, M] int64
     windowed_pages: Tensor | None = None  # [N] int64, as `pages`
+    slots: Tensor | None = None  # [B] int64, where the states of hybrids are, which the pass advances
 
     @staticmethod
     def of(
@@ -74,6 +73,7 @@ class Chunks:
         context_len: Tensor,
         page_size: int,
         windowed_table: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Chunks:
         """`lengths[b]` rows right after the context of request b. The page tables cover their positions."""
         assert min(lengths) > 0
@@ -86,17 +86,26 @@ class Chunks:
         if windowed_table is not None:
             windowed = windowed_table[request, column]
         pages = page_table[request, column]
-        return Chunks(mask, positions[None], pages, page_table, context_len, windowed_table, windowed)
+        return Chunks(mask, positions[None], pages, page_table, context_len, windowed_table, windowed, slots)
 
     @property
     def tensors(self) -> list[Tensor]:
         found = self.attn_mask.starts, self.positions, self.pages, self.page_table, self.context_len
-        return [*found, *(part for part in (self.windowed_table, self.windowed_pages) if part is not None)]
+        return [*found, *(part for part in self._optional if part is not None)]
+
+    @property
+    def _optional(self) -> tuple[Tensor | None, ...]:
+        return self.windowed_table, self.windowed_pages, self.slots
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Chunks:
         """The same rows in other `tensors`, as on another device."""
-        starts, *others = tensors
-        return Chunks(ChunkMask(self.attn_mask.lengths, starts), *others)
+        left = iter(tensors)
+        starts, *found = (next(left) for _ in range(5))
+        return Chunks(
+            ChunkMask(self.attn_mask.lengths, starts),
+            *found,
+            *(None if part is None else next(left) for part in self._optional),
+        )
 
 
 def windowed(
@@ -208,41 +217,9 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
-class _Part(NamedTuple):
-    """Pages of the layers of a pool that have one page table."""
-
-    layers: tuple[int, ...]  # of the model, ascending
-    windowed: bool  # the table is the `windowed_table`
-    k: Tensor  # [L', P, Z, Hkv, D]
-    v: Tensor
-    scales: Scales
-
-    def of(self, x: Tensor) -> Tensor:
-        """x [L, ...] of all layers -> [L', ...] of these; a view where the layers are evenly spaced."""
-        if len(x) == len(self.layers):
-            return x
-        steps = {after - before for before, after in zip(self.layers, self.layers[1:], strict=False)}
-        if len(steps) > 1:
-            return torch.stack([x[layer] for layer in self.layers])
-        return x[self.layers[0] : self.layers[-1] + 1 : min(steps, default=1)]
-
-    def write(
-        self, k: Tensor, v: Tensor, table: Tensor, positions: Tensor, keep: Tensor, path: Tensor | None = None
-    ) -> None:
-        """Commit these layers' rows of k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
-        scales = self.scales or (None, None)
-        write_pages(self.of(k), self.of(v), self.k, self.v, table, positions, keep, path, *scales)
-
-    def between(self, first: int, stop: int) -> _Part:
-        """The same memory of the layers first .. stop - 1, counted from `first`."""
-        some = slice(bisect_left(self.layers, first), bisect_left(self.layers, stop))
-        scales: Scales = () if not self.scales else (self.scales[0][some], self.scales[1][some])
-        layers = tuple(layer - first for layer in self.layers[some])
-        return _Part(layers, self.windowed, self.k[some], self.v[some], scales)
-
-
 class KVPool:
-    """Keys and values of committed tokens, of all layers of a model. Page 0 is the scratch page of padding rows.
+    """Keys and values of committed tokens, of all layers of a model that attend. Page 0 is the scratch page of padding
+    rows. Layers are counted among those that attend.
 
     FP8 (E4M3) pools have a scale a layer for keys and one for values. Their rows' K/V must be rounded to what the pages
     hold before they attend (`d2sd.modeling.fp8.Fp8Cache`), so that a row has the same K/V before and after its commit.
@@ -257,11 +234,12 @@ class KVPool:
         device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
         windowed_pages: int | None = None,
+        slots: int = 1,
     ) -> None:
         """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each.
 
         `windowed_pages`: pages of the layers with a window, which are found by a table of their own; None: all layers
-        have the pages of one table.
+        have the pages of one table. `slots`: of the states of hybrids, slot 0 included.
         """
         self._views = body.views
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
@@ -276,11 +254,12 @@ class KVPool:
             k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in "kv")
             index = list(layers)
             scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
-            parts.append(_Part(layers, windowed, k, v, scales))
+            parts.append(PagePart(layers, windowed, k, v, scales))
         self._set(parts)
+        self.states = None if body.delta is None else StatePool(body.delta, slots, dtype, device)
         self.counters = counters(self.device)  # of attention, whose passes run in order
 
-    def _set(self, parts: Sequence[_Part]) -> None:
+    def _set(self, parts: Sequence[PagePart]) -> None:
         self._parts = parts
         self._addresses: tuple[list[int], list[int]] | None = None
         self._places = {layer: (part, index) for part in parts for index, layer in enumerate(part.layers)}
@@ -373,7 +352,7 @@ class KVPool:
             part.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
-        """The attention of `rows` over this pool, layer by layer; `exact`: batch-invariant on CUDA."""
+        """The attention of `rows` over this pool, layer by layer; `exact` as of `cascade_attention`."""
         masks = {view: windowed(rows, *view, self.counters) for view in set(self._views)}
 
         def attend(

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from d2sd.modeling.config import BodyConfig, RopeConfig
 from d2sd.modeling.experts import Experts
-from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct
+from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct, sigmoid
 from d2sd.plugins.layer_ops import rope_tables
 
 CosSin = tuple[Tensor, Tensor]
@@ -94,8 +94,11 @@ class Rotary(torch.nn.Module):
 
 
 def rotate(x: Tensor, cos_sin: CosSin) -> Tensor:
-    """Rotate `x [..., heads, D]` by the angles of `Rotary`."""
+    """Rotate `x [..., heads, D]` by the angles of `Rotary`; of fewer than D numbers, the first of each head."""
     cos, sin = cos_sin
+    size = cos.shape[-1]
+    if size < x.shape[-1]:
+        return torch.cat([rotate(x[..., :size], cos_sin), x[..., size:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
@@ -140,7 +143,7 @@ def feed_forward(config: BodyConfig, index: int) -> FeedForward:
     """The feed-forward network of layer `index`."""
     experts = config.experts
     if experts is None or index in experts.dense_layers:
-        return MLP(config)
+        return MLP(config.hidden_size, config.intermediate_size, gelu=config.activation == "gelu_tanh")
     return Experts(config.hidden_size, experts)
 
 
@@ -179,6 +182,27 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(heads.flatten(-2))
         return out
 
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, T, E] -> (what attention adds [B, T, E], keys and values of the rows [B, T, Hkv, D])."""
+        k, v = self.keys_values(x, cos_sin)
+        heads = attend(index, self.queries(x, cos_sin), k, v, sinks=self.sinks)
+        return self.output(heads), k, v
+
+
+class GatedAttention(Attention):
+    """Attention whose `q_proj` makes of each head a query and, behind it, a gate of the head's output (Qwen3-Next)."""
+
+    def __init__(self, config: BodyConfig) -> None:
+        super().__init__(config)
+        size = 2 * config.num_heads * config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, size, bias=config.qkv_bias)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
+        projected, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        k, v = self.keys_values(x, cos_sin)
+        heads = attend(index, rotate(self.q_norm(projected), cos_sin), k, v, sinks=self.sinks)
+        return self.output(heads * sigmoid(gate)), k, v
+
 
 class Layer(nn.Module):
     """Pre-norm transformer layer around an attention that the caller supplies."""
@@ -188,18 +212,15 @@ class Layer(nn.Module):
 
     def __init__(self, config: BodyConfig, index: int = 0) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = GatedAttention(config) if config.output_gate else Attention(config)
         self.mlp = feed_forward(config, index)
         self.input_layernorm = norm_of(config)
         self.post_attention_layernorm = norm_of(config)
 
     def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, T, E] -> (x of the next layer, this layer's k and v of the rows [B, T, Hkv, D])."""
-        attention = self.self_attn
-        normed = self.input_layernorm(x)
-        k, v = attention.keys_values(normed, cos_sin)
-        heads = attend(index, attention.queries(normed, cos_sin), k, v, sinks=attention.sinks)
-        return self.behind_attention(x, self._whole(attention.output(heads))), k, v
+        branch, k, v = self.self_attn(self.input_layernorm(x), cos_sin, index, attend)
+        return self.behind_attention(x, self._whole(branch)), k, v
 
     def _whole(self, branch: Tensor) -> Tensor:
         return branch if self.reduce is None else self.reduce(branch)

@@ -12,7 +12,16 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, Family, Role, RopeConfig
+from d2sd.modeling.config import (
+    BodyConfig,
+    DecoderConfig,
+    DeltaConfig,
+    DrafterConfig,
+    ExpertsConfig,
+    Family,
+    Role,
+    RopeConfig,
+)
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
@@ -28,6 +37,8 @@ from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
 from d2sd.runtime.model_runner import ModelRunner
 
+_HYBRID: dict[str, Any] = {"qk_norm": True, "norm_offset": True, "rotary_dim": 4, "output_gate": True}
+_SHARED = ExpertsConfig(count=6, chosen=2, intermediate_size=24, normalized=True, shared_size=40)
 #: What a family's layers have besides, and their defaults.
 FAMILY_BODIES: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -51,6 +62,9 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
         "query_scale": (2 / 3) ** 0.5,
         "local_rope": RopeConfig(100.0),
     },
+    "qwen3_next": _HYBRID | {"experts": replace(_SHARED, dense_layers=(0,))},
+    "qwen3_5_text": _HYBRID,
+    "qwen3_5_moe_text": _HYBRID | {"experts": _SHARED, "intermediate_size": 24},  # no layer has an MLP
 }
 #: Windows of its layers in turns.
 FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
@@ -101,12 +115,26 @@ def tiny_decoder(
     )
     if family in FAMILY_WINDOWS:
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
+    if "output_gate" in FAMILY_BODIES[family]:
+        changes = {"delta": tiny_delta(layers, joined=family == "qwen3_next")} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
     scale = hidden**0.5 if family == "gemma3_text" else 1.0
     decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
-    randomise(decoder, seed, residual_gain=2.0)
+    randomise(decoder, seed, residual_gain=2.0 if body.delta is None else 5.0)  # gates weaken it
     return decoder
+
+
+def tiny_delta(layers: int, *, joined: bool = False) -> DeltaConfig:
+    """Gated delta nets in all layers but every third and the last."""
+    return DeltaConfig(
+        tuple(layer for layer in range(layers - 1) if layer % 3 != 2),
+        key_heads=2,
+        value_heads=4,
+        key_size=8,
+        value_size=12,
+        joined=joined,
+    )
 
 
 def tiny_drafter(
@@ -221,18 +249,20 @@ def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
     """Draw every parameter, norms and biases too: one left at 1 or 0 hides that the code forgot to apply it."""
     generator = torch.Generator().manual_seed(seed)
     offset = any(isinstance(part, RMSNorm) and part._offset for part in model.modules())
+    gemma = any("feedforward_layernorm" in name for name, _ in model.named_parameters())
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("bias"):
             value = 0.3 * noise
         elif parameter.dim() == 1:
-            mean = 1 if not offset else 14 if ".post_" in name else 0  # as strong a write in front of a norm
+            plain = not offset or "linear_attn.norm" in name
+            mean = 1 if plain else 14 if ".post_" in name and gemma else 0  # as strong a write in front of a norm
             value = mean + 0.3 * noise
         elif name.startswith(("embed_tokens", "lm_head")):
             value = 0.5 * noise  # the head's logits then spread by about 3
         else:
             value = noise * parameter.shape[1] ** -0.5
-        if name.endswith(("o_proj.weight", "down_proj.weight")):
+        if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             value *= residual_gain
         if "q_norm" in name or "k_norm" in name or name.endswith(("q_proj.weight", "k_proj.weight")):
             value *= 2  # sharp attention: what the context says and where it stands must matter
@@ -262,7 +292,7 @@ def pool_for(
     or reads a slot it must not, shows at once.
     """
     pages = -(-tokens // page_size)
-    pool = KVPool(body, 1 + batch * pages, page_size, dtype, "cpu", fp8)
+    pool = KVPool(body, 1 + batch * pages, page_size, dtype, "cpu", fp8, slots=1 + batch)
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))
@@ -278,11 +308,16 @@ def feed(
     *,
     aux_layer_ids: tuple[int, ...] = (),
 ) -> DecoderOutput:
-    """Run tokens [B, T] as a causal chain behind the context and commit all of them."""
+    """Run tokens [B, T] as a causal chain behind the context and commit all of them; request b has slot b + 1."""
     rows = Rows.chain(tokens.shape[1], page_table, context_len)
+    if pool.states is not None:
+        rows = replace(rows, slots=1 + torch.arange(len(tokens)))
     out = decoder(tokens, rows, pool, aux_layer_ids)
     assert isinstance(out, DecoderOutput)
     pool.write(out.k, out.v, page_table, rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
+    if pool.states is not None and rows.slots is not None and out.states is not None:
+        path = torch.arange(tokens.shape[1]).expand_as(tokens)
+        pool.states.commit(out.states, rows.slots, path, torch.full_like(rows.slots, tokens.shape[1]))
     return out
 
 

@@ -6,6 +6,7 @@ of a checkpoint are checked, read and written under its own names; they are plac
     stacked         mlp.router.{weight,bias} · mlp.experts.gate_up_proj [X, E, 2I], gates and ups in turns, and its bias
                     [X, 2I] · mlp.experts.down_proj [X, I, E] and its bias [X, E]
     per expert      mlp.gate.weight [X, E] · mlp.experts.{i}.{gate,up}_proj.weight [I, E] · down_proj.weight [E, I]
+    joined          mlp.gate.weight [X, E] · mlp.experts.gate_up_proj [X, 2I, E] · mlp.experts.down_proj [X, E, I]
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.weights import Shapes
 from d2sd.modeling.config import BodyConfig, ExpertsConfig
 from d2sd.modeling.tensor_parallel import Cut
@@ -33,6 +35,8 @@ class StoredPart:
     view: Callable[[Tensor], Tensor]
 
 
+#: Experts of a layer: real models have up to a few hundred, and names are listed for each.
+MAX_EXPERTS = 4096
 #: Parts of a layer's experts by the name in the checkpoint; both names without what stands before `mlp.`.
 ExpertTensors = Callable[[ExpertsConfig, int], "dict[str, StoredPart]"]
 
@@ -61,6 +65,52 @@ def stacked(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
         "mlp.experts.down_proj": StoredPart("mlp.down", (count, inner, hidden), _transposed),
         "mlp.experts.down_proj_bias": StoredPart("mlp.down_bias", (count, hidden), _all),
     }
+
+
+def joined(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
+    """Qwen3.5's layout, as transformers holds Qwen's experts in memory."""
+    count, inner = config.count, config.intermediate_size
+    return {
+        "mlp.gate.weight": StoredPart("mlp.router.weight", (count, hidden), _all),
+        "mlp.experts.gate_up_proj": StoredPart("mlp.gate_up", (count, 2 * inner, hidden), _all),
+        "mlp.experts.down_proj": StoredPart("mlp.down", (count, hidden, inner), _all),
+    }
+
+
+def layout_in(names: Iterable[str], usual: ExpertTensors | None) -> ExpertTensors | None:
+    """The layout of a checkpoint with tensors of these names, of a family with the layout `usual`."""
+    is_joined = usual is per_expert and any(name.endswith("mlp.experts.gate_up_proj") for name in names)
+    return joined if is_joined else usual
+
+
+def expert_counts(config: HFConfig) -> tuple[int, int]:
+    """Experts of a layer, and of a row.
+
+    The key on the hub is `num_experts` or, of gpt-oss and of what transformers 5 writes, `num_local_experts`.
+    """
+    keys = [key for key in ("num_experts", "num_local_experts") if config.values.get(key) is not None]
+    count = config.size(keys[-1] if keys else "num_experts", limit=MAX_EXPERTS)
+    if any(config.values[key] != count for key in keys):
+        raise config.refuse("The number of experts is given twice, with different values.", keys[0], count)
+    return count, config.size("num_experts_per_tok", limit=count)
+
+
+def qwen_experts(config: HFConfig, num_layers: int, *, normalized: bool) -> ExpertsConfig | None:
+    """Experts in all layers but those that Qwen's keys name; `normalized` is transformers' default of the family."""
+    every = config.size("decoder_sparse_step", 1)
+    alone = config.integers("mlp_only_layers") if config.values.get("mlp_only_layers") is not None else ()
+    if not set(alone) <= set(range(num_layers)):
+        what = "The config names a layer that is not there."
+        raise config.refuse(what, "mlp_only_layers", f"0 to {num_layers - 1}")
+    dense = tuple(i for i in range(num_layers) if i in alone or (i + 1) % every)
+    if len(dense) == num_layers:
+        return None
+    return ExpertsConfig(
+        *expert_counts(config),
+        intermediate_size=config.size("moe_intermediate_size"),
+        normalized=config.get("norm_topk_prob", bool, normalized),
+        dense_layers=dense,
+    )
 
 
 def _in_turns(x: Tensor) -> Tensor:

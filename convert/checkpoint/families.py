@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from d2sd.convert.checkpoint.experts import ExpertTensors, per_expert, stacked
+from d2sd.convert.checkpoint.experts import ExpertTensors, expert_counts, per_expert, qwen_experts, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
+from d2sd.convert.checkpoint.hybrids import hybrid, hybrid_moe, hybrid_rope, qwen3_next
+from d2sd.convert.checkpoint.nested import NESTED, text_config
 from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family, RopeConfig
-
-#: Experts of a layer: real models have up to a few hundred, and names are listed for each.
-MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +30,7 @@ class TargetFamily:
     experts: ExpertTensors | None = None  # names of their tensors
     scaled_embedding: bool = False  # by √E
     tied: bool = False  # transformers' default of tie_word_embeddings
+    width: str = "intermediate_size"  # the key of the MLP's, or of each expert's where no layer has an MLP
 
 
 def _llama(config: HFConfig, body: BodyConfig) -> BodyConfig:
@@ -49,26 +49,14 @@ def _qwen3(config: HFConfig, body: BodyConfig) -> BodyConfig:
 
 
 def _qwen3_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
-    every = config.size("decoder_sparse_step", 1)
-    alone = config.integers("mlp_only_layers") if config.values.get("mlp_only_layers") is not None else ()
-    if not set(alone) <= set(range(body.num_layers)):
-        raise config.refuse(
-            "The config names a layer that is not there.", "mlp_only_layers", f"0 to {body.num_layers - 1}"
-        )
-    dense = tuple(i for i in range(body.num_layers) if i in alone or (i + 1) % every)
-    experts = ExpertsConfig(
-        *_expert_counts(config),
-        intermediate_size=config.size("moe_intermediate_size"),
-        normalized=config.get("norm_topk_prob", bool, False),  # transformers' default
-        dense_layers=dense,
-    )
-    return replace(_qwen3(config, body), experts=experts if len(dense) < body.num_layers else None)
+    experts = qwen_experts(config, body.num_layers, normalized=False)
+    return replace(_qwen3(config, body), experts=experts)
 
 
 def _gpt_oss(config: HFConfig, body: BodyConfig) -> BodyConfig:
     config.only("hidden_act", "silu")
     experts = ExpertsConfig(
-        *_expert_counts(config),
+        *expert_counts(config),
         intermediate_size=body.intermediate_size,
         normalized=True,
         bias=True,
@@ -138,25 +126,11 @@ def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
     return body
 
 
-def _expert_counts(config: HFConfig) -> tuple[int, int]:
-    """Experts of a layer, and of a row.
-
-    The key on the hub is `num_experts` or, of gpt-oss and of what transformers 5 writes, `num_local_experts`.
-    """
-    keys = [key for key in ("num_experts", "num_local_experts") if config.values.get(key) is not None]
-    count = config.size(keys[-1] if keys else "num_experts", limit=MAX_EXPERTS)
-    if any(config.values[key] != count for key in keys):
-        raise config.refuse("The number of experts is given twice, with different values.", keys[0], count)
-    return count, config.size("num_experts_per_tok", limit=count)
-
-
-_RECURRENT = "its layers have a recurrent state, which d2sd does not run; choose a target of one of these families"
 _GEMMA4 = "its global layers have heads of another size, which d2sd does not run; choose a target of these families"
 #: What to do instead of targets that are asked for.
 _UNREAD = {
     "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it",
     **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _GEMMA4),
-    **dict.fromkeys(("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), _RECURRENT),
 }
 FAMILIES: dict[str, TargetFamily] = {
     family.name: family
@@ -167,24 +141,39 @@ FAMILIES: dict[str, TargetFamily] = {
         TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, experts=per_expert),
         TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, experts=stacked),
         TargetFamily("gemma3_text", "Gemma3ForCausalLM", _gemma3, _gemma3_global, scaled_embedding=True, tied=True),
+        TargetFamily("qwen3_next", "Qwen3NextForCausalLM", qwen3_next, hybrid_rope, experts=per_expert),
+        TargetFamily("qwen3_5_text", "Qwen3_5ForCausalLM", hybrid, hybrid_rope),
+        TargetFamily(
+            "qwen3_5_moe_text",
+            "Qwen3_5MoeForCausalLM",
+            hybrid_moe,
+            hybrid_rope,
+            experts=per_expert,
+            width="moe_intermediate_size",
+        ),
     )
 }
 
 
 def parse_target_config(config: HFConfig) -> DecoderConfig:
-    """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model."""
+    """Turn a Hugging Face config into our geometry, refusing what `Decoder` does not model.
+
+    Of a model that reads images, too, it is the text model's.
+    """
+    config = text_config(config)
     model_type = config.get("model_type", str)
     if model_type not in FAMILIES:
         raise config.refuse(
             "This architecture is not supported.",
             "model_type",
-            ", ".join(FAMILIES),
+            ", ".join((*FAMILIES, *NESTED)),
             _UNREAD.get(model_type, "choose a target of one of these families"),
         )
     family = FAMILIES[model_type]
     config.only("architectures", [family.architecture], None)
-    config.only("partial_rotary_factor", 1.0, None)
-    body = family.read(config, _common(config, family.rope(config)))
+    body = family.read(config, _common(config, family))
+    if body.rotary_dim is None:
+        config.only("partial_rotary_factor", 1.0, None)
     return DecoderConfig(
         family=family.name,
         body=body,
@@ -194,7 +183,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
     )
 
 
-def _common(config: HFConfig, rope: RopeConfig) -> BodyConfig:
+def _common(config: HFConfig, family: TargetFamily) -> BodyConfig:
     """The geometry that every family writes with the same keys."""
     heads, hidden = config.size("num_attention_heads"), config.size("hidden_size")
     if config.values.get("head_dim") is None and hidden % heads:
@@ -210,13 +199,13 @@ def _common(config: HFConfig, rope: RopeConfig) -> BodyConfig:
         )
     return BodyConfig(
         hidden_size=hidden,
-        intermediate_size=config.size("intermediate_size"),
+        intermediate_size=config.size(family.width),
         num_layers=config.layers("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads),
         rms_norm_eps=config.get("rms_norm_eps", float),
-        rope=rope,
+        rope=family.rope(config),
         max_positions=config.size("max_position_embeddings"),
         qk_norm=False,
         qkv_bias=False,

@@ -14,6 +14,7 @@ from typing import Any
 from d2sd.convert.checkpoint import schemes
 from d2sd.convert.checkpoint.dialects import read_dialect
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.nested import text_config, without_prefix
 from d2sd.convert.checkpoint.schemes import EVERY, Quantization
 from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.errors import CheckpointError
@@ -45,11 +46,12 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
 
     Raises `CheckpointError` for what d2sd does not read, and if two descriptions disagree.
     """
+    config = text_config(config)
     inline = _read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
     path = directory / FILE
     if not path.is_file():
         return inline
-    separate = _read_file(HFConfig.of_file(path))
+    separate = _read_file(HFConfig(without_prefix(HFConfig.of_file(path).values), str(path)))
     if inline is not None and _facts(inline) != _facts(separate):
         raise CheckpointError(
             "Two files describe the quantization differently.",

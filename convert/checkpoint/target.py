@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
 
 from d2sd.convert.checkpoint.dequantize import dequantized, plain_name
-from d2sd.convert.checkpoint.experts import ExpertMap
+from d2sd.convert.checkpoint.experts import ExpertMap, layout_in
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.nested import text_config, text_name
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
 from d2sd.convert.checkpoint.schemes import MXFP4
@@ -56,14 +58,22 @@ _TOKENIZER_FILES = (
 _KV_SCALE = re.compile(r"\b(?:([kv])_proj\.(?:\1_scale|output_scale)|(?<=self_attn\.)([kv])_scale)$")
 _MXFP4 = re.compile(r"(?<=mlp\.experts\.)(gate_up_proj|down_proj)_(blocks|scales)$")
 _KV_CACHE = re.compile(r"\b([kv])_cache\.scale$")
+#: Layers that draft one token behind the last, which d2sd leaves out.
+_MTP = "mtp."
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
 
 
-def target_shapes(config: DecoderConfig, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once."""
-    shapes = _experts(config).stored(expected_shapes(_empty(config, quantization)))
-    for name, layer in _quantized_experts(config, quantization).items():
+def target_shapes(
+    config: DecoderConfig, quantization: Quantization | None = None, names: Iterable[str] = ()
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once.
+
+    `names`: those in the checkpoint, which say how experts are stored; (): as the family usually has them.
+    """
+    experts = _experts(config, names)
+    shapes = experts.stored(expected_shapes(_empty(config, quantization)))
+    for name, layer in _quantized_experts(experts, quantization).items():
         del shapes[plain_name(name, layer)]
         shapes |= {f"{name}.{tensor}": shape for tensor, shape in expected_shapes(layer).items()}
     return shapes
@@ -71,8 +81,9 @@ def target_shapes(config: DecoderConfig, quantization: Quantization | None = Non
 
 def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization | None:
     """Check names, shapes and types from headers alone. Return how the target is quantized."""
+    headers = read_headers(directory)
     quantization = read_quantization(directory, HFConfig.read(directory))
-    check_headers(directory, read_headers(directory), target_shapes(config, quantization), _rename(config))
+    check_headers(directory, headers, target_shapes(config, quantization, headers), _rename(config))
     return quantization
 
 
@@ -81,13 +92,14 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
     quantization = read_quantization(directory, raw)
-    stored, precision = target_shapes(config, quantization), str(dtype).removeprefix("torch.")
+    names = read_headers(directory).keys()
+    stored, precision = target_shapes(config, quantization, names), str(dtype).removeprefix("torch.")
     refuse_unserved(quantization, stored, directory / "config.json", precision)
     module = _empty(config, quantization)
     cuts = {} if shard is None else cut(module, shard)
-    experts = _experts(module.config)
+    experts = _experts(module.config, names)
     if shard is not None:
-        cuts |= experts.cuts(_experts(config), shard.rank)
+        cuts |= experts.cuts(_experts(config, names), shard.rank)
     read = read_tensors(directory, stored, dtype, _rename(config), cuts)
     fill(module, experts.placed((tensors for _, tensors in read), expected_shapes(module)))
     return module
@@ -107,22 +119,23 @@ def write_target(
     Quantized tensors stay as they are, or are read in `precision` where `dequantize`. Tokenizer and stop tokens are
     copied from the folder `text_side` if given.
     """
-    raw = HFConfig.read(source)
+    raw = text_config(HFConfig.read(source))
     config, quantization = parse_target_config(raw), read_quantization(source, raw)
     _check_tied_head(source, config)
-    shapes, rename = target_shapes(config, quantization), _rename(config)
+    stored_names = read_headers(source).keys()
+    shapes, rename = target_shapes(config, quantization, stored_names), _rename(config)
     files = read_tensors(source, shapes, DTYPES[precision], rename)
     if not dequantize:
         refuse_unserved(quantization, shapes, source / "config.json", precision)
     elif quantization is not None:
-        layers = _quantized_layers(config, quantization)
+        layers = _quantized_layers(config, quantization, stored_names)
         files, quantization = dequantized(files, layers, DTYPES[precision], source), None
-    own_names = {rename(name): name for name in read_headers(source)}
+    own_names = {rename(name): text_name(name) for name in stored_names}
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     with progress("writing the target", len(shapes)) as advance:
         for file, tensors in files:
-            named = {own_names.get(name, _hf_name(name)): tensor for name, tensor in tensors.items()}
+            named = {own_names.get(name) or _hf_name(name): tensor for name, tensor in tensors.items()}
             if named:  # a shard may contain only a tied head
                 write_tensors(directory / file, named)
             weight_map |= dict.fromkeys(named, file)
@@ -151,7 +164,7 @@ def stop_tokens(directory: Path) -> tuple[int, ...]:
     """Token ids that end an answer, from `generation_config.json`, or from `config.json` without it."""
     path = directory / "generation_config.json"
     path = path if path.is_file() else directory / "config.json"
-    eos_token_id = HFConfig.of_file(path).values.get("eos_token_id")
+    eos_token_id = text_config(HFConfig.of_file(path)).values.get("eos_token_id")
     if eos_token_id is None:
         raise CheckpointError("No stop tokens.", where=f"{path}: eos_token_id", expected="one token id, or a list")
     ids = eos_token_id if isinstance(eos_token_id, list) else [eos_token_id]
@@ -174,8 +187,8 @@ def _copy_text_side(source: Path, directory: Path) -> None:
         write_json(directory / "generation_config.json", {"eos_token_id": list(ids) if len(ids) > 1 else ids[0]})
 
 
-def _experts(config: DecoderConfig) -> ExpertMap:
-    return ExpertMap(config.body, FAMILIES[config.family].experts)
+def _experts(config: DecoderConfig, names: Iterable[str]) -> ExpertMap:
+    return ExpertMap(config.body, layout_in(names, FAMILIES[config.family].experts))
 
 
 def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
@@ -188,18 +201,20 @@ def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
     return module
 
 
-def _quantized_layers(config: DecoderConfig, quantization: Quantization) -> dict[str, QuantizedLinear]:
+def _quantized_layers(
+    config: DecoderConfig, quantization: Quantization, names: Iterable[str]
+) -> dict[str, QuantizedLinear]:
     """The layers of a checkpoint that are quantized, on the meta device, by their names in it without `model.`."""
     modules = _empty(config, quantization).named_modules()
     layers = {name: layer for name, layer in modules if isinstance(layer, QuantizedLinear)}
-    return layers | _quantized_experts(config, quantization)
+    return layers | _quantized_experts(_experts(config, names), quantization)
 
 
-def _quantized_experts(config: DecoderConfig, quantization: Quantization | None) -> dict[str, QuantizedLinear]:
+def _quantized_experts(experts: ExpertMap, quantization: Quantization | None) -> dict[str, QuantizedLinear]:
     """Those of single experts, which our module stacks; one layer stands for all of a shape."""
     if quantization is None:
         return {}
-    products = {name.removesuffix(".weight"): part.shape for name, part in _experts(config).parts.items()}
+    products = {name.removesuffix(".weight"): part.shape for name, part in experts.parts.items()}
     shapes = {name: shape for name, shape in products.items() if name.endswith("_proj")}
     schemes = quantization.schemes(shapes, "model.")
     for name, scheme in schemes.items():
@@ -223,6 +238,13 @@ def _rename(config: DecoderConfig) -> Rename:
     def rename(name: str) -> str | None:
         if name.endswith("rotary_emb.inv_freq"):
             return None  # early Llama checkpoints store what RoPE computes
+        if config.body.delta is not None:
+            if name.startswith(_MTP):
+                return None
+            alone = text_name(name)
+            if alone is None:
+                return None
+            name = alone
         if name == "lm_head.weight":
             return None if config.tie_word_embeddings else name  # see _check_tied_head
         ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"
@@ -242,7 +264,8 @@ def _check_tied_head(source: Path, config: DecoderConfig) -> None:
     stored = read_headers(source)
     if not config.tie_word_embeddings or "lm_head.weight" not in stored:
         return
-    head, embedding = (read_tensor(stored[name].file, name) for name in ("lm_head.weight", "model.embed_tokens.weight"))
+    table = next(name for name in stored if text_name(name) == "model.embed_tokens.weight")
+    head, embedding = (read_tensor(stored[name].file, name) for name in ("lm_head.weight", table))
     if not torch.equal(head, embedding):
         raise CheckpointError(
             "The head differs from the embedding, but the config ties them.",

@@ -32,6 +32,9 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "qwen3_next": "Qwen3NextForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
 }
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -59,6 +62,7 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         **_expert_fields(body),
         **_window_fields(body),
         **_gemma_fields(body),
+        **_delta_fields(body),
     }
 
 
@@ -81,6 +85,23 @@ def _gemma_fields(body: BodyConfig) -> dict[str, Any]:
     }
 
 
+def _delta_fields(body: BodyConfig) -> dict[str, Any]:
+    delta = body.delta
+    if delta is None:
+        return {}
+    kinds = ["linear_attention" if layer in delta.layers else "full_attention" for layer in range(body.num_layers)]
+    return {
+        "layer_types": kinds,
+        "partial_rotary_factor": (body.rotary_dim or body.head_dim) / body.head_dim,
+        "linear_conv_kernel_dim": delta.taps,
+        "linear_num_key_heads": delta.key_heads,
+        "linear_num_value_heads": delta.value_heads,
+        "linear_key_head_dim": delta.key_size,
+        "linear_value_head_dim": delta.value_size,
+        "attn_output_gate": True,
+    }
+
+
 def _expert_fields(body: BodyConfig) -> dict[str, Any]:
     """Qwen3-MoE's keys and gpt-oss's, as on the hub."""
     experts = body.experts
@@ -100,6 +121,7 @@ def _expert_fields(body: BodyConfig) -> dict[str, Any]:
         "norm_topk_prob": experts.normalized,
         "mlp_only_layers": list(experts.dense_layers),
         "decoder_sparse_step": 1,
+        **({} if experts.shared_size is None else {"shared_expert_intermediate_size": experts.shared_size}),
     }
 
 

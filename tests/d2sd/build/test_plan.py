@@ -46,8 +46,8 @@ def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
 
 def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
-    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "qwen3_next")
-    told = r"not supported(.|\n)*qwen3_next(.|\n)*gpt_oss(.|\n)*fix: its layers have a recurrent state"
+    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gemma4")
+    told = r"not supported(.|\n)*gemma4(.|\n)*gpt_oss(.|\n)*fix: its global layers have heads of another size"
     with pytest.raises(CheckpointError, match=told):
         make_plan(load_recipe(recipe))
 

@@ -1,0 +1,127 @@
+"""The states of gated delta nets, of all requests: those layers have them instead of keys and values.
+
+    recurrent     [L, P, Hv, Dk, Dv] fp32
+    convolution   [L, P, C, W - 1]   the last committed inputs of the short convolution, in the model's type
+
+A request has a slot of both. Slot 0 is the state before any token: it stays zero, and padding has it.
+Rows of a tree leave the states as they are, and return what a commit of some of them needs (`StateRows`). Rows of
+prompts are all committed, so each layer advances their states at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from d2sd.modeling.config import DeltaConfig
+from d2sd.plugins.cascade_attention import AttnMask
+from d2sd.plugins.delta_rule import (
+    DeltaRows,
+    chunk_convolution,
+    chunk_delta_rule,
+    commit_convolution,
+    commit_delta_rule,
+    tree_convolution,
+    tree_delta_rule,
+)
+
+if TYPE_CHECKING:
+    from d2sd.modeling.kv_pool import Chunks, Rows
+
+# Shape letters: B requests, T rows of each, L gated delta nets, P slots, Hk/Hv heads of keys and of values, Dk/Dv their
+# sizes, C channels and W taps of the convolution, G longest path.
+
+
+@dataclass(frozen=True, slots=True)
+class StateRows:
+    """Rows that may be committed: `DeltaRows` of one layer, [B, T, ...] each, or of all, [L, B, T, ...]."""
+
+    inputs: Tensor  # of the convolution, [B, T, C]
+    delta: DeltaRows
+
+    @staticmethod
+    def stack(layers: Sequence[StateRows]) -> StateRows:
+        """Those of all layers from those of each."""
+        fields = zip(*(_fields(layer) for layer in layers), strict=True)
+        inputs, *delta = (torch.stack(field) for field in fields)
+        return StateRows(inputs, DeltaRows(*delta))
+
+
+def _fields(rows: StateRows) -> tuple[Tensor, ...]:
+    delta = rows.delta
+    return rows.inputs, delta.k, delta.v, delta.g, delta.beta
+
+
+class StatePool:
+    """Slots of the states of all layers. Layers are counted among the gated delta nets."""
+
+    def __init__(self, delta: DeltaConfig, slots: int, dtype: torch.dtype, device: str) -> None:
+        layers = len(delta.layers)
+        heads = delta.value_heads, delta.key_size, delta.value_size
+        self.recurrent = torch.zeros(layers, slots, *heads, dtype=torch.float32, device=device)
+        self.convolution = torch.zeros(layers, slots, delta.channels, delta.taps - 1, dtype=dtype, device=device)
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All memory."""
+        return [self.recurrent, self.convolution]
+
+    @property
+    def slots(self) -> int:
+        """Number of slots, slot 0 included."""
+        return self.recurrent.shape[1]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a request's states in all layers."""
+        return sum(tensor[:, 0].nbytes for tensor in self.tensors)
+
+    def copy(self, source: Tensor, target: Tensor) -> None:
+        """Overwrite the slots `target` [N] by `source` [N]; from slot 0, a request begins."""
+        for states in self.tensors:
+            states[:, target] = states[:, source]
+
+    def commit(self, rows: StateRows, slots: Tensor, path: Tensor, count: Tensor) -> None:
+        """Advance the states along each request's accepted path.
+
+        rows: of all layers, from a pass over these requests. slots [B], path [B, G], count [B]: as of
+        `d2sd.plugins.delta_rule.commit_delta_rule`. The bits depend on the tokens alone, not on how many are committed
+        at once.
+        """
+        commit_delta_rule(rows.delta, self.recurrent, slots, path, count)
+        commit_convolution(rows.inputs, self.convolution, slots, path, count)
+
+    def of(self, rows: Rows | Chunks) -> StatePass:
+        """The states for a pass over `rows`."""
+        return StatePass(self, rows)
+
+
+class StatePass:
+    """The states of all layers as the rows of one pass read them."""
+
+    def __init__(self, pool: StatePool, rows: Rows | Chunks) -> None:
+        self._pool, mask = pool, rows.attn_mask
+        self._mask = AttnMask(mask) if isinstance(mask, Tensor) else mask
+        slots = rows.slots
+        assert slots is not None or not rows.page_table.shape[1], "requests with pages have slots"
+        self._slots = torch.zeros_like(rows.context_len) if slots is None else slots
+        # Compiled or not, the recurrence is the form on a CPU: plain decoding and speculation have the same bits.
+        self._exact = not pool.recurrent.is_cuda
+
+    def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
+        """silu of the convolution of x [B, T, C], of chunks [1, N, C], by weight [C, W]."""
+        states = self._pool.convolution[layer]
+        if isinstance(self._mask, AttnMask):
+            return tree_convolution(x, weight, states, self._slots, self._mask)
+        return chunk_convolution(x, weight, states, self._slots, self._mask)
+
+    def outputs(self, layer: int, q: Tensor, rows: DeltaRows) -> Tensor:
+        """q [B, T, Hk, Dk] and what its rows write -> [B, T, Hv, Dv]."""
+        states = self._pool.recurrent[layer]
+        if isinstance(self._mask, AttnMask):
+            return tree_delta_rule(q, rows, states, self._slots, self._mask, exact=self._exact)
+        return chunk_delta_rule(q, rows, states, self._slots, self._mask, exact=self._exact)

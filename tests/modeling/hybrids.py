@@ -1,0 +1,91 @@
+"""Tiny hybrids of transformers, of random weights, and what d2sd reads of the folders that they save."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from d2sd.convert.checkpoint.target import load_target
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.native import pack
+
+_BODY = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention", "full_attention"],
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "tie_word_embeddings": False,
+}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+#: Configs of transformers' models.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Qwen3.5": ("qwen3_5_text", _BODY | {"intermediate_size": 48}),
+    "Qwen3.5 MoE": ("qwen3_5_moe_text", _BODY | _MOE),
+    "Qwen3-Next": ("qwen3_next", _BODY | _MOE | {"intermediate_size": 48, "mlp_only_layers": [3]}),
+    "heads that the compiled library lacks": (
+        "qwen3_5_text",
+        _BODY | {"intermediate_size": 48, "linear_value_head_dim": 24},
+    ),
+}
+
+
+class Pair(NamedTuple):
+    theirs: Any
+    ours: Decoder
+
+    @torch.no_grad()
+    def expected(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.theirs(tokens).logits
+        return logits
+
+
+def theirs(case: str) -> Any:
+    """transformers' model, whose logits spread by about 1 and whose gates reach from 0.01 to 1."""
+    kind, fields = CONFIGS[case]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn_like(parameter)
+            if name.endswith("linear_attn.norm.weight"):
+                parameter.copy_(1 + 0.3 * noise)
+            elif name.endswith("A_log"):
+                parameter.copy_(noise - 1)
+            elif parameter.dim() == 1:  # norms of 1 + weight, dt_bias
+                parameter.copy_(0.3 * noise)
+            else:
+                gain = 3.0 if name.startswith("model.embed") else 1.0
+                parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
+    return model
+
+
+@cache
+def pair(case: str) -> Pair:
+    model = theirs(case)
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        return Pair(model, load_target(Path(folder), torch.float32))
+
+
+def copy_of(case: str, dtype: torch.dtype = torch.float32, *, packed: bool = True) -> Decoder:
+    """Another one, as a CPU serves it."""
+    decoder = Decoder(pair(case).ours.config)
+    decoder.load_state_dict(pair(case).ours.state_dict())
+    decoder.eval().requires_grad_(False).to(dtype)
+    if packed:
+        pack(decoder)
+    return decoder
