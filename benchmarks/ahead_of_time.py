@@ -90,6 +90,7 @@ class Compiled:
     shared: int  # bytes per block
     scratch: int  # bytes of the memory behind those two pointers
     registers: int  # per thread
+    dependent: bool  # launched while the kernel before still runs
     spilled: int  # bytes per thread of local memory, without the arrays that the kernel declares
 
 
@@ -130,6 +131,7 @@ def compile_kernel(kernel: Any, run: Callable[[], object], capability: int) -> C
         shared=meta.shared,
         scratch=meta.global_scratch_size + meta.profile_scratch_size,
         registers=used["REG"],
+        dependent=meta.launch_pdl,
         spilled=max(0, used["STACK"] - -(-declared // 8) * 8),  # a stack is of multiples of eight bytes
     )
 

@@ -3,9 +3,9 @@
     python -m benchmarks.compile_kernels [--only TEXT] [--capability N ...]
 
 The launches are those of every op's tests/plugins/OP/cases.py: what the product's launchers hand to Triton is compiled,
-as it is served. One line a kernel and architecture with its resources, and one a loop that reads weights, pages or
-logits, with what `benchmarks/machine_code.py` asks of it; minutes in all, and less where Triton's cache has them.
-Exits with 1 where a bound or a rule is broken. Nothing here ran on a GPU.
+as it is served. One line a kernel and architecture with its resources and what is wrong with it, and one a loop that
+reads weights, pages or logits, with what `benchmarks/machine_code.py` asks of it; minutes in all, and less where
+Triton's cache has them. Exits with 1 where a bound or a rule is broken. Nothing here ran on a GPU.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ import time
 from collections.abc import Iterator
 
 from benchmarks.ahead_of_time import CAPABILITIES, Compiled, compile_kernel
-from benchmarks.machine_code import DEVICES, excepted, streams
+from benchmarks.machine_code import DEVICES, excepted, order_faults, streams
+from benchmarks.sass import disassemble
+from d2sd.plugins.shared.dependent_launch import FIRST_CAPABILITY
 from tests.plugins.cases import kernels
 
 #: Bytes of shared memory that a block may ask for; Triton's launcher does.
@@ -38,6 +40,7 @@ def broken(name: str, done: Compiled, capability: int) -> list[str]:
         f"{done.parameters} parameters for {len(done.names)} arguments and two scratch pointers": (
             done.parameters != len(done.names) + 2
         ),
+        "is not launched as other kernels of this architecture": done.dependent != (capability >= FIRST_CAPABILITY),
     }
     return [what for what, is_so in checks.items() if is_so]
 
@@ -76,7 +79,7 @@ def main(arguments: list[str] | None = None) -> int:
                 continue
             start = time.perf_counter()
             done = compile_kernel(kernel.kernel, run, capability)
-            faults = broken(name, done, capability)
+            faults = broken(name, done, capability) + order_faults(disassemble(done.cubin), capability)
             lines = list(loop_lines(name, done, kernel.streamed, capability)) if kernel.streamed else []
             took = time.perf_counter() - start
             numbers = f"{done.shared:>7} {done.registers:>9} {done.spilled:>7} {took:>7.1f}"

@@ -10,7 +10,13 @@ are small: they come from the L2 cache, and loops that read nothing else are fre
                multiprocessor, and of as many as fit there. By Little's law `Device.needed` keep the memory busy
     spills     no register is kept in local memory
 
-The first two and the last are faults, but for EXCEPTIONS; of bytes in flight the shortfall is printed: more of them
+And of every kernel, since it is launched while the one before still runs (plugins/shared/dependent_launch.py):
+
+    order      on compute capability 9.0 and above, each way through the code waits for the kernels before (ACQBULK)
+               ahead of any access to global memory and of its end, lets the next kernel in (PREEXIT) behind that, and
+               takes tensor memory before that: or the next might have it, and wait for this one. None of it below 9.0
+
+The first two and the last two are faults, but for EXCEPTIONS; of bytes in flight the shortfall is printed: more of them
 take tiles that another bound forbids. Which argument a load reads is found in PTX, by following its address to the
 parameters, and carried over to machine code by the source line. Order, waits and widths are the machine code's.
 """
@@ -22,6 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from benchmarks.sass import Block, Instruction, Loop, disassemble, loops
+from d2sd.plugins.shared.dependent_launch import FIRST_CAPABILITY
 
 #: Seconds from a load to its data where memory is busy, and bytes of a load of full width.
 LATENCY, FULL = 0.8e-6, 16
@@ -29,6 +36,8 @@ LATENCY, FULL = 0.8e-6, 16
 _PRODUCT = re.compile(r"(?:H|Q|I|O|D|HG|QG|IG|UTC\w)MMA")
 #: In PTX, the address of a load or a copy from global memory.
 _GLOBAL = re.compile(r"cp\.async\.c[ag]\.shared\.global.*\], \[ ?(%rd\d+)|ld\.global\S* .*\[ ?(%rd\d+)")
+#: Accesses to memory that other kernels may use.
+_ACCESS = {"LDG", "STG", "LDGSTS", "LD", "ST", "ATOM", "ATOMG", "RED", "REDG"}
 #: Loops of so many fused sums are products without tensor cores, as of fp32 under IEEE rounding.
 _MANY_SUMS = 128
 
@@ -226,6 +235,33 @@ def _report(
         in_flight=max(most, 0 if looped else pending.bytes),
         narrow=tuple(sorted({f"{it.opcode} of {it.line}" for it, _ in read if it.width < FULL})),
     )
+
+
+def order_faults(blocks: list[Block], capability: int) -> list[str]:
+    """List what breaks the rule of order on any way through a kernel."""
+    if capability < FIRST_CAPABILITY:
+        found = {it.opcode for block in blocks for it in block.code} & {"ACQBULK", "PREEXIT"}
+        return [f"{opcode} below compute capability 9.0" for opcode in sorted(found)]
+    faults: set[str] = set()
+    seen, ways = set(), [(0, False, False)]
+    while ways:
+        if (way := ways.pop()) in seen:
+            continue
+        seen.add(way)
+        block, waited, let_in = way
+        for it in blocks[block].code:
+            if it.base == "ACQBULK" and not it.guard:
+                waited = True
+            elif it.base == "PREEXIT":
+                let_in = True
+            if not waited and it.base in (*_ACCESS, "EXIT", "PREEXIT"):
+                faults.add(f"{it.opcode} of {it.line} before the wait for the kernels before")
+            if let_in and it.opcode.startswith("UTCATOMSWS.FIND"):
+                faults.add(f"tensor memory is taken at {it.line} when the next kernel was let in")
+            if it.base == "EXIT" and waited and not let_in:
+                faults.add(f"{it.opcode} of {it.line} before the next kernel is let in")
+        ways += [(after, waited, let_in) for after in blocks[block].following]
+    return sorted(faults)
 
 
 def excepted(name: str, rule: str) -> str | None:

@@ -1,10 +1,10 @@
 """Cycles of a launch by arithmetic: when each warp could issue each instruction that the executor runs.
 
 An instruction waits for its operands, and within a basic block for nothing else: ptxas orders what is independent. Each
-takes a turn of one of the four schedulers that a block's warps share; a branch, a barrier and the end wait for all
-before them. So the sum is a bound of what the chain of dependent instructions and the number of all take, on a
-multiprocessor that runs one block; it knows no bank conflicts, no limit of the memory's bandwidth, and not the moves
-that ptxas adds and leaves out.
+takes a turn of one of the four schedulers that a block's warps share; a branch, a barrier, the wait for the kernels
+before and the end wait for all before them. So the sum is a bound of what the chain of dependent instructions and the
+number of all take, on a multiprocessor that runs one block; it knows no bank conflicts, no limit of the memory's
+bandwidth, and not the moves that ptxas adds and leaves out.
 
     numbers are cycles of an H100, rounded up:        ALU 5, special functions 20, shuffles and reductions of a warp 28,
     shared memory 30, the L1 cache 38, the L2 cache 270 for sectors of 32 bytes that the block reads first
@@ -24,7 +24,7 @@ ALU, SPECIAL, EXCHANGE, SHARED, L1, L2, BARRIER = 5, 20, 28, 30, 38, 270, 25
 SCHEDULERS, SECTOR = 4, 32
 _TWICE = {"add", "sub", "mul", "mad", "selp", "setp", "min", "max", "and", "or", "xor", "shl", "shr", "neg"}
 _SPECIAL = {"ex2", "lg2", "rsqrt", "rcp", "sqrt", "sin", "cos", "div", "rem", "tanh"}
-_STOP = {"bra", "ret", "bar"}
+_STOP = {"bra", "ret", "bar", "griddepcontrol"}
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Clock:
         at = self.begun[warps]
         if instruction.guard is not None:
             at = np.maximum(at, self._ready(instruction.guard.register, warps))
-        stores = name in ("st", "bra", "ret", "bar")
+        stores = name == "st" or name in _STOP
         operands = instruction.operands
         for operand in operands if stores else operands[1:]:
             at = np.maximum(at, self._ready(operand, warps))

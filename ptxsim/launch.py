@@ -43,6 +43,7 @@ class Launch:
     counts: Counter[str]  # instructions that ran, by opcode
     executed: int
     cycles: int | None = None  # by `ptxsim.clock`, where timed
+    dependent: bool = False  # by programmatic dependent launch
 
 
 def _without_ptxas(*arguments: Any) -> tuple[str, str] | None:
@@ -87,10 +88,12 @@ def executed_as_ptx(
                 compiled.metadata.shared,
                 limit,
                 timed=timed,
+                dependent=compiled.metadata.launch_pdl,
                 sparse=sparse or {},
             )
             cycles = None if machine.clock is None else machine.clock.cycles
-            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed, cycles))
+            dependent = compiled.metadata.launch_pdl
+            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed, cycles, dependent))
         return compiled
 
     target = GPUTarget("cuda", capability, 32)
@@ -143,6 +146,7 @@ def _launch(
     limit: int,
     *,
     timed: bool,
+    dependent: bool,
     sparse: Sparse,
 ) -> Machine:
     regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
@@ -162,9 +166,8 @@ def _launch(
         for name, tensor in region.tensors.items()
     }
     arguments = [addresses[name] if name in addresses else int(value) for name, value in values.items()]
-    machine = execute(
-        ptx, grid, [*arguments, 0, 0], memory, shared, limit, timed=timed
-    )  # the two: scratch memory, never touched
+    arguments += [0, 0]  # scratch memory, never touched
+    machine = execute(ptx, grid, arguments, memory, shared, limit, timed=timed, dependent=dependent)
     for number, (region, _, first, stop) in enumerate(parts):
         region.bytes()[first:stop] = memory.data(number)
     return machine

@@ -61,7 +61,14 @@ class Machine:
     """One launch. `arguments` are the kernel's parameters as integers: addresses, sizes, bits of floats."""
 
     def __init__(
-        self, program: Program, grid: tuple[int, ...], arguments: list[int], memory: GlobalMemory, shared: int
+        self,
+        program: Program,
+        grid: tuple[int, ...],
+        arguments: list[int],
+        memory: GlobalMemory,
+        shared: int,
+        *,
+        dependent: bool = False,
     ) -> None:
         kernel = program.kernel
         assert len(arguments) == len(kernel.parameters), f"{kernel.name}: {kernel.parameters}"
@@ -70,6 +77,8 @@ class Machine:
         self.blocks, self.threads = int(np.prod(grid)), kernel.threads
         self.lanes = self.blocks * self.threads
         self.all_lanes = np.arange(self.lanes)
+        #: Lanes [L] that know the kernels before to have ended: all, unless the launch is dependent.
+        self.waited = np.full(self.lanes, not dependent)
         self.block, thread = self.all_lanes // self.threads, self.all_lanes % self.threads
         self.warp = (thread // WARP).astype(np.int16)
         self.special = {"%tid.x": thread.astype(np.uint32), "%laneid": (thread % WARP).astype(np.uint32)}
@@ -157,7 +166,9 @@ class Machine:
         return self.all_lanes if mask is None else np.flatnonzero(mask)
 
     def at(self, lanes: Array) -> Lanes:
-        """Return what memory must know of those that access it."""
+        """Return what memory must know of those that access it. Raises Fault where the kernels before may run still."""
+        if not self.waited[lanes].all():
+            raise Fault("global access of a dependent launch before griddepcontrol.wait")
         block = self.block[lanes]
         return Lanes(block, self.warp[lanes], self.shared.epoch[block] * self.blocks + block)
 
@@ -226,6 +237,8 @@ class Machine:
                     del waiting[place]  # others of the warp may have arrived
                 if self.executed > limit:
                     raise Fault("the kernel does not end")
+        if not self.waited.all():  # who waits for this kernel alone would not wait for those before
+            raise Fault("threads of a dependent launch end without griddepcontrol.wait")
         return self
 
     def _guarded(self, instruction: Instruction, mask: Mask) -> Mask:

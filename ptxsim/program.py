@@ -40,9 +40,13 @@ def execute(
     limit: int = 3_000_000,
     *,
     timed: bool = False,
+    dependent: bool = False,
 ) -> Machine:
-    """Run a kernel over `memory`. Raises Fault at the first thing that it must not do. `timed`: with a clock."""
-    machine = Machine(prepare(ptx), grid, arguments, memory, shared)
+    """Run a kernel over `memory`. Raises Fault at the first thing that it must not do.
+
+    `timed`: with a clock. `dependent`: launched as such, so that the kernels before may run until it waits for them.
+    """
+    machine = Machine(prepare(ptx), grid, arguments, memory, shared, dependent=dependent)
     if timed:
         machine.clock = Clock(machine.lanes // WARP, machine.threads // WARP)
     machine.copies, machine.products = Copies(machine.lanes), Products(machine)

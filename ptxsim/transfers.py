@@ -102,6 +102,20 @@ def prepare_barrier(instruction: Instruction) -> Step:
     return wait
 
 
+@executes("griddepcontrol")
+def prepare_grid_dependency(instruction: Instruction) -> Step:
+    """Wait for the kernels before, or let the next one in: one kernel runs at a time here, so nothing comes of that."""
+    if instruction.opcode not in ("griddepcontrol.wait", "griddepcontrol.launch_dependents"):
+        raise Unsupported(instruction.opcode)
+    waits = instruction.parts[1] == "wait"
+
+    def control(machine: Machine, mask: Mask) -> None:
+        if waits:
+            machine.waited[machine.lanes_of(mask)] = True
+
+    return control
+
+
 @executes("shfl")
 def prepare_shuffle(instruction: Instruction) -> Step:
     """A register of another lane of the warp; past the end of its segment, its own."""

@@ -35,12 +35,15 @@ def run(
     shared: int = 0,
     memory: GlobalMemory | None = None,
     limit: int = 10_000,
+    dependent: bool = False,
 ) -> Machine:
     """The machine after the lines; `registers` are their bits at the start. Parameters are the tensors' addresses."""
     memory = memory or GlobalMemory([])
     count = len(memory.tensors)
     addresses = [memory.address(number) for number in range(count)]
-    machine = Machine(prepare(assembled(lines, threads, count)), (blocks,), addresses, memory, shared)
+    machine = Machine(
+        prepare(assembled(lines, threads, count)), (blocks,), addresses, memory, shared, dependent=dependent
+    )
     machine.copies, machine.products = Copies(machine.lanes), Products(machine)
     machine.registers.update(registers or {})
     return machine.run(limit)

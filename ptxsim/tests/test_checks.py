@@ -21,10 +21,10 @@ COPY = "shl.b32 %r4, %r1, 4; xor.b32 %r5, %r4, 512; ld.param.b64 %rd0, [kernel_p
 COPIED = "cp.async.cg.shared.global [%r4 + 0], [%rd0 + 0], 0x10; cp.async.commit_group;"
 
 
-def attempt(lines: str, *, writable: bool = True, blocks: int = 1, size: int = 256) -> None:
+def attempt(lines: str, *, writable: bool = True, blocks: int = 1, size: int = 256, dependent: bool = False) -> None:
     """64 threads, a tensor of 64 numbers."""
     memory = GlobalMemory([Placed("x", np.zeros(size, np.uint8), writable), Placed("y", np.zeros(64, np.uint8), True)])
-    run(lines, threads=64, blocks=blocks, shared=1024, memory=memory)
+    run(lines, threads=64, blocks=blocks, shared=1024, memory=memory, dependent=dependent)
 
 
 def store(data: str) -> str:
@@ -184,6 +184,37 @@ def test_the_first_to_announce_sees_nothing_of_the_other() -> None:
     count = "".join(ANNOUNCED) + "setp.eq.s32 %p3, %r4, 0; and.pred %p3, %p1, %p3; @%p3 st.global.b32 [%rd5], %r1;"
     with pytest.raises(Fault, match="global write of what another block writes"):
         attempt(count, blocks=2, size=512)
+
+
+# -- dependent launches -----------------------------------------------------------------------------------------------
+
+WAITS, LETS_IN = "griddepcontrol.wait;", "griddepcontrol.launch_dependents;"
+EARLY = {
+    "read": GLOBAL + "ld.global.b32 %r2, [%rd0];" + WAITS,
+    "write": GLOBAL + LETS_IN + "st.global.b32 [%rd0], 3;" + WAITS,
+    "addition": "ld.param.b64 %rd5, [kernel_param_1]; atom.global.gpu.acq_rel.add.u32 %r6, [%rd5], 1;" + WAITS,
+    "copy": SHARED + COPY + COPIED + WAITS,
+    "read behind the wait of the other warp": GLOBAL
+    + f"setp.lt.u32 %p1, %r1, 32; @%p1 {WAITS} ld.global.b32 %r2, [%rd0]; {WAITS}",
+}
+
+
+@pytest.mark.parametrize("what", EARLY)
+def test_a_dependent_launch_touches_nothing_before_it_waits(what: str) -> None:
+    attempt(EARLY[what])
+    with pytest.raises(
+        Fault, match=r"global access of a dependent launch before griddepcontrol\.wait, at `(ld|st|atom|cp)"
+    ):
+        attempt(EARLY[what], dependent=True)
+    attempt(WAITS + LETS_IN + EARLY[what], dependent=True)
+
+
+def test_all_threads_of_a_dependent_launch_wait() -> None:
+    lines = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 63; @%p1 " + WAITS
+    attempt(lines)
+    with pytest.raises(Fault, match=r"threads of a dependent launch end without griddepcontrol\.wait"):
+        attempt(lines, dependent=True)
+    attempt(lines + WAITS, dependent=True)
 
 
 # -- wgmma -------------------------------------------------------------------------------------------------------------

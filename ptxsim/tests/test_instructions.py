@@ -508,6 +508,7 @@ def test_what_is_not_modelled_is_refused(text: str) -> None:
 
 #: What is tested in test_transfers.py and test_checks.py.
 ELSEWHERE = {"ld", "st", "atom", "cp", "fence", "bar", "shfl", "vote", "redux", "ldmatrix", "stmatrix", "mma", "wgmma"}
+ELSEWHERE |= {"griddepcontrol"}
 #: Opcodes that are tested here, to their last modifier.
 TESTED = {text.split()[0] for text, *_ in (*INTEGERS, *FLOATS)} | {
     "mad.lo.cc.u32",

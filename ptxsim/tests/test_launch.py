@@ -37,6 +37,16 @@ def test_tensors_that_overlap_are_one_memory() -> None:
     assert launches
 
 
+def test_a_launch_is_dependent_where_it_is_launched_as_such() -> None:
+    """By Triton's option."""
+    x, out = torch.arange(64), torch.zeros(64, dtype=torch.long)
+    with executed_as_ptx(90) as launches:
+        turned_kernel[(1,)](x, out, 1, 64, num_warps=2)
+        with pytest.raises(Fault, match=r"dependent launch before griddepcontrol\.wait"):
+            turned_kernel[(1,)](x, out, 1, 64, num_warps=2, launch_pdl=True)
+    assert [launch.dependent for launch in launches] == [False]
+
+
 def test_what_lies_between_a_tensors_numbers_is_not_its_own() -> None:
     x, out = torch.arange(64), torch.zeros(64, 4, dtype=torch.long)
     with executed_as_ptx(90):

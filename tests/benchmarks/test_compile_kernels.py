@@ -32,11 +32,11 @@ def test_nothing_compiled_is_no_success() -> None:
 
 def test_bounds_are_bounds() -> None:
     broken, most = compile_kernels.broken, compile_kernels.MOST_SHARED
-    size: dict[str, Any] = {"shared": most[90], "scratch": 0, "registers": 255, "spilled": 0}
+    size: dict[str, Any] = {"shared": most[90], "scratch": 0, "registers": 255, "spilled": 0, "dependent": True}
     good = Compiled("kernel", "", b"", tuple("abcdefg"), 4, 9, **size)
     assert broken("", good, 90) == []
     faults: tuple[dict[str, Any], ...]
-    faults = ({"shared": most[90] + 1}, {"spilled": 4}, {"scratch": 8}, {"parameters": 8})
+    faults = ({"shared": most[90] + 1}, {"spilled": 4}, {"scratch": 8}, {"parameters": 8}, {"dependent": False})
     for fault in faults:
         assert len(broken("", replace(good, **fault), 90)) == 1
     assert broken("", good, 120)

@@ -19,8 +19,8 @@ import triton.language as tl
 
 from benchmarks.ahead_of_time import Compiled, compile_kernel
 from benchmarks.gpu import steps, traffic
-from benchmarks.machine_code import DEVICES, EXCEPTIONS, Streamed, arguments_of_lines, streams
-from benchmarks.sass import UnknownCode, loops, parse
+from benchmarks.machine_code import DEVICES, EXCEPTIONS, Streamed, arguments_of_lines, order_faults, streams
+from benchmarks.sass import UnknownCode, disassemble, loops, parse
 from tests.plugins.cases import kernels, some
 
 #: Bytes of an argument that a step reads, below which it may be anywhere.
@@ -138,6 +138,50 @@ def test_loops_are_those_of_control_and_not_of_addresses() -> None:
     spin, loop = loops(parse(code))
     assert [each.base for each in spin.own] == ["SYNCS", "BRA", "BRA"]
     assert [each.base for each in loop.own] == ["LDGDEPBAR", "BRA", "HMMA", "BRA"]
+
+
+#: Machine code, and what is wrong with it.
+ORDERS = {
+    "ACQBULK; PREEXIT; LDG.E R4, [R2]; EXIT": "",
+    "LDG.E R4, [R2]; ACQBULK; PREEXIT; EXIT": "LDG.E of  before the wait",
+    "@!P0 ACQBULK; PREEXIT; STG.E [R2], R4; EXIT": "STG.E of  before the wait",
+    "PREEXIT; ACQBULK; EXIT": "PREEXIT of  before the wait",
+    "@P0 EXIT; ACQBULK; PREEXIT; EXIT": "EXIT of  before the wait",
+    "ACQBULK; EXIT": "EXIT of  before the next kernel is let in",
+    "@P0 BRA `(.L_x_1); ACQBULK; PREEXIT; .L_x_1:; RED.E [R2], R4; EXIT": "RED.E of  before the wait",
+    "ACQBULK; @P0 BRA `(.L_x_1); IADD3 R1, R1, R2; .L_x_1:; PREEXIT; LDG.E R4, [R2]; EXIT": "",
+    "UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR6, UR6; ACQBULK; PREEXIT; EXIT": "",
+    "ACQBULK; PREEXIT; UTCATOMSWS.FIND_AND_SET.ALIGN UP0, UR6, UR6; EXIT": "tensor memory is taken",
+}
+
+
+@pytest.mark.parametrize("code", ORDERS)
+def test_what_a_dependent_launch_must_not_do_is_found(code: str) -> None:
+    rows = (
+        f"/*{n:04x}*/ {row.strip()} ;" if row.strip()[-1] != ":" else row.strip()
+        for n, row in enumerate(code.split(";"))
+    )
+    found = order_faults(parse("\n".join(rows)), 90)
+    assert bool(found) == bool(ORDERS[code])
+    assert all(ORDERS[code] in fault for fault in found[-1:])
+
+
+def test_no_kernel_waits_on_an_architecture_without() -> None:
+    wait, plain = parse("/*0000*/ ACQBULK ;\n/*0010*/ EXIT ;"), parse("/*0000*/ LDG.E R4, [R2] ;\n/*0010*/ EXIT ;")
+    assert order_faults(plain, 89) == []
+    assert order_faults(wait, 89) == ["ACQBULK below compute capability 9.0"]
+    assert order_faults(plain, 90)
+
+
+@pytest.mark.parametrize("capability", [89, 90, 100, 120])
+def test_the_order_of_a_kernel(capability: int) -> None:
+    """Of the product, and of one that does not wait."""
+    page = kernels()["write_pages_kernel"]
+    done = compile_kernel(page.kernel, page.launches["write bf16 path"], capability)
+    assert done.dependent == (capability >= 90)
+    assert order_faults(disassemble(done.cubin), capability) == []
+    other = disassemble(compiled(capability, ahead=True, stages=4).cubin)
+    assert bool(order_faults(other, capability)) == (capability >= 90)
 
 
 def test_code_that_is_not_modelled_is_an_error() -> None:

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.mutants import attention, choice, graphs, layers, trees
+from tests.mutants import attention, choice, graphs, launches, layers, trees
 
-MUTANTS = [*graphs.MUTANTS, *attention.MUTANTS, *layers.MUTANTS, *choice.MUTANTS, *trees.MUTANTS]
+MUTANTS = [*graphs.MUTANTS, *launches.MUTANTS, *attention.MUTANTS, *layers.MUTANTS, *choice.MUTANTS, *trees.MUTANTS]

@@ -44,6 +44,7 @@ def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) 
     from d2sd.plugins.cascade_attention.tensorrt import enqueue
     from d2sd.plugins.cascade_attention.triton import launch
     from d2sd.plugins.kv_pages.triton import kernel
+    from d2sd.plugins.shared import dependent_launch
 
     def attend(
         q: Tensor,
@@ -56,6 +57,7 @@ def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) 
         sinks: Tensor | None,
         out: Tensor,
     ) -> Tensor:
+        assert not dependent_launch._allowed.get()
         bits = (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
         mask = bits.flatten(2)[..., : q.shape[1]].bool()
         return out.copy_(cascade_attention_reference(q, k, v, context, mask, first, sinks))

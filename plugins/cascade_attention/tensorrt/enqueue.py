@@ -25,13 +25,14 @@ def run(
     """
     from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
     from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+    from d2sd.plugins.shared.dependent_launch import without_dependent_launch
 
     tensors = (_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True))
     given = dict(zip(INPUTS[name], tensors, strict=True))
     out = _tensor(*described[0], output_at)
     # not ExternalStream: for the default stream's handle, 0, it creates a new stream
     theirs = torch.cuda.get_stream_from_external(stream, out.device)
-    with torch.cuda.stream(theirs):
+    with torch.cuda.stream(theirs), without_dependent_launch():  # how TensorRT's own are launched is not known
         k_pages, v_pages, page_table, context_len = (given[part] for part in INPUTS[TREE][3:7])
         if "new_len" in given:
             # The new rows' K/V are written past the committed context before the block reads it; nothing is written

@@ -33,6 +33,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
+
 
 @triton.jit
 def _product(a, b, sums, WIDEN: tl.constexpr):
@@ -103,7 +105,7 @@ def _columns_of(order, request, leader, new, rank, count):
         return tl.load(order + (request * new + leader) * (new + 2) + rank, mask=fresh, other=0)
 
 
-@triton.jit(do_not_specialize=["rows", "new", "first", "columns"])
+@dependent_kernel(do_not_specialize=["rows", "new", "first", "columns"])
 def attention_kernel(
     q, k, v, k_pages, v_pages, page_table, context_len, order, bounds, sinks, k_scale, v_scale, out, lse, rows, new,
     first, columns,
@@ -116,6 +118,7 @@ def attention_kernel(
     order [B, new, new + 2] is `AttnMask.order`, bounds [B, new] its `first`; out [B, rows, Hq, D], or with SPLIT fp32
     [splits, B, rows, Hq, D], of which empty splits are not written, and lse without D. columns = M, HEAD = D, PAGE = Z.
     """
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(2)
     request = (tl.program_id(1) // HKV).to(tl.int64)
@@ -223,9 +226,10 @@ def attention_kernel(
     tl.store(out + line[:, None] * HEAD + lane[None, :], result.to(out.dtype.element_ty), mask=stored)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@dependent_kernel(do_not_specialize=["splits"])
 def merge_splits_kernel(partial, lse, out, splits, HEAD: tl.constexpr, PADDED: tl.constexpr):
     """Grid (B·T·Hq,): the splits of one row and head, weighed by their sums and added from the first to the last."""
+    wait_for_prior_kernels()
     line, lines = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     lane = tl.arange(0, PADDED)
     best = tl.full([PADDED], float("-inf"), tl.float32)

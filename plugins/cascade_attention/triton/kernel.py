@@ -37,6 +37,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import in_fp8_range
 
 
@@ -120,7 +121,7 @@ def _merge(
         store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
 
 
-@triton.jit(do_not_specialize=["rows", "columns"])
+@dependent_kernel(do_not_specialize=["rows", "columns"])
 def cascade_attention_kernel(
     q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, bounds, sinks, k_scale, v_scale, out, scale,
     partial, lse, arrived, rows, columns,
@@ -133,6 +134,7 @@ def cascade_attention_kernel(
     rows = T, of chunks at least the longest, columns = M, SCALE = D^-0.5 · log2(e), HEAD = D, PADDED ≥ D a power of
     two, PAGE = Z.
     """
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = q.dtype.element_ty
     split = tl.program_id(2)
     request = (tl.program_id(1) // HKV).to(tl.int64)
@@ -238,9 +240,10 @@ def cascade_attention_kernel(
             tl.store(arrived + place, 0)
 
 
-@triton.jit(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
+@dependent_kernel(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
 def pack_mask_kernel(attn_mask, words, rows, request_stride, row_stride, column_stride):
     """Grid (B·T, ⌈T/32⌉): one program packs 32 columns of a row. The mask may be strided, words are contiguous."""
+    wait_for_prior_kernels()
     line, word = tl.program_id(0).to(tl.int64), tl.program_id(1)
     bit = tl.arange(0, 32)
     column = word * 32 + bit

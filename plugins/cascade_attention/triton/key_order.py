@@ -3,16 +3,18 @@
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
-@triton.jit(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
+
+@dependent_kernel(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])
 def key_order_kernel(
     attn_mask, order, rows, request_stride, row_stride, column_stride,
     COLUMNS: tl.constexpr, PADDED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·T,); order [B, T, COLUMNS + 2] int32, PADDED ≥ COLUMNS a power of two; TILE rows are tried at a time."""
+    wait_for_prior_kernels()
     line = tl.program_id(0).to(tl.int64)
     mine = (line % rows).to(tl.int32)
     column = tl.arange(0, PADDED)

@@ -15,14 +15,16 @@ import triton.language as tl
 
 from d2sd.plugins.choice.triton.search import LOG2_E, LOWEST, exp, largest_key, mass_limit, mass_of, segments_of
 from d2sd.plugins.choice.triton.tokens import gumbel_of_tokens, scale_of
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, pack_order, place_of, score_of
 
 
-@triton.jit
+@dependent_kernel
 def segments_kernel(logits, maxima, partial, vocab, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr):
     """Grid (R, BLOCKS). logits [R, V]; maxima [R, BLOCKS·BLOCK/SEG] int32; partial [R, 2, BLOCKS] fp32: a block's
     maximum and its sum of exponentials.
     """
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     segment = tl.arange(0, BLOCK // SEG)
@@ -97,7 +99,7 @@ def kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p):
     return kept
 
 
-@triton.jit
+@dependent_kernel
 def pool_kernel(
     logits, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p, segments, entries, tokens,
     logprob, vocab,
@@ -109,6 +111,7 @@ def pool_kernel(
 
     segments [R, POOLP] int32 and entries [R, POOLP] int64 are scratch memory.
     """
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SEGMENTSP)
     rank = tl.arange(0, POOLP)

@@ -34,6 +34,7 @@ from d2sd.plugins.choice.triton.search import (
     value_of_key,
 )
 from d2sd.plugins.choice.triton.tokens import gumbel_of_run, gumbel_of_tokens, scale_of, store_chosen
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, value_of
 
 _UNIT = tl.constexpr(1099511627776.0)
@@ -191,7 +192,7 @@ def _chosen_of_list(
     return tl.max(tl.where(kept, pack_entry(score, token), ABSENT), axis=0), least
 
 
-@triton.jit
+@dependent_kernel
 def filtered_kernel(
     logits, temperature, seed, context_len, depth, min_p, top_k, top_p, partial, maxima, sums, segments, entries,
     chosen, threshold, vocab,
@@ -205,6 +206,7 @@ def filtered_kernel(
     segments [R, SEGMENTS] int32 and entries [R, LIST] int64 are scratch memory. chosen [R] int64, -1 where the best
     score is not a finite number. threshold [R] int32 or None: the smallest order of scaled logits that is kept.
     """
+    wait_for_prior_kernels()
     number = tl.program_id(0).to(tl.int64)
     request = number // ROWS
     row = logits + number * vocab

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from d2sd.plugins.choice.triton.search import LOG2_E, filters_of, segments_of
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, pack_entry, place_of, score_of
 
 #: `d2sd.token_codes.NOT_FINITE`
@@ -69,7 +70,7 @@ def scale_of(logits, heat):
     return tl.div_rn(logits, heat + tl.zeros_like(logits))
 
 
-@triton.jit
+@dependent_kernel
 def scores_kernel(
     logits, temperature, seed, context_len, depth, min_p, top_k, top_p, partial, maxima, sums, vocab,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr, SAMPLED: tl.constexpr,
@@ -80,6 +81,7 @@ def scores_kernel(
     maxima [R, BLOCKS·BLOCK/SEG] int32, and the sum of exponentials of logits / T relative to it, `sums` fp32. Else both
     are None.
     """
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     token = block * BLOCK + tl.arange(0, BLOCK)
@@ -106,9 +108,10 @@ def scores_kernel(
         tl.store(partial + row * BLOCKS + block, tl.max(entry, axis=0))
 
 
-@triton.jit
+@dependent_kernel
 def combine_kernel(partial, chosen, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr):
     """Grid (R). chosen [R] int64, -1 where the best score is not a finite number."""
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCKSP)
     best = tl.max(tl.load(partial + row * BLOCKS + b, mask=b < BLOCKS, other=ABSENT), axis=0)

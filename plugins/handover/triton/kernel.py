@@ -9,10 +9,11 @@ rows: a step's first kernel may read what its last one wrote in another row.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
+
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
 #: 32 requests of 16 tokens are 4 numbers a thread.
 END_WARPS = 4
@@ -20,12 +21,13 @@ END_WARPS = 4
 # Shape letters: B requests, R rows of the state, G block size γ, S stop tokens.
 
 
-@triton.jit
+@dependent_kernel
 def begin_kernel(
     anchor, context_len, active, late, source, state, new_anchor, new_context_len, new_active, size, rows,
     BP: tl.constexpr,
 ):  # fmt: skip
     """Grid (1). anchor, context_len, active, late, source and what is new of them: [B]; size: R; rows: B."""
+    wait_for_prior_kernels()
     row = tl.arange(0, BP)
     inside = row < rows
     is_late = tl.load(late + row, mask=inside, other=0) != 0
@@ -40,12 +42,13 @@ def begin_kernel(
     tl.store(new_active + row, runs, mask=inside)
 
 
-@triton.jit
+@dependent_kernel
 def end_kernel(
     context_len, active, tokens, count, limit, stop, state, count_stride, size, rows,
     BP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (1). context_len, active, limit: [B]; tokens: [B, G], of which `count` are new; stop: [B, STOPS]."""
+    wait_for_prior_kernels()
     row = tl.arange(0, BP)
     inside = row < rows
     g = tl.arange(0, GP)[None, :]

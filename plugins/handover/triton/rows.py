@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
+
 #: Numbers of one program, and its warps: 16 numbers a thread.
 BLOCK, WARPS = 2048, 4
 
@@ -17,7 +19,7 @@ BLOCK, WARPS = 2048, 4
 # pages a request.
 
 
-@triton.jit
+@dependent_kernel
 def commit_kernel(
     path, count, active, context_len, features, page_table, windowed_table,
     new_features, positions, keep, new_table, new_windowed,
@@ -27,6 +29,7 @@ def commit_kernel(
     """Grid (B, G', ⌈F / BLOCK⌉ or 1). `features_stride`: numbers from one request to the next of what is new of them;
     rows = G', WIDTH = F.
     """
+    wait_for_prior_kernels()
     request, g, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     lane = tl.arange(0, BLOCK)
     if part == 0:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import in_fp8_range
 
 # Shape letters as in reference.py.
@@ -17,13 +17,14 @@ from d2sd.plugins.shared.kernels import in_fp8_range
 WARPS = 4
 
 
-@triton.jit(do_not_specialize=["rows", "places", "columns"])
+@dependent_kernel(do_not_specialize=["rows", "places", "columns"])
 def write_pages_kernel(
     k, v, k_pages, v_pages, page_table, positions, keep, path, k_scale, v_scale,
     row_stride, page_stride, rows, places, columns,
     WIDTH: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·N, L). `row_stride`, `page_stride`: numbers from one layer to the next; WIDTH = Hkv·D, PADDED ≥ WIDTH."""
+    wait_for_prior_kernels()
     place = tl.program_id(0).to(tl.int64)
     layer = tl.program_id(1).to(tl.int64)
     request = place // places

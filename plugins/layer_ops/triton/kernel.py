@@ -15,10 +15,11 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import in_fp8_range
 
 
-@triton.jit
+@dependent_kernel
 def add_rms_norm_kernel(
     x,
     branch,
@@ -33,6 +34,7 @@ def add_rms_norm_kernel(
     TOTAL_STRIDE: tl.constexpr,
 ):
     """Grid (R,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row."""
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = x.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PADDED)
@@ -86,7 +88,7 @@ def _store_paged(pages, a, b, scale, layer, mask, HEAD: tl.constexpr):
     tl.store(pages + HEAD, b.to(pages.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@dependent_kernel
 def qk_norm_rope_kernel(
     qkv, cos, sin, q_norm, k_norm, bias, scales, k_scale, v_scale, q, k, v,
     k_pages, v_pages, page_table, positions, keep, in_stride, out_stride, paged, places, columns,
@@ -98,6 +100,7 @@ def qk_norm_rope_kernel(
 
     HEAD = D/2, PADDED ≥ D/2 a power of two; strides are from layer to layer, of the product and of k and v.
     """
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = k.dtype.element_ty
     HEADS: tl.constexpr = HQ + 2 * HKV
     row, layer = tl.program_id(0).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -159,11 +162,12 @@ def qk_norm_rope_kernel(
     tl.store(v + to_kv + HEAD, value_b, mask=v_mask)
 
 
-@triton.jit
+@dependent_kernel
 def silu_mul_kernel(
     gate_up, scales, out, scale, WIDTH: tl.constexpr, BLOCK: tl.constexpr, TYPE: tl.constexpr, INTERPRET: tl.constexpr
 ):
     """Grid (R, ⌈I / BLOCK⌉). WIDTH = I."""
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < WIDTH
@@ -183,7 +187,7 @@ def silu_mul_kernel(
     tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@dependent_kernel
 def rope_tables_kernel(
     positions,
     front,
@@ -197,6 +201,7 @@ def rope_tables_kernel(
     INTERPRET: tl.constexpr,
 ):
     """Grid (R,). HEAD = D/2. The first `rows` are those of `front`, if there is one."""
+    wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, PADDED)
     mask = lane < HEAD
@@ -215,9 +220,10 @@ def rope_tables_kernel(
     tl.store(sin + at, (s * FACTOR).to(sin.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@dependent_kernel
 def quantize_kernel(x, scale, out, numbers, BLOCK: tl.constexpr):
     """Grid (⌈numbers / BLOCK⌉,)."""
+    wait_for_prior_kernels()
     lane = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = lane < numbers
     rounded = in_fp8_range(tl.load(x + lane, mask=mask, other=0.0), tl.load(scale))

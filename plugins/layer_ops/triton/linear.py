@@ -13,17 +13,19 @@ not know its types.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
-@triton.jit(do_not_specialize=["rows"])
+
+@dependent_kernel(do_not_specialize=["rows"])
 def linear_kernel(
     x, weight, bias, x_scale, weight_scale, out, rows,
     IN: tl.constexpr, OUT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (⌈R / BLOCK_M⌉, ⌈OUT / BLOCK_N⌉); x [R, IN], weight [OUT, IN], out [R, OUT]."""
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = out.dtype.element_ty
     row = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
     column = tl.program_id(1).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)

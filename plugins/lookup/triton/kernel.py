@@ -6,6 +6,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
+
 # Shape letters as in reference.py.
 
 
@@ -18,7 +20,7 @@ def _tokens(pages, table, context_len, anchor, place, mask, PAGE: tl.constexpr):
     return tl.where(mask & (place == context_len), anchor, token)
 
 
-@triton.jit(do_not_specialize=["columns"])
+@dependent_kernel(do_not_specialize=["columns"])
 def copy_kernel(
     pages, page_table, context_len, anchor, first_tokens, first_logprob, scores, temperature,
     tokens, length, logprob, columns,
@@ -26,6 +28,7 @@ def copy_kernel(
     LONGEST: tl.constexpr, LENGTHS: tl.constexpr, SUPPORT: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). WIDTH: candidates a slot of the draft; TILE: places of the text compared at a time."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     end = tl.load(context_len + request).to(tl.int32)  # the anchor's place
     last = tl.load(anchor + request)
@@ -74,12 +77,13 @@ def copy_kernel(
     tl.store(length + request, matched.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["columns", "nodes", "count_stride"])
+@dependent_kernel(do_not_specialize=["columns", "nodes", "count_stride"])
 def append_kernel(
     pages, page_table, context_len, node_tokens, path, count, active, columns, nodes, count_stride,
     G: tl.constexpr, GP: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B): write the tokens of each accepted path [B, G] behind the committed ones."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     step = tl.arange(0, GP)
     kept = (step < tl.load(count + request * count_stride)) & (step < G) & (tl.load(active + request) != 0)

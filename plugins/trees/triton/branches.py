@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, largest, pack_entry, place_of
 from d2sd.plugins.trees.triton.nodes import store_candidates
 
@@ -56,7 +57,7 @@ expm1 = _rounded_expm1 if triton.knobs.runtime.interpret else _precise_expm1
 log = _rounded_log if triton.knobs.runtime.interpret else _precise_log
 
 
-@triton.jit
+@dependent_kernel
 def boundaries_kernel(
     top1,
     confidence,
@@ -70,6 +71,7 @@ def boundaries_kernel(
     KP: tl.constexpr,
 ):
     """Grid (B). top1, confidence: [B, S]; prefix_len, rejected: [B, K]. SP > S: there is a boundary behind the last."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SP)
     before = (i > 0) & (i <= S)
@@ -86,7 +88,7 @@ def boundaries_kernel(
     tl.store(rejected + request * K + k, token, mask=inside)
 
 
-@triton.jit
+@dependent_kernel
 def blocks_kernel(
     anchor,
     kept,
@@ -100,6 +102,7 @@ def blocks_kernel(
     K: tl.constexpr,
 ):
     """Grid (B, K). kept: tokens [B, K, S]; blocks: [B, K, 1 + S]."""
+    wait_for_prior_kernels()
     request, k = tl.program_id(0).to(tl.int64), tl.program_id(1)
     g = tl.arange(0, GP)
     length = tl.load(prefix_len + request * K + k)
@@ -110,13 +113,14 @@ def blocks_kernel(
     tl.store(blocks + (request * K + k) * (1 + S) + g, token, mask=g <= S)
 
 
-@triton.jit
+@dependent_kernel
 def mask_rejected_kernel(
     rejected, prefix_len, ids, logits, vocab, S: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr
 ):
     """Grid (B·K). logits [B·K, S, V]; ids [V], ascending, or None. STEP · STEPS ≥ V: a token's index is found in two
     looks, at every STEP-th id and at those from the last that is not larger.
     """
+    wait_for_prior_kernels()
     branch = tl.program_id(0).to(tl.int64)
     token = tl.load(rejected + branch)
     index = token
@@ -131,7 +135,7 @@ def mask_rejected_kernel(
     tl.store(logits + (branch * S + slot) * vocab + index, float("-inf"), mask=(token >= 0) & (index >= 0))
 
 
-@triton.jit
+@dependent_kernel
 def branches_kernel(
     anchor, top1, confidence, kept, prefix_len, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
     top1_stride, confidence_stride, kept_stride, branch_stride,
@@ -142,6 +146,7 @@ def branches_kernel(
     """Grid (B). Of every source: top1, confidence [B, S] or [B, K, S]; kept [B, K, S] and prefix_len [B, K], or None;
     FIRST and COUNTS, its rows of C in all.
     """
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)[:, None]
     g = tl.arange(0, GP)[None, :]

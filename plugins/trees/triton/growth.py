@@ -19,6 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import value_of
 from d2sd.plugins.trees.triton.nodes import ancestors, store_ancestors
 from d2sd.plugins.trees.types import ROW_BITS
@@ -322,7 +323,7 @@ def _tokens(draft_tokens, tokens_stride, anchor, request, place, row, real, slot
     return token
 
 
-@triton.jit
+@dependent_kernel
 def grow_kernel(
     anchor, draft_tokens, draft_table, kept, prefix_len,
     tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged, keys, infos,
@@ -332,6 +333,7 @@ def grow_kernel(
     N: tl.constexpr, NP: tl.constexpr, WARPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). See `grown`. A tree of more nodes than a word of 64 has bits gets its mask from `mask_kernel`."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     own, place, row, count = grown(
         draft_tokens, draft_table, kept, prefix_len, keys, infos, request, tokens_stride, table_stride, slots,

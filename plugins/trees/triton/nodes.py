@@ -11,6 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
+
 
 @triton.jit
 def mask_rows(attn_mask, row, parent, depth, valid, N: tl.constexpr, NP: tl.constexpr):
@@ -61,12 +63,13 @@ def store_ancestors(attn_mask, low, high, N: tl.constexpr, NP: tl.constexpr):
         tl.store(at + 32, ((high[:, None] >> bit) & 1) != 0, mask=(row < N) & (bit + 32 < N))
 
 
-@triton.jit
+@dependent_kernel
 def mask_kernel(
     parent, depth, valid, attn_mask,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B, ⌈N / TILE⌉)."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
     at = request * N + n
@@ -77,13 +80,14 @@ def mask_kernel(
     mask_rows(attn_mask + request * N * N, start + tl.arange(0, TILE), up, level, real, N, NP)
 
 
-@triton.jit
+@dependent_kernel
 def chain_kernel(
     candidate, path_score, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
     candidate_stride, score_stride,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). candidate, path_score: [B, N]."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
     inside = n < N
@@ -150,13 +154,14 @@ def store_candidates(
     store_mask(attn_mask + request * N * N, up, levels, real & (n < N), N, NP, TILE)
 
 
-@triton.jit
+@dependent_kernel
 def candidates_kernel(
     candidate, path_score, tokens, parent, depth, branch_id, valid, score, attn_mask, num_merged,
     C: tl.constexpr, G: tl.constexpr, CP: tl.constexpr, GP: tl.constexpr,
     N: tl.constexpr, NP: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). candidate, path_score: [B, C, G]."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, CP)[:, None]
     g = tl.arange(0, GP)[None, :]
@@ -180,12 +185,13 @@ def candidates_kernel(
     )  # fmt: skip
 
 
-@triton.jit
+@dependent_kernel
 def accept_kernel(
     tokens, parent, valid, branch_id, chosen, path, accepted, packed,
     N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
     """Grid (B). chosen: [B, N]. path, accepted: [B, G]; packed: [B, 2], length of the path and its last branch."""
+    wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
     inside = n < N
