@@ -34,6 +34,7 @@ class Batch:
     grammar: StepGrammar | None = None  # None: no request has one
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree, on a CPU; None: those of the policy
     windowed_table: Tensor | None = None  # [B, M] int64, of layers with a window, if their pages are their own
+    slots: Tensor | None = None  # [B] int64, of recurrent state, 0 in padding; None: the target has none
 
     @staticmethod
     def pack(
@@ -57,6 +58,7 @@ class Batch:
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
             rows=None if rows is None else (*rows, *[1] * len(padding)),
             windowed_table=windowed,
+            slots=_slots(sequences, size),
         )
 
     @staticmethod
@@ -69,10 +71,11 @@ class Batch:
         params: SamplingParams = _GREEDY,
         *,
         windowed: bool = False,
+        states: bool = False,
     ) -> Batch:
         """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step.
 
-        `windowed`: layers with a window have pages of their own.
+        `windowed`: layers with a window have pages of their own. `states`: the target has recurrent state.
         """
         zeros = torch.zeros(size, dtype=torch.long)
         table = zeros[:, None].expand(-1, pages)
@@ -83,6 +86,7 @@ class Batch:
             active=zeros.bool(),
             sampling=Sampling.pack([params] * size, vocab_size, device),
             windowed_table=table if windowed else None,
+            slots=zeros if states else None,
         )
 
     def to(self, device: str) -> Batch:
@@ -96,6 +100,7 @@ class Batch:
             self.grammar,
             self.rows,
             None if self.windowed_table is None else self.windowed_table.to(device),
+            None if self.slots is None else self.slots.to(device),
         )
 
     @property
@@ -126,6 +131,7 @@ class PrefillInputs(NamedTuple):
     context_len: Tensor  # [B] int64, tokens computed before this chunk
     windowed_table: Tensor | None = None  # [B, M] int64, see `Batch`
     following: Tensor | None = None  # [N] int64, the token behind each row, if a request reports prompt tokens
+    slots: Tensor | None = None  # [B] int64, see `Batch`
 
 
 def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], *, exact: bool) -> PrefillInputs:
@@ -146,6 +152,7 @@ def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], *, exact: bool) -> 
         context_len=torch.tensor([s.cached for s, _ in chunks]),
         windowed_table=windowed,
         following=following,
+        slots=_slots([s for s, _ in chunks], len(chunks)),
     )
 
 
@@ -161,6 +168,12 @@ def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> t
     return _table([s.pages for s in sequences], size, columns), _table(windowed, size, columns) if any(
         windowed
     ) else None
+
+
+def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
+    """[size] int64, the requests' slots; None where none has one."""
+    slots = [s.slot for s in sequences]
+    return torch.tensor(slots + [0] * (size - len(slots))) if any(slots) else None
 
 
 def _table(pages: SequenceOf[list[int]], size: int, columns: int) -> Tensor:

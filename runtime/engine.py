@@ -75,12 +75,14 @@ class Engine:
             free = max(0, runner.free_memory() - runner.context_bytes(bucket(limits.max_batch)))
         window = runner.longest_window
         windowed = None if window is None else WindowedLayers(window, runner.windowed_page_bytes(size))
-        self.memory = plan_kv_memory(limits, runner.block_size, runner.page_bytes(size), free, windowed)
-        runner.allocate(self.memory.pool_pages, size, self.memory.windowed_pool_pages)
+        self.memory = plan_kv_memory(
+            limits, runner.block_size, runner.page_bytes(size), free, windowed, runner.slot_bytes
+        )
+        runner.allocate(self.memory.pool_pages, size, self.memory.windowed_pool_pages, self.memory.slots)
         self.allow([policy])
         self.steps = make_steps(runner, limits, self.calibration)
         pages = self.memory.pool_pages, self.memory.windowed_pool_pages or 0
-        self.scheduler = Scheduler(limits, runner.block_size, *pages, window)
+        self.scheduler = Scheduler(limits, runner.block_size, *pages, window, self.memory.slots)
 
     def enable_auto(
         self,
@@ -231,8 +233,10 @@ class Engine:
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
             self.runner.drop(schedule.discarded, schedule.windowed_discarded)
+            self.runner.copy_states(schedule.restored)
             if schedule.prefill:
                 self._prefill(schedule.prefill)
+            self.runner.copy_states(schedule.snapshots)
         return schedule.decode
 
     def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:

@@ -120,14 +120,14 @@ class ModelRunner:
             for role, drafter in self.drafters.items()
         }
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
         """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory.
 
         `windowed_pages` are for the layers that have a window (`longest_window`), which then have a page table of their
-        own. None: all layers have the same pages.
+        own. None: all layers have the same pages. `slots` are of recurrent state, if the target has it.
         """
         try:
-            self.pools = self._layout.make(pages, page_size, self.device, windowed_pages)
+            self.pools = self._layout.make(pages, page_size, self.device, windowed_pages, slots)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.",
@@ -182,6 +182,20 @@ class ModelRunner:
         return self._layout.bytes(0, page_size, 1)
 
     @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of recurrent state; 0: the target has none."""
+        return self._layout.slot_bytes
+
+    @torch.inference_mode()
+    def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy recurrent state from slot to slot, all at once; from slot 0 is that of a request without tokens."""
+        if copies and self.target_pool.states is not None:
+            pairs = torch.tensor(copies)
+            if self.staging is not None:
+                (pairs,) = self.staging([pairs])
+            self.target_pool.states.copy(*pairs.unbind(1))
+
+    @property
     def longest_window(self) -> int | None:
         """Most tokens that a row sees in the layers whose pages `allocate` can keep apart; None: there are none."""
         return self._layout.longest_window
@@ -195,13 +209,15 @@ class ModelRunner:
         context_len: Tensor,
         windowed_table: Tensor | None = None,
         following: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Prefilled:
         """Compute and commit chunks of B prompts in one pass: `tokens [N]` are the chunks, concatenated.
 
-        `lengths` are their numbers of tokens, of requests with page tables [B, M] and `context_len [B]` tokens before
-        the chunk. All are on the host, and go to the device in one copy: nothing here waits for it.
+        `lengths` are their numbers of tokens, of requests with page tables [B, M], with `slots [B]` of recurrent state
+        if the target has any, and with `context_len [B]` tokens before the chunk. All are on the host, and go to the
+        device in one copy: nothing here waits for it.
         """
-        rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table)
+        rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table, slots)
         if self.staging is not None:
             behind = [] if following is None else [following]
             tokens, *found = self.staging([tokens, *behind, *rows.tensors])
@@ -279,6 +295,8 @@ class ModelRunner:
         of_batch = accepted.count, batch.active, batch.context_len
         features, positions, keep = handover.commit(path, *of_batch, out.features, tables, into)
         self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path, batch.windowed_table)
+        if out.states is not None and self.target_pool.states is not None and batch.slots is not None:
+            self.target_pool.states.commit(out.states, batch.slots, path, keep.sum(1))
         page_size = self.target_pool.page_size
         self.context.add(room or CommittedRows(features, tables[0], positions, keep, page_size, *tables[1:]))
         if self.text_pages is not None:
@@ -364,7 +382,8 @@ class ModelRunner:
 
 def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:
     positions = batch.context_len[:, None] + tree.depth
-    return Rows(positions, tree.attn_mask, batch.page_table, batch.context_len, needed, batch.windowed_table)
+    tables = batch.page_table, batch.context_len, needed, batch.windowed_table
+    return Rows(positions, tree.attn_mask, *tables, slots=batch.slots)
 
 
 def _nodes(tree: Tree) -> tuple[int, ...] | None:

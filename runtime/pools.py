@@ -22,19 +22,27 @@ class PoolLayout:
     drafters: Collection[DraftModel]
     dtype: torch.dtype
 
-    def make(self, pages: int, page_size: int, device: str, windowed_pages: int | None) -> list[KVPool]:
-        """A pool for each model with context; `windowed_pages`: of layers with a window, None: as all others."""
+    def make(self, pages: int, page_size: int, device: str, windowed_pages: int | None, slots: int = 1) -> list[KVPool]:
+        """A pool for each model with context; `windowed_pages`: of layers with a window, None: as all others;
+        `slots`: of recurrent state.
+        """
         pools = []
         for model in self._with_pools:
             windowed = windowed_pages if self._keeps_apart(model) else None
             size = model.config.body, pages, page_size, self.dtype, device
-            pools.append(KVPool(*size, kv_scales(model), windowed))
+            pools.append(KVPool(*size, kv_scales(model), windowed, slots))
         return pools
 
     def bytes(self, pages: int, page_size: int, windowed_pages: int | None) -> int:
         """Bytes of these pools."""
         pools = self.make(pages, page_size, "meta", windowed_pages)
         return sum(tensor.nbytes for pool in pools for tensor in pool.tensors)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of one slot of recurrent state."""
+        delta = self.target.config.body.delta
+        return 0 if delta is None else delta.state_bytes(self.dtype.itemsize)
 
     @property
     def longest_window(self) -> int | None:

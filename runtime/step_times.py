@@ -211,6 +211,7 @@ def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -
         runner.vocab_size,
         runner.device,
         windowed=runner.windowed_pages is not None,
+        states=runner.slot_bytes > 0,
     )
     page_ids = torch.arange(batch.page_table.numel(), device=batch.page_table.device).view(batch.page_table.shape)
     windowed = None if runner.windowed_pages is None else page_ids % runner.windowed_pages

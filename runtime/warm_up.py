@@ -107,6 +107,7 @@ def _prefill(runner: ModelRunner, shape: PrefillShape) -> None:
     table = torch.zeros(shape.requests, shape.pages, dtype=torch.long)
     windowed = None if runner.windowed_pages is None else table
     tokens, context_len = torch.zeros(sum(lengths), dtype=torch.long), torch.zeros(shape.requests, dtype=torch.long)
-    hidden, _ = runner.prefill(tokens, lengths, table, context_len, windowed, tokens)
+    slots = torch.zeros_like(context_len) if runner.slot_bytes else None
+    hidden, _ = runner.prefill(tokens, lengths, table, context_len, windowed, tokens, slots)
     runner.prompt_logits(hidden[:_REPORTED])
     runner.context.inject(runner.drafters)

@@ -151,7 +151,8 @@ class DecodeSteps:
     def _warm(self, policy: Policy, size: int, kind: SamplingParams, grammar: StepGrammar | None = None) -> None:
         """Capture the graph of such a step, or run it, if it has none."""
         windowed = self._runner.windowed_pages is not None
-        batch = Batch.dummy(size, 1, 0, self._runner.vocab_size, self._runner.device, kind, windowed=windowed)
+        like = size, 1, 0, self._runner.vocab_size, self._runner.device, kind
+        batch = Batch.dummy(*like, windowed=windowed, states=self._runner.slot_bytes > 0)
         batch = replace(batch, grammar=grammar)
         if self.graph_for(policy, batch) is None:
             self.run(policy, batch, graph=None)

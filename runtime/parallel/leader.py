@@ -56,7 +56,8 @@ class LeadingRunner(ModelRunner):
         """Let the other ranks run what this one is about to run."""
         send(self.group, kind, *values)
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        assert not self.slot_bytes, "recurrent state is on one GPU"
         self.send("allocate", pages, page_size, windowed_pages)
         super().allocate(pages, page_size, windowed_pages)
 
@@ -82,9 +83,10 @@ class LeadingRunner(ModelRunner):
         context_len: Tensor,
         windowed_table: Tensor | None = None,
         following: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Prefilled:
         self.send("prefill", tokens, tuple(lengths), page_table, context_len, windowed_table)
-        return super().prefill(tokens, lengths, page_table, context_len, windowed_table, following)
+        return super().prefill(tokens, lengths, page_table, context_len, windowed_table, following, slots)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         self.send("prompt_logits", hidden)

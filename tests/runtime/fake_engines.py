@@ -130,6 +130,7 @@ class _Pages(KVPool):
         )
         self._views = body.views
         self.counters = counters(self.layers_k[0].device)
+        self.states = None
 
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)

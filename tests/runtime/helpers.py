@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
-from functools import cache
+from functools import cache, partial
+from typing import Any
 
 import torch
 from hypothesis import settings
@@ -56,20 +57,25 @@ WINDOWS: dict[str, tuple[tuple[int | None, ...], ...]] = {
     "mixed": ((None, 7), (3, None), (9,)),
     "all": ((7, 5), (6,), (6,)),
 }
+#: In the place of a name of `WINDOWS`: a target with gated delta nets, and no layer with a window.
+HYBRID = "hybrid"
 
 
 @cache
 def models(windows: str = "none") -> Models:
     """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
-    of_target, of_first, of_second = WINDOWS[windows]
-    target = tiny_decoder("qwen3", layers=2, head_dim=16, windows=of_target)  # which the compiled kernels take
+    of_target, of_first, of_second = WINDOWS.get(windows, WINDOWS["none"])
+    # What the compiled kernels take, or two gated delta nets.
+    dense: Callable[..., Decoder] = partial(tiny_decoder, "qwen3", layers=2, windows=of_target)
+    target = (partial(tiny_decoder, "qwen3_5_text") if windows == HYBRID else dense)(head_dim=16)
     config = target.config
     first = tiny_drafter(config, block_size=BLOCK, layers=max(1, len(of_first)), attention={"windows": of_first})
     layers = max(1, len(of_second))
     second = tiny_drafter(
         config, block_size=BLOCK, layers=layers, role="variable_prefix", seed=2, attention={"windows": of_second}
     )
-    return target, first, second, tiny_flex(target, block_size=BLOCK)
+    flex: Any = None if windows == HYBRID else tiny_flex(target, block_size=BLOCK)  # it needs a dense target
+    return target, first, second, flex
 
 
 def copies(windows: str = "none") -> Models:
@@ -108,6 +114,8 @@ def expected(request: Request, windows: str = "none") -> list[int]:
 
 
 def _longer(request: Request, windows: str) -> tuple[int, ...]:
+    if windows == HYBRID:
+        return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens, windows)
     of_target = next(name for name, one in WINDOWS.items() if one[0] == WINDOWS[windows][0])  # it alone writes the text
     return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens, of_target)
 
@@ -153,6 +161,9 @@ def make_engine(
     made = make_policy(policy, block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
     made = made.among(runner.drafters)
     kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
+    if kv_memory and runner.slot_bytes:  # and as many snapshots as are a quarter of what requests' slots leave
+        snapshots = min(max_batch * prefix_cache, kv_memory // (3 * runner.slot_bytes))
+        kv_memory += (1 + max_batch + snapshots) * runner.slot_bytes
     limits = Limits(max_batch, 64, page_size, prefill_chunk, kv_memory, prefix_cache)
     return Engine(runner, made, limits, decode, calibration)
 
@@ -235,7 +246,7 @@ def afterwards(owner: object, name: str, then: Callable[..., None]) -> None:
 
 
 def poison_what_is_given_up(runner: ModelRunner) -> None:
-    """Pages hold NaN until they are written, and again when they are dropped."""
+    """Pages hold NaN until they are written, and again when they are dropped; slots of states until they are."""
 
     def dropped(pages: SequenceOf[int], windowed_pages: SequenceOf[int] = ()) -> None:
         for windowed, given_up in ((False, pages), (True, windowed_pages)):
@@ -243,7 +254,17 @@ def poison_what_is_given_up(runner: ModelRunner) -> None:
                 poison(runner, slice(page, page + 1), (windowed,))
 
     poison(runner, slice(None))
+    for states in () if runner.target_pool.states is None else runner.target_pool.states.tensors:
+        states[:, 1:] = torch.nan
     afterwards(runner.context, "drop", dropped)
+
+
+def poison_free_slots(engine: Engine) -> None:
+    """Fill the slots of recurrent state with NaN that neither a running request nor a snapshot has."""
+    states = engine.runner.target_pool.states
+    free = [] if states is None else list(engine.scheduler.states._pool._free)
+    for tensor in () if states is None else states.tensors:
+        tensor[:, free] = torch.nan
 
 
 def sync_drafters(runner: ModelRunner) -> None:

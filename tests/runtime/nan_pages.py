@@ -17,8 +17,8 @@ from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 class NaNScratch(ModelRunner):
     """Page 0, where padding writes, holds NaN after every write."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        super().allocate(pages, page_size, windowed_pages, slots)
         afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
     def prefill(
@@ -29,8 +29,9 @@ class NaNScratch(ModelRunner):
         context_len: Tensor,
         windowed_table: Tensor | None = None,
         following: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Prefilled:
-        found = super().prefill(tokens, lengths, page_table, context_len, windowed_table, following)
+        found = super().prefill(tokens, lengths, page_table, context_len, windowed_table, following, slots)
         poison(self, 0)
         return found
 
@@ -42,8 +43,8 @@ class NaNScratch(ModelRunner):
 class NaNPages(NaNScratch, CheatingRunner):
     """All pages hold NaN until they are written, and again when they are given up."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        super().allocate(pages, page_size, windowed_pages, slots)
         poison_what_is_given_up(self)
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:

@@ -1,11 +1,11 @@
 """A long random run of an engine whose host is one step late, against the answers of one that is never late.
 
-    python -m tests.runtime.soak STEPS [SEED [WINDOWS]]
+    python -m tests.runtime.soak STEPS [SEED [WINDOWS | hybrid]]
 
 Requests arrive, stop, are cancelled, preempted and find cached prefixes while policies take turns; some need the host
 between two steps. Graphs are recorded operators (recorded_graphs.py). Between two steps the memory of the graphs, their
-inputs, the state of rows that are gone and all free pages are overwritten. WINDOWS are those of the models' layers, a
-name in helpers.py.
+inputs, the state of rows that are gone, all free pages and all free slots of recurrent state are overwritten. WINDOWS
+are those of the models' layers, a name in helpers.py.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from tests.runtime.helpers import (
     free_pages,
     make_engine,
     poison,
+    poison_free_slots,
     poison_what_is_given_up,
     windowed_bound,
 )
@@ -134,8 +135,8 @@ def cut(answer: SequenceOf[int], request: Request) -> tuple[list[int], str]:
 class Poisoned(Knowing):
     """Free pages hold NaN."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        super().allocate(pages, page_size, windowed_pages, slots)
         poison_what_is_given_up(self)
 
 
@@ -160,7 +161,8 @@ class Soak:
         self.most = windowed_bound(self.engine)
         self.engine.runner.keep_text()
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
-        self.policies = [make_policy(name, **sizes, lookup=True) for name in POLICIES]
+        made = [make_policy(name, **sizes, lookup=True) for name in POLICIES]
+        self.policies = [policy for policy in made if {*policy.drafters} <= self.engine.runner.drafters.keys()]
 
     def _runner(self, texts: dict[int, list[int]]) -> Poisoned:
         return Poisoned(*copies(self.windows), texts)
@@ -179,6 +181,7 @@ class Soak:
         assert not self.expected
         assert free_pages(self.engine) == all_pages(self.engine), "pages leaked"
         stats = self.engine.stats
+        assert stats.slots_used == 0, "slots leaked"
         self.seen |= {"steps": stats.steps, "preemptions": stats.preemptions, "prefix hits": stats.prefix_hit_tokens}
         return self.seen
 
@@ -214,6 +217,7 @@ class Soak:
             stop_tokens=stop_tokens,
             stop=stop,
             priority=dice.choice((0, 0, 0, 1)),
+            client=dice.choice("aab"),
         )
         sequence = self.engine.submit(wanted)
         self.expected[sequence], self.streamed[sequence] = cut(answer, wanted), []
@@ -227,6 +231,7 @@ class Soak:
             for one in [one for one in running if one.cached]:
                 self._check_pages(one)
         poison(self.engine.runner, slice(0, 1))
+        poison_free_slots(self.engine)
         held = [sum(page > 0 for page in one.windowed_pages) for one in running]
         assert max(held, default=0) <= self.most, "pages behind the window are kept"
         self.seen["most windowed pages"] = max(self.seen["most windowed pages"], *held, 0)

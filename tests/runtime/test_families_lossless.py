@@ -29,6 +29,9 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {}),
     "gpt-oss, in PyTorch": ("gpt_oss", {"head_dim": 8}),  # which the compiled kernels do not take
     "Gemma 3": ("gemma3_text", {"tie": False}),
+    "Qwen3.5": ("qwen3_5_text", {}),
+    "Qwen3.5 MoE": ("qwen3_5_moe_text", {"tie": False}),
+    "Qwen3-Next": ("qwen3_next", {}),
 }
 KINDS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9)
 POLICIES = [name for name in NAMES if DrafterRole.FLEX not in FACTS[name].drafters]
@@ -71,11 +74,12 @@ def test_speculation_is_plain_decoding(name: str, policy: PolicyName) -> None:
     asked = requests(name)
     texts: dict[int, Sequence[int]] = {request.seed: request.prompt + text for request, text in asked.items()}
     runner: Any = NaNPages
-    engine = make_engine(runner(*deepcopy(models(name)), texts), policy, max_batch=4, pages=10)
+    engine = make_engine(runner(*deepcopy(models(name)), texts), policy, max_batch=4, pages=9)
     for gap in (0, 1):  # the second time with prefixes of the first
         sequences = run_staggered(engine, tuple(asked), gap=gap)
         for sequence, (request, text) in zip(sequences, asked.items(), strict=True):
             assert tuple(sequence.answer) == text[: request.max_new_tokens]
     assert free_pages(engine) == all_pages(engine)
+    assert engine.stats.slots_used == 0
     assert engine.stats.preemptions > 0
     assert engine.stats.prefix_hit_tokens >= 4 * 8

@@ -377,8 +377,8 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
 class Poisoned(NaNScratch):
     """All pages hold NaN until they are written, and page 0 again after every write."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        super().allocate(pages, page_size, windowed_pages, slots)
         poison(self, slice(None))
 
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:

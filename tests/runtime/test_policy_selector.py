@@ -400,6 +400,7 @@ class Scripted:
     static_shapes: bool = False
     pool_pages: int = 8
     windowed_pages: None = None
+    slot_bytes: int = 0
     capture: None = None
 
     @property

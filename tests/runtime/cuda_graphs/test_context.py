@@ -108,8 +108,8 @@ class Watched(ModelRunner):
         super().__init__(*prepared(*copies()[:3]))
         self.taken: list[bool] = []
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None) -> None:
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+        super().allocate(pages, page_size, windowed_pages, slots)
         replay = self.context.replay
 
         @contextmanager
