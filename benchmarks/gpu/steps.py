@@ -31,6 +31,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.plugins.shared.dependent_launch import without_dependent_launch
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
@@ -126,6 +127,7 @@ def first_cases() -> Iterator[Case]:
     """Products in PyTorch's form, whose choice takes half a minute a type."""
     for one in FIRST:
         yield f"first_steps/{one.name}", partial(step, one)
+    yield f"first_steps/{FIRST[1].name}, kernels start in order", partial(step_in_order, FIRST[1])
 
 
 def cases() -> Iterator[Case]:
@@ -169,6 +171,12 @@ def step(one: Step, note: Note, device: str = "cuda", choose: bool = False) -> d
         raise RuntimeError("the captured step commits other tokens than the eager step")
     figures["graph_ms"] = median(_seconds(run) for _ in range(15)) * 1000
     return figures
+
+
+def step_in_order(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
+    """The same without dependent launches, for which all kernels are compiled again."""
+    with without_dependent_launch():
+        return step(one, note, device)
 
 
 def arithmetic(counted: list[Launch]) -> dict[str, list[float]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -85,6 +86,14 @@ def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization
     quantization = read_quantization(directory, HFConfig.read(directory))
     check_headers(directory, headers, target_shapes(config, quantization, headers), _rename(config))
     return quantization
+
+
+def left_out(directory: Path, config: DecoderConfig) -> dict[str, int]:
+    """Parts of a checkpoint that are not the text model, and how many tensors they have."""
+    if config.body.delta is None:
+        return {}
+    names = [name for name in read_headers(directory) if name.startswith(_MTP) or text_name(name) is None]
+    return dict(Counter(name.split(".")[0] if name.startswith(_MTP) else "images" for name in names))
 
 
 def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None) -> Decoder:

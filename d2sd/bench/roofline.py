@@ -152,7 +152,8 @@ class Roofline:
         every, body = batch * rows, part.body
         seconds = sum(self._product(*work) for work in self._work(part, batch, rows, batch * logits))
         seen, half = part.seen(context), self._half
-        read = batch * seen * part.kv_token_bytes // body.num_layers
+        read = batch * seen * part.kv_token_bytes // len(body.attention_layers)
+        read += 3 * batch * part.state_bytes  # the rows read states, a commit reads and writes them
         computed = 4 * every * seen * body.num_heads * body.head_dim / half
         seconds += self._slower("K/V", every, read, computed)
         kernels = body.num_layers * LAYER_SECONDS

@@ -66,8 +66,8 @@ class Part:
         return self.config.body
 
     def seen(self, context: int) -> int:
-        """Tokens of a context that a row behind it sees, summed over the layers."""
-        windows = self.body.windows or (None,) * self.body.num_layers
+        """Tokens of a context that a row behind it sees, summed over the layers that attend."""
+        windows = self.body.windows or (None,) * len(self.body.attention_layers)
         return sum(context if window is None else min(context, window - 1) for window in windows)
 
     @property
@@ -322,7 +322,10 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     size = bytes_of(target_shapes(config, quantization), DTYPES[recipe.precision])
     sizes = numbers_of(plain), size, token, weights_present
     licence = _licence(recipe.target, file)
-    return Part("target", str(file), config, *sizes, choice=choice, licence=licence, stored_bytes=stored), config
+    delta = config.body.delta
+    states = 0 if delta is None else delta.state_bytes(DTYPES[recipe.precision].itemsize)
+    part = Part("target", str(file), config, *sizes, None, choice, licence, states, stored)
+    return part, config
 
 
 C = TypeVar("C", DecoderConfig, DraftConfig)
@@ -387,5 +390,5 @@ def _sizes(recipe: Recipe, plain: Shapes, shapes: Shapes, rounded: Collection[st
 
 
 def _kv_bytes(body: BodyConfig, size: int) -> int:
-    """K and V of one token in all layers."""
-    return 2 * body.num_layers * body.num_kv_heads * body.head_dim * size
+    """K and V of one token in all layers that attend."""
+    return 2 * len(body.attention_layers) * body.num_kv_heads * body.head_dim * size

@@ -13,10 +13,12 @@ from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
 from d2sd.build.sources import download_lines
 from d2sd.build.validate.drafter_config import EXPLANATION
+from d2sd.convert.checkpoint.target import left_out
 from d2sd.errors import D2SDError
 from d2sd.io import printable, size_text
 from d2sd.licence import warning
 from d2sd.manifest import Manifest
+from d2sd.modeling.config import DecoderConfig
 from d2sd.recipe import Recipe, Source
 from d2sd.runtime.request import Limits
 
@@ -55,6 +57,8 @@ def show_plan(plan: Plan, output: Path) -> None:
             _line("warning", said)
         if part.choice is not None:
             _lines(part.choice.lines())
+        if part is plan.target and part.has_weights and isinstance(part.config, DecoderConfig):
+            _lines(_left_out(Path(part.source), part.config))
         if not part.has_weights:
             _line("", "its weights are not on this machine: sizes are those of its configuration")
     if plan.parts:
@@ -67,6 +71,12 @@ def show_plan(plan: Plan, output: Path) -> None:
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
         _lines(gpu_lines(plan))
         _lines(shared_lines(plan))
+
+
+def _left_out(folder: Path, config: DecoderConfig) -> Iterator[tuple[str, str]]:
+    if folder.is_dir() and (parts := left_out(folder, config)):
+        told = ", ".join(f"{count:,} tensors of {name}" for name, count in parts.items())
+        yield "", f"left out: {told}; d2sd reads the text model, and drafts by drafters"
 
 
 def show_manifest(bundle: Path, manifest: Manifest) -> None:

@@ -37,6 +37,7 @@ def run(part: str, folder: Path, most: int) -> dict[str, dict[str, Any]]:
         ("layers", 8),
         ("choices", 20),
         ("steps", 6),
+        ("first_steps", 7),
         ("times", 3),
         ("writes", 5),
         ("flex", 2),

@@ -31,9 +31,29 @@ PUBLISHED = {
     "qwen3-8b": (8_190_735_360, "16.38 GB"),
     "qwen3-14b": (14_768_307_200, "29.54 GB"),
     "qwen3-coder-30b-a3b": (30_532_122_624, "61.06 GB"),
+    "qwen3.5-4b": (4_205_751_296, "8.41 GB"),
+    "qwen3.5-9b": (8_953_803_264, "17.91 GB"),
+    "qwen3.6-27b": (26_895_998_464, "53.79 GB"),
+    "qwen3.6-35b-a3b": (34_660_610_688, "69.32 GB"),
 }
 #: Reported GiB of published drafters.
-DRAFTERS = {"gpt-oss-20b": 1.46, "qwen3-4b": 1.00, "qwen3-8b": 1.95, "llama-3.1-8b": 1.95, "qwen3-coder-30b-a3b": 0.88}
+DRAFTERS = {
+    "gpt-oss-20b": 1.46,
+    "qwen3-4b": 1.00,
+    "qwen3-8b": 1.95,
+    "llama-3.1-8b": 1.95,
+    "qwen3-coder-30b-a3b": 0.88,
+    "qwen3.5-4b": 1.18,
+    "qwen3.5-9b": 2.41,
+}
+#: Bytes of recurrent state of a request: of each gated delta net 128 x 128 numbers of fp32 a value head, and three
+#: inputs of its convolution in bf16.
+STATES = {
+    "qwen3.5-4b": 24 * (32 * 65_536 + 3 * 2 * 8_192),
+    "qwen3.5-9b": 24 * (32 * 65_536 + 3 * 2 * 8_192),
+    "qwen3.6-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
+    "qwen3.6-35b-a3b": 30 * (32 * 65_536 + 3 * 2 * 8_192),
+}
 SMALL = [
     "limits.max_batch=2",
     "limits.max_context=256",
@@ -63,6 +83,7 @@ def test_a_recipe_alone_is_planned(name: str, tmp_path: Path, monkeypatch: pytes
     assert told.count("d2sd convert ") == sum(getattr(source, "converted", False) for source in drafters.values())
     assert re.search(r"H200 141 GB +[\d.]+ GB (left|too much)", told)
     assert [role.key for role in drafters] == ([] if name == "llama-3.3-70b" else ["first"])
+    assert (f"slots of {STATES[name]:,} B" in told) if name in STATES else ("slots of" not in told)
     if name in DRAFTERS:
         numbers = int(re.findall(r"drafter_first │ ([\d,]+)", told)[0].replace(",", ""))
         assert round(2 * numbers / 2**30, 2) == DRAFTERS[name]
@@ -72,6 +93,12 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
     """The same kind, in a hidden size of 64."""
     heads = body.num_heads // body.num_kv_heads
     experts = body.experts and replace(body.experts, count=8, chosen=2, intermediate_size=32)
+    if experts and experts.shared_size:
+        experts = replace(experts, shared_size=32)
+    delta = body.delta
+    if delta:
+        kept = tuple(layer for layer in delta.layers if layer < layers)
+        delta = replace(delta, layers=kept, key_heads=2, value_heads=4, key_size=16, value_size=16)
     return replace(
         body,
         hidden_size=64,
@@ -82,6 +109,8 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
         head_dim=16,
         windows=body.windows[:layers],
         experts=experts,
+        delta=delta,
+        rotary_dim=body.rotary_dim and 4,
     )
 
 
