@@ -162,7 +162,19 @@ class Decoder(TargetModel):
         """One causal pass over tokens [B, T] from position 0, without pages."""
         batch, weight = len(tokens), self.embed_tokens.weight
         no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
+        if self.config.body.delta is not None:
+            return self._full_chunks(tokens, no_context, aux_layer_ids)
         rows = Rows.chain(tokens.shape[1], no_context[:, None][:, :0], no_context)
         empty = KVPool(self.config.body, 1, 1, weight.dtype, str(weight.device))
         out: DecoderOutput = self(tokens, rows, empty, aux_layer_ids)
         return out
+
+    def _full_chunks(self, tokens: Tensor, nothing: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
+        """`full_pass` of a hybrid: each text is one chunk, whose states are not kept, and not a tree of its length."""
+        count, weight = tokens.shape[1], self.embed_tokens.weight
+        scratch = KVPool(self.config.body, 1, count, weight.dtype, str(weight.device))
+        rows = Chunks.of([count] * len(tokens), nothing[:, None], nothing, count, slots=nothing)
+        out: DecoderOutput = self(tokens.reshape(1, -1), rows, scratch, aux_layer_ids)
+        hidden, features = (part.view(*tokens.shape, -1) for part in (out.hidden, out.features))
+        k, v = (part.view(len(part), *tokens.shape, *part.shape[3:]) for part in (out.k, out.v))
+        return DecoderOutput(hidden, features, k, v)

@@ -23,7 +23,7 @@ from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.feed_forward import MLP
-from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.layers import GatedAttention, Layer, RMSNorm
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.sparse_attention import attend_sparse
@@ -44,8 +44,10 @@ def drafter_config(geometry: Geometry, target: DecoderConfig) -> DrafterConfig:
     Raises D2SDError if the target has too few layers or too small a vocabulary for the geometry.
     """
     layers = target.body.num_layers
+    # a new one starts from the last layers that attend
+    attending = len(target.body.attention_layers)
     for key, found, limit in (
-        ("layers", geometry.layers, layers),
+        ("layers", geometry.layers, attending),
         ("target_layer_ids", geometry.target_layer_ids[-1], layers - 1),
         ("mask_token_id", geometry.mask_token_id, target.vocab_size - 1),
     ):
@@ -97,8 +99,8 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     drafter = Drafter(config)
     sample = sample.to(target.embed_tokens.weight.device)
     body = config.body
-    depth = len(target.layers) - body.num_layers
-    sources = cast("list[Layer]", list(target.layers)[depth:])
+    attending = [target.layers[layer] for layer in target.config.body.attention_layers]
+    sources = cast("list[Layer]", attending[len(attending) - body.num_layers :])
     for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
         weights = {k: v for k, v in _dense(source, body, generator).items() if k in layer.state_dict()}
         left = layer.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False).missing_keys
@@ -127,6 +129,10 @@ def _dense(source: Layer, config: BodyConfig, generator: torch.Generator) -> dic
     norms = {name: part for name, part in source.named_modules() if isinstance(part, RMSNorm)}
     weights |= {f"{name}.weight": part.scale for name, part in norms.items()}
     weights["post_attention_layernorm.weight"] = source.feed_forward_norm.scale
+    if isinstance(source.self_attn, GatedAttention):  # the queries, without the gates behind each
+        for name in ("self_attn.q_proj.weight", "self_attn.q_proj.bias"):
+            if name in weights:
+                weights[name] = weights[name].unflatten(0, (-1, 2, config.head_dim))[:, 0].flatten(0, 1)
     if not isinstance(source.mlp, MLP):
         hidden, inner = config.hidden_size, config.intermediate_size
         for name in ("gate", "up"):

@@ -18,12 +18,13 @@ from typing import Any
 import yaml
 
 from d2sd.convert.checkpoint.dflash import read_drafter_config
+from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arguments
 from d2sd.errors import BundleError, RecipeError
 from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
-from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.recipe import Recipe
@@ -65,8 +66,12 @@ _COMMANDS = {
 }
 
 
-def unsupported_reason(recipe: Recipe, first: DraftConfig | None = None) -> str | None:
-    """Why TensorRT-LLM cannot serve the bundle of `recipe` with this first drafter; None if it can."""
+def unsupported_reason(
+    recipe: Recipe, first: DraftConfig | None = None, target: DecoderConfig | None = None
+) -> str | None:
+    """Why TensorRT-LLM cannot serve the bundle of `recipe` with this first drafter and target; None if it can."""
+    if target is not None and target.body.delta is not None:
+        return "its drafts over gated delta nets were not tried, and its tree attention has none"
     if recipe.drafters.first is None:
         return "there is no drafter"
     if recipe.precision == "fp32":
@@ -226,7 +231,8 @@ def tree_arguments(
 def write_tree_arguments(path: Path, bundle: Path, *, nodes: int | None, max_batch: int | None) -> Policy:
     """Write the arguments of a bundle's tree in a size of its own; returns its policy. Raises `D2SDError`."""
     recipe = load_manifest(bundle).recipe
-    if reason := unsupported_reason(recipe, read_drafter_config(bundle / "drafter_first")):
+    target = parse_target_config(HFConfig.read(bundle / "target"))
+    if reason := unsupported_reason(recipe, read_drafter_config(bundle / "drafter_first"), target):
         raise BundleError("TensorRT-LLM cannot serve this bundle.", where=bundle, found=reason)
     drafter = HFConfig.read(bundle / "drafter_first")
     values, policy = tree_arguments(drafter, recipe, nodes=nodes, max_batch=max_batch)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import JsonValue
@@ -95,7 +95,8 @@ def build(
 def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
     first = plan.drafters.get(DrafterRole.FIRST)
-    served = unsupported_reason(plan.recipe, first.draft_config if first else None) is None
+    target = cast("DecoderConfig", plan.target.config)
+    served = unsupported_reason(plan.recipe, first.draft_config if first else None, target) is None
     engines = EngineBuild.of(plan, work)
     optional = {"calibration": bool(plan.calibration or fit), TRTLLM: served, ELSEWHERE: served}
     stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}

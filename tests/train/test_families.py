@@ -18,7 +18,9 @@ from tests.tiny import greedy_text, random_tokens, tiny_decoder
 from tests.train.helpers import BLOCK, GEOMETRY, TAPS, settings
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+)
 def test_a_first_and_a_second_drafter(family: Family, tmp_path: Path) -> None:
     target = tiny_decoder(family, tie=False)
     prompts = random_tokens(target, 3, 5, seed=3).tolist()
