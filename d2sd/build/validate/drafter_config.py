@@ -330,12 +330,14 @@ def _prefilled_runner(bundle: Bundle, drafters: Mapping[Place, Drafter], plain: 
     """Make a runner with every text prefilled, one page per text, from page 1."""
     prepare_for_inference(bundle.target, drafters.values())
     runner = ModelRunner(bundle.target, cast("Mapping[DrafterRole, Drafter]", drafters))
-    runner.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain))
+    runner.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain), slots=2)
+    slot = torch.tensor([1]) if runner.slot_bytes else None
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
+        runner.copy_states([(0, 1)])
         for start in range(0, len(sequence.tokens), chunk):
             tokens = torch.tensor(sequence.tokens[start : start + chunk])
-            runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]))
+            runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]), slots=slot)
     runner.context.inject(cast("Collection[DrafterRole]", drafters))
     return runner
 

@@ -1,4 +1,4 @@
-"""Bundles of targets with experts, windows or Gemma's layers: built, proven by their own checks, opened and served."""
+"""Bundles of targets with experts, windows, Gemma's layers or gated delta nets: built, proven by their own checks, opened and served."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from d2sd.runtime.request import Request
 from tests.convert.helpers import write_project
 from tests.tiny import greedy_text, tiny_decoder
 
+HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", *HYBRIDS])
 def test_a_bundle_is_built_and_served(family: Family, tmp_path: Path) -> None:
     decoder = tiny_decoder(family, head_dim=16, tie=False)
     recipe = write_project(tmp_path, decoder, checks={"count": 1, "tokens": 8})
