@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.delta_net import DeltaLayer
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.inference import InferenceLayers, input_of
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.layers import CosSin, Rotary, layer_of, norm_of
 from d2sd.modeling.state_pool import StateRows
@@ -126,10 +126,12 @@ class Decoder(TargetModel):
     def forward(
         self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> DecoderOutput:
-        x = self.embed_tokens(tokens)
         if self.compiled is not None:
-            out: tuple[Tensor, Tensor, Tensor, Tensor] = self.compiled(x, self.rotary, rows, pool, aux_layer_ids)
+            given = input_of(self.compiled, tokens, self.embed_tokens)
+            out: tuple[Tensor, Tensor, Tensor, Tensor]
+            out = self.compiled(given, self.rotary, rows, pool, aux_layer_ids)
             return DecoderOutput(*out)
+        x = self.embed_tokens(tokens)
         angles = self.angles(rows.positions, x.dtype)
         attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
         states = None if pool.states is None else pool.states.of(rows)

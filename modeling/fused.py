@@ -1,5 +1,7 @@
 """The layers of a model on CUDA: few, large kernels, for inference. The twin of `d2sd.modeling.native`.
 
+    before the layers: embed_norm_rope, embeddings and the first add_rms_norm
+
     a layer                                          in FP8
     add_rms_norm     x += branch before, norm        quantizes
     qkv              one product                     one product
@@ -26,6 +28,7 @@ fp32, twice the bytes, and the next op scales them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -43,11 +46,11 @@ from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.fused_layer import FusedLayer
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
-from d2sd.modeling.layers import Layer, RMSNorm, Rotary
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
-from d2sd.plugins.layer_ops import add_rms_norm, linear, qk_norm_rope
+from d2sd.plugins.layer_ops import Front, add_rms_norm, linear, qk_norm_rope
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
@@ -124,13 +127,19 @@ def _unjoinable(group: Sequence[nn.Module], *, context: bool, exact: bool) -> st
     return reason or (f"{kind.__name__} has no product for a drafter's context" if context else None)
 
 
+def _numbers(x: Tensor | TokenRows) -> Tensor:
+    """A tensor of the type and on the device of an input."""
+    return x.table if isinstance(x, TokenRows) else x
+
+
 class _Pass:
     """Outputs of a pass over x [B, T, E], besides hidden states."""
 
-    normed: Tensor | None = None  # where the inputs of qkv products are to be; None: anywhere
+    joint: Tensor | None = None  # the inputs of qkv products, where they are to be; None: anywhere
+    normed: Tensor | None = None  # its rows of the pass
 
-    def __init__(self, body: BodyConfig, x: Tensor, aux_layer_ids: tuple[int, ...]) -> None:
-        shape, width = x.shape[:2], body.hidden_size
+    def __init__(self, body: BodyConfig, x: Tensor | TokenRows, aux_layer_ids: tuple[int, ...]) -> None:
+        shape, width, x = x.shape[:2], body.hidden_size, _numbers(x)
         self.k, self.v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
         self.features = x.new_empty(*shape, len(aux_layer_ids) * width)
         # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
@@ -138,8 +147,8 @@ class _Pass:
         self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
 
     @property
-    def front(self) -> Tensor | None:
-        """Positions of rows that a qkv product has before those of the pass."""
+    def front(self) -> Front | None:
+        """Rows that a qkv product has before those of the pass."""
         return None
 
     def heads(
@@ -154,25 +163,35 @@ class _Pass:
 class _PassWithContext(_Pass):
     """A pass whose qkv products begin with rows of context; their K/V is in the pages before the layer attends."""
 
-    def __init__(self, body: BodyConfig, x: Tensor, context: CommittedRows, pool: KVPool, first: Product) -> None:
-        """`first`: the qkv product of the first layer."""
-        self._committed, self._pool, self._shape = context, pool, x.shape[:2]
-        self._count = context.keep.numel()
-        rows = self._count + self._shape.numel()
-        self._joint = cast("Tensor", first.room(rows))  # inputs of the qkv products, which are of one shape
-        self.context, self.normed = self._joint[: self._count], self._joint[self._count :]
-        self.k, self.v = x.new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()  # of one layer at a time
+    def __init__(
+        self,
+        body: BodyConfig,
+        x: Tensor | TokenRows,
+        context: CommittedRows,
+        front: Front,
+        pool: KVPool,
+        first: Product,
+    ) -> None:
+        """`front`: the rows of `context`; `first`: the qkv product of the first layer."""
+        self._committed, self._front, self._pool, self._shape = context, front, pool, x.shape[:2]
+        self._count = len(front.x)
+        rows = self._count + math.prod(self._shape)
+        self.joint = cast("Tensor", first.room(rows))  # inputs of the qkv products, which are of one shape
+        self.normed = self.joint[self._count :]
+        self.k, self.v = (
+            _numbers(x).new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()
+        )  # of one layer at a time
         self.columns = {}
 
     @property
-    def front(self) -> Tensor:
-        return self._committed.positions
+    def front(self) -> Front:
+        return self._front
 
     def heads(
         self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         paged = self._pool.paged(index, self._committed)
-        q = qk_norm_rope(layer.qkv(self._joint)[None], cos, sin, layer.heads, self.k, self.v, paged)
+        q = qk_norm_rope(layer.qkv(self.joint)[None], cos, sin, layer.heads, self.k, self.v, paged)
         own = (rows[self._count :].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
         own_q, own_k, own_v = own
         return own_q, own_k, own_v
@@ -191,6 +210,8 @@ def _share_input_scale(layers: nn.ModuleList) -> None:
 
 class FusedLayers(nn.Module):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
+
+    takes_tokens = True
 
     def __init__(
         self,
@@ -241,31 +262,52 @@ class FusedLayers(nn.Module):
         return k, v
 
     def forward(
-        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self,
+        x: Tensor | TokenRows,
+        rotary: Rotary,
+        rows: Rows | Chunks,
+        pool: KVPool,
+        aux_layer_ids: tuple[int, ...] = (),
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        """x [B, T, E], of chunks [1, N, E], or its tokens -> the fields of `DecoderOutput`."""
+        with torch.cuda.device_of(_numbers(x)):  # type: ignore[no-untyped-call]
             out = _Pass(self._config, x, aux_layer_ids)
-            residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
+            residual, branch = self._run(out, x, rotary, rows, pool)
             total = out.columns.get(len(self._layers) - 1)
             hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps, total=total)
             return hidden.view(x.shape), out.features, out.k, out.v
 
+    def _begin(
+        self, out: _Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The residual stream [R, E] before the first layer, the input of its qkv product, and cosines and sines."""
+        first, eps, front = self._layers[0], self._config.rms_norm_eps, out.front
+        scale, joint = first.qkv.input_scale, out.joint
+        if isinstance(given, TokenRows):
+            placed = rows.placed if isinstance(rows, Rows) else rows.positions
+            made = first.qkv.room(given.tokens.numel()) if joint is None else joint
+            return rotary.begin(given, first.input_norm, eps, placed, scale=scale, out=made, front=front)
+        x, normed = given.reshape(-1, given.shape[-1]), out.normed
+        if joint is not None and front is not None:
+            add_rms_norm(front.x, None, front.weight, eps, scale=scale, out=joint[: len(front.x)])
+        made = first.qkv.room(len(x)) if normed is None else normed
+        normed = add_rms_norm(x, None, first.input_norm, eps, scale=scale, out=made)
+        return x, normed, *rotary.tables(rows.positions, x.dtype, None if front is None else front.positions)
+
     def _run(
-        self, layers: Sequence[FusedLayer], out: _Pass, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
-    ) -> tuple[Tensor, Tensor | None]:
-        """The first layers: x [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
-        body, eps = self._config, self._config.rms_norm_eps
-        attend = pool.attend(rows, exact=self._exact)
-        cos, sin = rotary.tables(rows.positions, x.dtype, out.front)
-        x = x.reshape(-1, body.hidden_size)
+        self, out: _Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
+    ) -> tuple[Tensor, Tensor]:
+        """All layers over rows [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
+        eps, attend = self._config.rms_norm_eps, pool.attend(rows, exact=self._exact)
+        x, normed, cos, sin = self._begin(out, given, rotary, rows)
         buffer, branch = torch.empty_like(x), None
-        for index, layer in enumerate(layers):
-            total = out.columns.get(index - 1, buffer)
-            scale = layer.qkv.input_scale
-            made = layer.qkv.room(len(x)) if out.normed is None else out.normed
-            normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=scale, out=made)
-            x = x if branch is None else total
+        for index, layer in enumerate(self._layers):
+            if branch is not None:
+                total = out.columns.get(index - 1, buffer)
+                made = layer.qkv.room(len(x)) if out.normed is None else out.normed
+                given_scale = layer.qkv.input_scale
+                normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=given_scale, out=made)
+                x = total
             parts = out.heads(index, layer, normed, cos, sin)
             room = layer.o.room(len(x))
             room = None if room is None else room.view(parts[0].shape)
@@ -274,6 +316,7 @@ class FusedLayers(nn.Module):
             if layer.reduce is not None:
                 branch = layer.reduce(branch)
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
+        assert branch is not None
         return x, branch
 
     def with_context(
@@ -281,17 +324,17 @@ class FusedLayers(nn.Module):
         context: CommittedRows,
         projected: Tensor,
         norm: RMSNorm,
-        x: Tensor,
+        x: Tensor | TokenRows,
         rotary: Rotary,
         rows: Rows,
         pool: KVPool,
     ) -> Tensor:
         """See `ContextLayers.with_context`."""
-        assert self._context is not None
-        with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            out = _PassWithContext(self._config, x, context, pool, self._layers[0].qkv)
-            add_rms_norm(projected, None, norm.weight, norm.eps, scale=self._context.input_scale, out=out.context)
-            residual, branch = self._run(self._layers, out, x, rotary, rows, pool)
+        assert norm.eps == self._config.rms_norm_eps
+        front = Front(projected, norm.weight, context.positions)
+        with torch.cuda.device_of(projected):  # type: ignore[no-untyped-call]
+            out = _PassWithContext(self._config, x, context, front, pool, self._layers[0].qkv)
+            residual, branch = self._run(out, x, rotary, rows, pool)
             hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps)
             return hidden.view(x.shape)
 

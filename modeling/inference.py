@@ -5,14 +5,14 @@ They replace a model's PyTorch layers, from which they are made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Protocol, cast, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
-from d2sd.modeling.layers import RMSNorm, Rotary
+from d2sd.modeling.layers import RMSNorm, Rotary, TokenRows
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
@@ -25,9 +25,9 @@ class InferenceLayers(Protocol):
         """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
 
     def __call__(
-        self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
+        self, x: Any, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
+        """x [B, T, E], of chunks [1, N, E], as `input_of` gives it -> the fields of `DecoderOutput`."""
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
@@ -45,16 +45,24 @@ class ContextLayers(InferenceLayers, Protocol):
         context: CommittedRows,
         projected: Tensor,
         norm: RMSNorm,
-        x: Tensor,
+        x: Tensor | TokenRows,
         rotary: Rotary,
         rows: Rows,
         pool: KVPool,
     ) -> Tensor:
         """Write the keys and values of `context` to its pages, and draft over them; each weight is read once.
 
-        projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests -> hidden
-        states [A, U, E].
+        projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests, or its
+        tokens -> hidden states [A, U, E].
         """
+
+
+def input_of(layers: InferenceLayers | None, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
+    """The input of `layers` for tokens [B, T]: those and the table, where they look embeddings up; else embeddings."""
+    # Subclasses of nn.Embedding do more than look up.
+    if getattr(layers, "takes_tokens", False) and type(embed) is nn.Embedding:
+        return TokenRows(tokens, embed.weight.detach())
+    return embed(tokens)
 
 
 def takes_one_table(model: nn.Module) -> bool:

@@ -26,17 +26,17 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.page_part import PagePart, Scales
 from d2sd.modeling.state_pool import StatePool
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention, counters
-from d2sd.plugins.layer_ops import PagedRows
+from d2sd.plugins.layer_ops import Behind, PagedRows
 
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Rows:
     """B requests, each with T new rows over its committed context."""
 
-    positions: Tensor  # [B, T] int64, absolute position of each row: in a tree, context length + depth
+    placed: Tensor | Behind  # [B, T] int64, absolute position of each row: in a tree, context length + depth
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
     page_table: Tensor  # [B, M] int64
     context_len: Tensor  # [B] int64, committed tokens
@@ -44,6 +44,11 @@ class Rows:
     windowed_table: Tensor | None = None  # [B, M] int64
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
     slots: Tensor | None = None  # [B] int64, where the states of hybrids are; None: no token is committed
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """[B, T] int64, absolute position of each row."""
+        return self.placed.absolute if isinstance(self.placed, Behind) else self.placed
 
     @staticmethod
     def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,9 +17,22 @@ from typing_extensions import Self
 from d2sd.modeling.config import BodyConfig, RopeConfig
 from d2sd.modeling.experts import Experts
 from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct, sigmoid
-from d2sd.plugins.layer_ops import rope_tables
+from d2sd.plugins.layer_ops import Behind, Front, embed_norm_rope, rope_tables
 
 CosSin = tuple[Tensor, Tensor]
+
+
+class TokenRows(NamedTuple):
+    """The input of layers that look their embeddings up themselves."""
+
+    tokens: Tensor  # [B, T] int64
+    table: Tensor  # [V, E]
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """B, T, E of the embeddings."""
+        batch, rows = self.tokens.shape
+        return batch, rows, self.table.shape[1]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
@@ -85,6 +98,21 @@ class Rotary(torch.nn.Module):
         angles = positions[..., None, None].float() * self._frequencies
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
+
+    def begin(
+        self,
+        tokens: TokenRows,
+        norm: Tensor,
+        eps: float,
+        positions: Tensor | Behind,
+        *,
+        scale: Tensor | None = None,
+        out: Tensor | None = None,
+        front: Front | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """`embed_norm_rope` of tokens at `positions`, with the weight [E] of the first norm."""
+        given = *tokens, norm, eps, positions, self._frequencies, self._scale
+        return embed_norm_rope(*given, scale=scale, out=out, front=front)
 
     def tables(self, positions: Tensor, dtype: torch.dtype, front: Tensor | None = None) -> CosSin:
         """The same numbers, each once, in one kernel: positions [...] of R rows, behind those in `front`, if there are

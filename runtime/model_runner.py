@@ -21,6 +21,7 @@ from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
 from d2sd.plugins import choice, handover, lookup, trees
 from d2sd.plugins.choice import candidates
+from d2sd.plugins.layer_ops import Behind
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
@@ -342,8 +343,8 @@ class ModelRunner:
         slots, same_block = self._rows_of_blocks(blocks.shape[2], blocks.shape[1])
         attn_mask = same_block.expand(len(blocks), -1, -1)
         pool = self.target_pool if own is None else own
-        positions = batch.context_len[:, None] + slots
-        rows = Rows(positions, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table)
+        placed = Behind(batch.context_len, slots.expand(len(blocks), -1))
+        rows = Rows(placed, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
         drafter, tables = self.drafters[role], self.tables[role]
@@ -381,9 +382,8 @@ class ModelRunner:
 
 
 def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:
-    positions = batch.context_len[:, None] + tree.depth
     tables = batch.page_table, batch.context_len, needed, batch.windowed_table
-    return Rows(positions, tree.attn_mask, *tables, slots=batch.slots)
+    return Rows(Behind(batch.context_len, tree.depth), tree.attn_mask, *tables, slots=batch.slots)
 
 
 def _nodes(tree: Tree) -> tuple[int, ...] | None:

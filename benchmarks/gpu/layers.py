@@ -26,7 +26,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
-from d2sd.plugins.layer_ops import Heads, reference
+from d2sd.plugins.layer_ops import Behind, Front, Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole
 from d2sd.runtime.engine import Engine
@@ -90,6 +90,11 @@ def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
     positions = torch.randint(0, 131072, (3, ROWS // 3), generator=draw, device=device)
     frequencies = 1e6 ** -(torch.arange(SIZE // 2, device=device) / (SIZE // 2))
     both("tables", lambda ops: ops.rope_tables(positions, frequencies, 1.2, dtype))
+    table, place = some(64, WIDTH), positions % 64
+    given = place, table, weight, 1e-6, Behind(positions[:, 0], place), frequencies, 1.2
+    front = Front(x, branch[0], positions)
+    both("embedded", lambda ops: list(ops.embed_norm_rope(*given, front=front)))
+    both("embedded fp8", lambda ops: list(ops.embed_norm_rope(*given, scale=scale, front=front)))
     cos, sin = reference.rope_tables(positions, frequencies, 1.2, dtype)
 
     def rope(ops: Any, qkv: Tensor, heads: Heads) -> list[Tensor]:
@@ -202,7 +207,7 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     embedded = target.embed_tokens(tokens[:, 37:])
     drafted = drafter.draft(embedded, rows, pools[1])
     committed = CommittedRows(first.features, table, chain.positions, every, PAGE_SIZE)
-    injected = drafter.inject_and_draft(committed, embedded, rows, pools[2])
+    injected = drafter.inject_and_draft(committed, tokens[:, 37:], target.embed_tokens, rows, pools[2])
     return {
         "hidden": out.hidden,
         "features": out.features,

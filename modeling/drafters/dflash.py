@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.heads import Head, conditioned
 from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.inference import ContextLayers, InferenceLayers
+from d2sd.modeling.inference import ContextLayers, InferenceLayers, input_of
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
 from d2sd.plugins.trees.types import Draft
@@ -44,20 +44,22 @@ class DFlashModel(DraftModel):
     def mask_token_id(self) -> int:  # type: ignore[override]
         return self.config.mask_token_id
 
-    def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        """Write the K/V of `context` to its pages, then `draft`; together, where the layers can."""
+    def inject_and_draft(
+        self, context: CommittedRows, tokens: Tensor, embed: Callable[[Tensor], Tensor], rows: Rows, pool: KVPool
+    ) -> Tensor:
+        """Write the K/V of `context` to its pages, then `draft` tokens [B, T]; together, where the layers can."""
         k, v = self.context_keys_values(context.features, context.positions)
         pool.write(k, v, context.page_table, context.positions, context.keep, windowed_table=context.windowed_table)
-        return self.draft(embedded, rows, pool)
+        return self.draft(self.embedded(tokens, embed), rows, pool)
 
     def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
-        embedded = self.embedded(blocks.flatten(1), tables.embed)
+        tokens = blocks.flatten(1)
         if context is None:
-            hidden = self.draft(embedded, rows, pool)
+            hidden = self.draft(self.embedded(tokens, tables.embed), rows, pool)
         else:
-            hidden = self.inject_and_draft(context, embedded, rows, pool)
+            hidden = self.inject_and_draft(context, tokens, tables.embed, rows, pool)
         return hidden.view(*blocks.shape, -1)
 
     def embedded(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
@@ -136,8 +138,12 @@ class Drafter(DFlashModel):
         hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden
 
-    def inject_and_draft(self, context: CommittedRows, embedded: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+    def inject_and_draft(
+        self, context: CommittedRows, tokens: Tensor, embed: Callable[[Tensor], Tensor], rows: Rows, pool: KVPool
+    ) -> Tensor:
         if not isinstance(self.compiled, ContextLayers):
-            return super().inject_and_draft(context, embedded, rows, pool)
+            return super().inject_and_draft(context, tokens, embed, rows, pool)
+        own = self.mask_embedding is not None
+        x = self.embedded(tokens, embed) if own else input_of(self.compiled, tokens, embed)
         projected = self.fc(context.features.flatten(0, 1))
-        return self.compiled.with_context(context, projected, self.hidden_norm, embedded, self.rotary, rows, pool)
+        return self.compiled.with_context(context, projected, self.hidden_norm, x, self.rotary, rows, pool)

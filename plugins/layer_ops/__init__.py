@@ -7,7 +7,8 @@
     add_rms_norm     the residual addition, RMSNorm, quantisation               o or down  ->  qkv or gate-up
     qk_norm_rope     norms and rotation of q and k, biases, FP8 K/V             qkv        ->  attention
     silu_mul         silu(gate) * up, quantisation                              gate-up    ->  down
-    rope_tables      cosines and sines of a pass
+    embed_norm_rope  embeddings, the first norm, cosines and sines of a pass      ->  the first qkv
+    rope_tables      cosines and sines of a pass whose rows are not tokens
     quantize         the input of an FP8 product that no other op makes
     linear           a product whose rows are the same bits in every batch, with `exact`; others are PyTorch's
 
@@ -26,13 +27,27 @@ from d2sd.plugins import dispatch
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
+from d2sd.plugins.layer_ops.rows import Behind, Front
 
-__all__ = ["Heads", "PagedRows", "add_rms_norm", "linear", "qk_norm_rope", "quantize", "rope_tables", "silu_mul"]
+__all__ = [
+    "Behind",
+    "Front",
+    "Heads",
+    "PagedRows",
+    "add_rms_norm",
+    "embed_norm_rope",
+    "linear",
+    "qk_norm_rope",
+    "quantize",
+    "rope_tables",
+    "silu_mul",
+]
 
 OP = "unfused layers"
 LINEAR = "batch-invariant products"
 
-# Shape letters: R rows of all requests, E hidden, I intermediate, L layers, Hq/Hkv query and K/V heads, D head size.
+# Shape letters: R rows of all requests, C rows of context before them, V vocabulary, E hidden, I intermediate, L
+# layers, Hq/Hkv query and K/V heads, D head size.
 
 
 def _implementation(x: Tensor, op: str = OP) -> ModuleType:
@@ -114,6 +129,35 @@ def rope_tables(
     """
     out: tuple[Tensor, Tensor] = _implementation(positions).rope_tables(positions, frequencies, factor, dtype, front)
     return out
+
+
+def embed_norm_rope(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor | Behind,
+    frequencies: Tensor,
+    factor: float,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    front: Front | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The beginning of a pass over R tokens [...] int64: their embeddings [R, E], the RMSNorm [C + R, E] of the rows of
+    `front` and of those, and cosines and sines [C + R, D/2] as `rope_tables` makes them, in the table's type.
+
+    Args:
+        table: [V, E]. An id outside of it is an error that a GPU does not report.
+        weight: [E], of the norm. The rows of `front` have theirs.
+        positions: [...] int64 of the tokens, or what they count from.
+        scale: 0-dim fp32; with it the norms are quantized, fp8(norm / scale).
+        out: [C + R, E], contiguous, of the norms' type; receives them. None: a new tensor.
+    """
+    given = tokens, table, weight, eps, positions, frequencies, factor
+    made: tuple[Tensor, Tensor, Tensor, Tensor]
+    made = _implementation(tokens).embed_norm_rope(*given, scale=scale, out=out, front=front)
+    return made
 
 
 def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:

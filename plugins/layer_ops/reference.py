@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
+from d2sd.plugins.layer_ops.rows import Behind, Front
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 
 # Shape letters as in __init__.py.
@@ -117,6 +118,30 @@ def rope_tables(
     every = positions.flatten() if front is None else torch.cat([front.flatten(), positions.flatten()])
     angles = every[:, None].float() * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
+
+
+def embed_norm_rope(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor | Behind,
+    frequencies: Tensor,
+    factor: float,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    front: Front | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`d2sd.plugins.layer_ops.embed_norm_rope`."""
+    x = F.embedding(tokens.flatten(), table)
+    normed = add_rms_norm(x, None, weight, eps, scale=scale)
+    if front is not None:
+        normed = torch.cat([add_rms_norm(front.x, None, front.weight, eps, scale=scale), normed])
+    before = None if front is None else front.positions
+    absolute = positions.absolute if isinstance(positions, Behind) else positions
+    cos, sin = rope_tables(absolute, frequencies, factor, table.dtype, before)
+    return x, normed if out is None else out.copy_(normed), cos, sin
 
 
 def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:

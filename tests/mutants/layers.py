@@ -14,6 +14,22 @@ HEADS = run("tests/ptx/test_kernels.py", k="small_case and heads")
 MUTANTS = [
     Mutant("C1 a mean over the padded width", KERNEL, "* (1.0 / WIDTH)", "* (1.0 / PADDED)", LAYERS),
     Mutant(
+        "rows of context have embeddings",
+        KERNEL,
+        "value = tl.where(is_own, value,",
+        "value = tl.where(True, value,",
+        LAYERS,
+    ),
+    Mutant(
+        "the weight of the first norm for context",
+        KERNEL,
+        "factor = tl.where(is_own, factor,",
+        "factor = tl.where(own < 0, factor,",
+        LAYERS,
+    ),
+    Mutant("positions of the first request", KERNEL, "tl.load(start + number // rows", "tl.load(start", LAYERS),
+    Mutant("steps of the first row", KERNEL, "stride + number % rows", "stride", LAYERS),
+    Mutant(
         "C2 V is rounded with the page scale of K",
         KERNEL,
         "value_a, value_b = _paged(value_a, value_scale, TYPE), _paged(value_b, value_scale, TYPE)",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,17 @@ from torch.nn import functional as F
 from d2sd.modeling.config import RopeConfig
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.layers import RMSNorm, Rotary, rotate
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, quantize, rope_tables, silu_mul
+from d2sd.plugins.layer_ops import (
+    Behind,
+    Front,
+    Heads,
+    add_rms_norm,
+    embed_norm_rope,
+    qk_norm_rope,
+    quantize,
+    rope_tables,
+    silu_mul,
+)
 from d2sd.plugins.shared.fp8 import to_pages
 
 # Shape letters as in plugins/layer_ops/__init__.py. No two sizes are equal, and none is a power of two.
@@ -45,6 +56,20 @@ def products(layers: int, queries: int) -> Tensor:
 def tables(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     frequencies = 100.0 ** -(torch.arange(SIZE // 2) / (SIZE // 2))
     return rope_tables(torch.tensor([0, 7, 3, 90_001, 12]), frequencies, 1.1, dtype)
+
+
+def beginning(
+    width: int, *, behind: bool, context: bool, dtype: torch.dtype = torch.float32
+) -> tuple[tuple[Any, ...], Front | None]:
+    """Arguments of `embed_norm_rope`: two requests with three tokens each, in part behind four rows of context."""
+    tokens, start, steps = torch.tensor([[5, 0, 8], [8, 1, 5]]), torch.tensor([90_001, 12]), torch.tensor([0, 3, 1])
+    positions: Tensor | Behind = Behind(start, steps.expand(2, 3))
+    if not behind:
+        positions = torch.tensor([[0, 7, 3], [90_001, 12, 4]])
+    table, weight = some(9, width, seed=3).to(dtype), some(width, seed=2).to(dtype)
+    frequencies = 100.0 ** -(torch.arange(SIZE // 2) / (SIZE // 2))
+    front = Front(some(4, width).to(dtype), some(width, seed=1).to(dtype), torch.tensor([[2, 9], [6, 700]]))
+    return (tokens, table, weight, EPS, positions, frequencies, 1.1), front if context else None
 
 
 def looped_norm(line: list[float], weight: list[float]) -> list[float]:
@@ -115,6 +140,26 @@ def test_a_norm_is_what_loops_make(added: bool) -> None:
     rows = torch.zeros(ROWS + 1, WIDTH)
     assert add_rms_norm(x, branch if added else None, weight, EPS, out=rows[1:]).data_ptr() == rows[1:].data_ptr()
     assert torch.equal(rows[1:], found)
+
+
+@pytest.mark.parametrize(("behind", "context"), [(True, True), (True, False), (False, False)])
+def test_a_beginning_is_what_loops_make(behind: bool, context: bool) -> None:
+    given, front = beginning(WIDTH, behind=behind, context=context)
+    tokens, table, weight, _, _, frequencies, factor = given
+    x, normed, cos, sin = embed_norm_rope(*given, front=front)
+    embedded = [table[token].tolist() for token in tokens.flatten().tolist()]
+    assert x.tolist() == embedded
+    lines, places = [(line, weight) for line in embedded], [90_001, 90_004, 90_002, 12, 15, 13]
+    if not behind:
+        places = [0, 7, 3, 90_001, 12, 4]
+    if front is not None:
+        lines = [*((line, front.weight) for line in front.x.tolist()), *lines]
+        places = [2, 9, 6, 700, *places]
+    expected = torch.tensor([looped_norm(line, factors.tolist()) for line, factors in lines])
+    torch.testing.assert_close(normed, expected, atol=2e-6, rtol=2e-6)
+    angles = torch.tensor([[float(torch.tensor(float(p)) * f) for f in frequencies] for p in places])
+    torch.testing.assert_close(cos, angles.cos() * factor, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(sin, angles.sin() * factor, atol=1e-6, rtol=1e-6)
 
 
 def test_the_gate_is_what_loops_make() -> None:

@@ -19,6 +19,17 @@ from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prio
 from d2sd.plugins.shared.kernels import in_fp8_range
 
 
+@triton.jit
+def _store_normed(value, factor, scale, out, mask, EPS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+    """The norm of a row in fp32, 0 behind its last number, times `factor`; quantized if there is a scale."""
+    mean = tl.sum(value * value, 0) * (1.0 / WIDTH)
+    normed = (value * tl.rsqrt(mean + EPS)).to(TYPE).to(tl.float32)
+    result = (factor.to(tl.float32) * normed).to(TYPE)
+    if scale is not None:
+        result = in_fp8_range(result, tl.load(scale))
+    tl.store(out, result.to(out.dtype.element_ty), mask=mask)
+
+
 @dependent_kernel
 def add_rms_norm_kernel(
     x,
@@ -46,12 +57,8 @@ def add_rms_norm_kernel(
         if total is not None:
             tl.store(total + row * TOTAL_STRIDE + lane, rounded, mask=mask)
         value = rounded.to(tl.float32)
-    mean = tl.sum(value * value, 0) * (1.0 / WIDTH)
-    normed = (value * tl.rsqrt(mean + EPS)).to(TYPE).to(tl.float32)
-    result = (tl.load(weight + lane, mask=mask, other=0.0).to(tl.float32) * normed).to(TYPE)
-    if scale is not None:
-        result = in_fp8_range(result, tl.load(scale))
-    tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
+    factor = tl.load(weight + lane, mask=mask, other=0.0)
+    _store_normed(value, factor, scale, out + row * WIDTH + lane, mask, EPS, WIDTH, TYPE)
 
 
 @triton.jit
@@ -187,6 +194,24 @@ def silu_mul_kernel(
     tl.store(out + row * WIDTH + lane, result.to(out.dtype.element_ty), mask=mask)
 
 
+@triton.jit
+def _store_tables(
+    position, frequencies, cos, sin, row,
+    FACTOR: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Cosines and sines of a row at its position."""
+    lane = tl.arange(0, PADDED)
+    mask = lane < HEAD
+    angle = position.to(tl.float32) * tl.load(frequencies + lane, mask=mask, other=0.0)
+    if INTERPRET:
+        c, s = tl.cos(angle), tl.sin(angle)
+    else:
+        c, s = libdevice.cos(angle), libdevice.sin(angle)
+    at = row * HEAD + lane
+    tl.store(cos + at, (c * FACTOR).to(cos.dtype.element_ty), mask=mask)
+    tl.store(sin + at, (s * FACTOR).to(sin.dtype.element_ty), mask=mask)
+
+
 @dependent_kernel
 def rope_tables_kernel(
     positions,
@@ -203,21 +228,48 @@ def rope_tables_kernel(
     """Grid (R,). HEAD = D/2. The first `rows` are those of `front`, if there is one."""
     wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
-    lane = tl.arange(0, PADDED)
-    mask = lane < HEAD
     if front is None:
         position = tl.load(positions + row)
     else:
         position = tl.load(front + row, mask=row < rows, other=0)
         position += tl.load(positions + row - rows, mask=row >= rows, other=0)
-    angle = position.to(tl.float32) * tl.load(frequencies + lane, mask=mask, other=0.0)
-    if INTERPRET:
-        c, s = tl.cos(angle), tl.sin(angle)
+    _store_tables(position, frequencies, cos, sin, row, FACTOR, HEAD, PADDED, INTERPRET)
+
+
+@dependent_kernel
+def embed_norm_rope_kernel(
+    tokens, table, weight, start, steps, frequencies, front, front_weight, front_positions, x, out, cos, sin, scale,
+    before, rows, stride,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    FACTOR: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
+):  # fmt: skip
+    """Grid (C + R,): one program a row, the first `before` = C of `front`. `steps`: positions, or with `start` those of
+    `rows` rows of each request, `stride` from one to the next.
+
+    WIDTH = E, HEAD = D/2; PADDED ≥ E and HALF ≥ D/2 are powers of two.
+    """
+    wait_for_prior_kernels()
+    TYPE: tl.constexpr = table.dtype.element_ty
+    number = tl.program_id(0) - before
+    row, own, is_own = tl.program_id(0).to(tl.int64), number.to(tl.int64), number >= 0
+    token = tl.load(tokens + own, mask=is_own, other=0)
+    if start is None:
+        position = tl.load(steps + own, mask=is_own, other=0)
     else:
-        c, s = libdevice.cos(angle), libdevice.sin(angle)
-    at = row * HEAD + lane
-    tl.store(cos + at, (c * FACTOR).to(cos.dtype.element_ty), mask=mask)
-    tl.store(sin + at, (s * FACTOR).to(sin.dtype.element_ty), mask=mask)
+        position = tl.load(start + number // rows, mask=is_own, other=0)
+        position += tl.load(steps + number // rows * stride + number % rows, mask=is_own, other=0)
+    if front is not None:
+        position += tl.load(front_positions + row, mask=own < 0, other=0)
+    lane = tl.arange(0, PADDED)
+    mask = lane < WIDTH
+    value = tl.load(table + token * WIDTH + lane, mask=mask & is_own, other=0.0)
+    factor = tl.load(weight + lane, mask=mask & is_own, other=0.0)
+    tl.store(x + own * WIDTH + lane, value, mask=mask & is_own)
+    if front is not None:
+        value = tl.where(is_own, value, tl.load(front + row * WIDTH + lane, mask=mask & (own < 0), other=0.0))
+        factor = tl.where(is_own, factor, tl.load(front_weight + lane, mask=mask & (own < 0), other=0.0))
+    _store_normed(value.to(tl.float32), factor, scale, out + row * WIDTH + lane, mask, EPS, WIDTH, TYPE)
+    _store_tables(position, frequencies, cos, sin, row, FACTOR, HEAD, HALF, INTERPRET)
 
 
 @dependent_kernel

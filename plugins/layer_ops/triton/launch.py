@@ -19,8 +19,10 @@ from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
+from d2sd.plugins.layer_ops.rows import Behind, Front
 from d2sd.plugins.layer_ops.triton.kernel import (
     add_rms_norm_kernel,
+    embed_norm_rope_kernel,
     qk_norm_rope_kernel,
     quantize_kernel,
     rope_tables_kernel,
@@ -188,6 +190,63 @@ def rope_tables(
 def table_constants(half: int, factor: float) -> dict[str, Any]:
     """Compile-time constants of `rope_tables_kernel`: D/2 and the factor of cosines and sines."""
     return {"FACTOR": factor, "HEAD": half, "PADDED": power(half), "INTERPRET": INTERPRET}
+
+
+def embed_norm_rope(
+    tokens: Tensor,
+    table: Tensor,
+    weight: Tensor,
+    eps: float,
+    positions: Tensor | Behind,
+    frequencies: Tensor,
+    factor: float,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+    front: Front | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`d2sd.plugins.layer_ops.embed_norm_rope` on CUDA."""
+    before, own, width = 0 if front is None else len(front.x), tokens.numel(), table.shape[1]
+    x = table.new_empty(own, width)
+    if out is None:
+        out = table.new_empty(before + own, width, dtype=None if scale is None else torch.float8_e4m3fn)
+    assert table.is_contiguous()
+    assert out.is_contiguous()
+    assert out.shape == (before + own, width)
+    assert front is None or (front.x.is_contiguous() and front.positions.numel() == before)
+    start, steps = (positions.start, positions.steps) if isinstance(positions, Behind) else (None, positions.flatten())
+    assert steps.numel() == own
+    if steps.stride(-1) != 1:
+        steps = steps.contiguous()
+    cos, sin = table.new_empty(2, before + own, len(frequencies)).unbind()
+    embed_norm_rope_kernel[before + own,](
+        tokens.contiguous(),
+        table,
+        weight,
+        None if start is None else start.contiguous(),
+        steps,
+        frequencies,
+        *((None, None, None) if front is None else (front.x, front.weight, front.positions.contiguous())),
+        x,
+        out,
+        cos,
+        sin,
+        scale,
+        before,
+        steps.shape[-1],
+        0 if start is None else steps.stride(0),
+        **embed_constants(width, eps, len(frequencies), factor),
+        num_warps=norm_warps(width),
+        **OPTIONS,
+    )
+    return x, out, cos, sin
+
+
+@cache
+def embed_constants(width: int, eps: float, half: int, factor: float) -> dict[str, Any]:
+    """Compile-time constants of `embed_norm_rope_kernel`: E, D/2 and the factor of cosines and sines."""
+    norm = {"EPS": eps, "WIDTH": width, "PADDED": power(width)}
+    return norm | {"FACTOR": factor, "HEAD": half, "HALF": power(half), "INTERPRET": INTERPRET}
 
 
 def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:

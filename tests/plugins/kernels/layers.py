@@ -13,7 +13,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.reference import pack_mask_reference
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
-from d2sd.plugins.layer_ops import Heads, PagedRows, reference
+from d2sd.plugins.layer_ops import Front, Heads, PagedRows, reference
 from d2sd.plugins.layer_ops.triton import launch
 from tests.plugins.kernels.calls import INTERPRETED, there
 from tests.plugins.test_layer_ops import (
@@ -24,6 +24,7 @@ from tests.plugins.test_layer_ops import (
     ROWS,
     SIZE,
     WIDTH,
+    beginning,
     heads_of,
     looped_heads,
     looped_norm,
@@ -147,6 +148,25 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(found.cpu(), torch.tensor(looped), rtol=3e-6, atol=3e-6)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("behind", "context"), [(True, True), (True, False), (False, False)])
+@pytest.mark.parametrize("width", [WIDTH, 1024])
+def test_embedded(width: int, behind: bool, context: bool, dtype: torch.dtype) -> None:
+    given, front = beginning(width, behind=behind, context=context, dtype=dtype)
+    expected = reference.embed_norm_rope(*given, front=front)
+    rows = there(torch.zeros(len(expected[1]) + 3, width, dtype=dtype))
+    found = launch.embed_norm_rope(*map(there, given), out=rows[2:-1], front=there(front))
+    assert torch.equal(found[0].cpu(), expected[0])
+    for ours, wanted in zip(found[1:], expected[1:], strict=True):
+        assert_same(ours, wanted)
+    assert found[1].data_ptr() == rows[2:].data_ptr()
+    assert not rows[:2].any()
+    assert not rows[-1].any()
+    # The same bits as of the norm alone: a row of a prompt and of a tree may begin either way.
+    alone = launch.add_rms_norm(found[0], None, there(given[2]), EPS)
+    assert torch.equal(found[1][-len(alone) :], alone)
+
+
 def test_a_norm_may_add_in_place() -> None:
     x, branch, weight = there(some(ROWS, WIDTH)), there(some(ROWS, WIDTH, seed=1)), there(some(WIDTH, seed=2))
     expected = reference.add_rms_norm(x, branch, weight, EPS).cpu()
@@ -192,6 +212,11 @@ def test_quantized_results() -> None:
     ones = there(torch.ones(2, 16))
     found = launch.add_rms_norm(ones, None, 3 * ones[0], 0.0, scale=there(one / 4))
     assert found.cpu().float().tolist() == [[12.0] * 16] * 2
+    tokens = there(torch.tensor([1, 0]))
+    front = Front(ones[:1], 2 * ones[0], tokens[:1])
+    given = tokens, ones, 3 * ones[0], 0.0, tokens, ones[0, :4], 1.0
+    found = launch.embed_norm_rope(*given, scale=there(one / 4), front=front)[1]
+    assert found.cpu().float().tolist() == [[8.0] * 16, *[[12.0] * 16] * 2]
 
 
 @pytest.mark.parametrize("rows", [5, 33])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.layer_ops import Heads, PagedRows
+from d2sd.plugins.layer_ops import Behind, Front, Heads, PagedRows
 from d2sd.plugins.layer_ops.triton import kernel
 from d2sd.plugins.layer_ops.triton import launch as ops
 from d2sd.plugins.layer_ops.triton.linear import linear_kernel
@@ -59,6 +59,22 @@ def heads_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
     paged, own = numbers * pages.element_size(), (k.shape[1] - rows) * row
     table = rows * values["page_table"].element_size()
     return {"k_pages": paged, "v_pages": paged, "k": own, "v": own, "page_table": table}, 0
+
+
+def embedded(kind: str, *, fp8: bool, behind: bool = True, context: bool = True) -> None:
+    """Tokens of a table so large that rows of it start behind 64 bits' addresses."""
+    tokens = some("i64", 2, 16)
+    positions = Behind(some("i64", 2), some("i64", 2, 16)) if behind else tokens
+    front = Front(some(kind, 32, 4096), some(kind, 4096), some("i64", 2, 16)) if context else None
+    table = some(kind, 1 << 20, 4096), some(kind, 4096)
+    scale = some("fp32") if fp8 else None
+    ops.embed_norm_rope(tokens, *table, 1e-6, positions, some("fp32", 64), 1.0, scale=scale, front=front)
+
+
+def embedded_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """Of the table the rows that are embedded."""
+    x = values["x"]
+    return {"table": x.numel() * x.element_size()}, 0
 
 
 def gate(kind: str, *, fp8: bool) -> None:
@@ -119,6 +135,16 @@ KERNELS = (
         },
     ),
     Kernel(
+        kernel.embed_norm_rope_kernel,
+        ("x", "out", "cos", "sin"),
+        {name: partial(embedded, kind, fp8=fp8) for name, (kind, fp8) in named("embed+norm+rope").items()}
+        | {
+            "embed+norm+rope bf16 of tokens alone": partial(embedded, "bf16", fp8=False, context=False),
+            "embed+norm+rope bf16 at positions": partial(embedded, "bf16", fp8=False, behind=False, context=False),
+        },
+        touched=embedded_touched,
+    ),
+    Kernel(
         kernel.quantize_kernel,
         ("out",),
         {"quantize bf16 to fp8": lambda: ops.quantize(some("bf16", 2, 4096), some("fp32"))},
@@ -126,9 +152,12 @@ KERNELS = (
 )
 CHECKS = {
     "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
+    "embedded": Check("embed_norm_rope add_rms_norm", "layers.test_embedded", (1024, True, True, TYPES["bf16"])),
     "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),
     "injecting heads": Check("qk_norm_rope", "layers.test_heads_of_context", (True, TYPES["bf16"]), barriers=False),
     "gate": Check("silu_mul", "layers.test_gate", (True, TYPES["bf16"])),
     "tables": Check("rope_tables", "layers.test_tables", (TYPES["bf16"],), barriers=False),
-    "quantized": Check("quantize silu_mul add_rms_norm", "layers.test_quantized_results", barriers=False),
+    "quantized": Check(
+        "quantize silu_mul add_rms_norm embed_norm_rope", "layers.test_quantized_results", barriers=False
+    ),
 }
