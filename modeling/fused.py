@@ -328,6 +328,9 @@ class FusedLayers(nn.Module):
         rotary: Rotary,
         rows: Rows,
         pool: KVPool,
+        *,
+        block: int = 0,
+        head: Product | None = None,
     ) -> Tensor:
         """See `ContextLayers.with_context`."""
         assert norm.eps == self._config.rms_norm_eps
@@ -335,8 +338,10 @@ class FusedLayers(nn.Module):
         with torch.cuda.device_of(projected):  # type: ignore[no-untyped-call]
             out = _PassWithContext(self._config, x, context, front, pool, self._layers[0].qkv)
             residual, branch = self._run(out, x, rotary, rows, pool)
-            hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps)
-            return hidden.view(x.shape)
+            count = len(residual) - (len(residual) // block if block else 0)
+            scale, room = (None, None) if head is None else (head.input_scale, head.room(count))
+            given = residual, branch, self._norm, norm.eps
+            return add_rms_norm(*given, scale=scale, out=room, block=block).view(len(rows.context_len), -1, x.shape[2])
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import RMSNorm, Rotary, TokenRows
+from d2sd.modeling.product import Product
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
@@ -49,11 +50,15 @@ class ContextLayers(InferenceLayers, Protocol):
         rotary: Rotary,
         rows: Rows,
         pool: KVPool,
+        *,
+        block: int = 0,
+        head: Product | None = None,
     ) -> Tensor:
         """Write the keys and values of `context` to its pages, and draft over them; each weight is read once.
 
         projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests, or its
-        tokens -> hidden states [A, U, E].
+        tokens -> hidden states [A, U, E]. With `block`, all but the first of each `block` rows; with `head`, as that
+        product takes its input: in FP8, where it is.
         """
 
 

@@ -277,7 +277,7 @@ class ModelRunner:
         if role is None or verified.behind is None:
             return None
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
-        hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None]
+        hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None, -self.blocks[role].drafts :]
         # an id below 0, at which the request has ended, is not in the table; there any row will do
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
         logits = self.drafters[role].logits(hidden, anchor[:, None], self.tables[role])
@@ -336,7 +336,7 @@ class ModelRunner:
 
     def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """blocks [B, K, R], masked from each other -> logits [B, K, drafts, V or Vd] of their slots, in fp32, or in the
-        head's own type where kernels read them; and hidden states [B, K, R, E].
+        head's own type where kernels read them; and their hidden states [B, K, drafts, E].
         """
         own = self._own_pools.get(role)
         context = None if own is None else self.context.take(role)

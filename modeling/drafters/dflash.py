@@ -23,6 +23,7 @@ from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers, input_of
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
+from d2sd.modeling.product import Product
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
@@ -60,7 +61,7 @@ class DFlashModel(DraftModel):
             hidden = self.draft(self.embedded(tokens, tables.embed), rows, pool)
         else:
             hidden = self.inject_and_draft(context, tokens, tables.embed, rows, pool)
-        return hidden.view(*blocks.shape, -1)
+        return self._of_slots(hidden.view(*blocks.shape, -1))
 
     def embedded(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Tokens and masks [...] -> [..., E], by the target's table and the mask embedding, if there is one."""
@@ -71,12 +72,11 @@ class DFlashModel(DraftModel):
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
         """See `DraftModel`. On a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU."""
-        return tables.head(self._of_slots(hidden).contiguous())
+        return tables.head(hidden.contiguous())
 
     def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
         assert self.head is not None
-        of_slots = self._of_slots(hidden), blocks, self.mask_token_id
-        return conditioned(self.head, draft, *of_slots, temperature, width)
+        return conditioned(self.head, draft, hidden, blocks, self.mask_token_id, temperature, width)
 
     def _of_slots(self, hidden: Tensor) -> Tensor:
         """The rows [B, K, S, E] that propose, of hidden states [B, K, G, E]."""
@@ -143,7 +143,34 @@ class Drafter(DFlashModel):
     ) -> Tensor:
         if not isinstance(self.compiled, ContextLayers):
             return super().inject_and_draft(context, tokens, embed, rows, pool)
+        return self._together(self.compiled, context, tokens, embed, rows, pool)
+
+    def draft_hidden(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        if context is None or not isinstance(self.compiled, ContextLayers):
+            return super().draft_hidden(blocks, rows, pool, context, tables)
+        block = 0 if self.config.sample_from_anchor else blocks.shape[2]
+        head = tables.head if isinstance(tables.head, Product) and not self.pool else None  # `conditioned` reads them
+        given = self.compiled, context, blocks.flatten(1), tables.embed, rows, pool
+        hidden = self._together(*given, block=block, head=head)
+        return hidden.view(*blocks.shape[:2], -1, hidden.shape[-1])
+
+    def _together(
+        self,
+        layers: ContextLayers,
+        context: CommittedRows,
+        tokens: Tensor,
+        embed: Callable[[Tensor], Tensor],
+        rows: Rows,
+        pool: KVPool,
+        *,
+        block: int = 0,
+        head: Product | None = None,
+    ) -> Tensor:
+        """`inject_and_draft` by layers that take both."""
         own = self.mask_embedding is not None
-        x = self.embedded(tokens, embed) if own else input_of(self.compiled, tokens, embed)
+        x = self.embedded(tokens, embed) if own else input_of(layers, tokens, embed)
         projected = self.fc(context.features.flatten(0, 1))
-        return self.compiled.with_context(context, projected, self.hidden_norm, x, self.rotary, rows, pool)
+        given = context, projected, self.hidden_norm, x, self.rotary, rows, pool
+        return layers.with_context(*given, block=block, head=head)

@@ -185,11 +185,11 @@ class FlexHead(DraftModel):
     ) -> Tensor:
         assert context is None, "it reads the target's pages"
         x = self.blocks(tables.embed(blocks[:, :, 0])).flatten(1, 2)
-        return self.draft(x, rows, pool.from_layer(self.config.split_layer)).view(*blocks.shape, -1)
+        return self.draft(x, rows, pool.from_layer(self.config.split_layer)).view(*blocks.shape, -1)[:, :, 1:]
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
         """Corrected logits in fp32."""
-        hidden = hidden[:, :, 1:].contiguous()
+        hidden = hidden.contiguous()
         return tables.head(hidden).float() + self.calibrate(hidden, tables.embed(anchors)[:, :, None])
 
     def verify_and_draft(

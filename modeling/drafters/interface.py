@@ -90,7 +90,8 @@ class DraftModel(nn.Module):
     def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
     ) -> Tensor:
-        """blocks [B, K, G], rows of which are `rows`, over the context in `pool` -> hidden states [B, K, G, E].
+        """blocks [B, K, G], rows of which are `rows`, over the context in `pool` -> hidden states [B, K, S, E] of the
+        slots, as `logits` takes them; for a drafter with a `pool` in its own type.
 
         `pool` is its own, or the target's for a drafter without one. `context`: rows whose K/V is written to its pages
         first.
@@ -98,11 +99,11 @@ class DraftModel(nn.Module):
         raise NotImplementedError
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        """Hidden states [B, K, G, E] behind `anchors [B, K]` -> logits [B, K, S, V or Vd] of the slots."""
+        """Hidden states [B, K, S, E] of slots behind `anchors [B, K]` -> their logits [B, K, S, V or Vd]."""
         raise NotImplementedError
 
     def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
-        """Candidates [B, K, S, M] of `blocks [B, K, G]` with these hidden states [B, K, G, E], at `temperature [B]` ->
+        """Candidates [B, K, S, M] of `blocks [B, K, G]` with these hidden states [B, K, S, E], at `temperature [B]` ->
         `width` of them a slot, at most M: what each is worth behind those of the slot before (`Draft.behind`), and the
         best behind the best first. For kinds in which that makes a difference.
         """

@@ -67,6 +67,7 @@ def add_rms_norm(
     total: Tensor | None = None,
     scale: Tensor | None = None,
     out: Tensor | None = None,
+    block: int = 0,
 ) -> Tensor:
     """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
 
@@ -76,8 +77,11 @@ def add_rms_norm(
         total: [R, E], strided by row; receives the sum, may be x. None: the sum is not stored.
         scale: 0-dim fp32; with it the result is quantized, fp8(norm / scale).
         out: [R, E], contiguous, of the result's type; receives the result. None: a new tensor.
+        block: rows of a block, of which the first is left out, so the result has R - R / block rows; without `total`.
+            0: no row is left out.
     """
-    normed: Tensor = _implementation(x).add_rms_norm(x, branch, weight, eps, total=total, scale=scale, out=out)
+    given = x, branch, weight, eps
+    normed: Tensor = _implementation(x).add_rms_norm(*given, total=total, scale=scale, out=out, block=block)
     return normed
 
 

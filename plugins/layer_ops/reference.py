@@ -26,8 +26,11 @@ def add_rms_norm(
     total: Tensor | None = None,
     scale: Tensor | None = None,
     out: Tensor | None = None,
+    block: int = 0,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm`."""
+    if block:
+        x, branch = _behind_first(x, block), None if branch is None else _behind_first(branch, block)
     if branch is not None:
         x = x + branch
         if total is not None:
@@ -35,6 +38,10 @@ def add_rms_norm(
     normed = weight * _normed(x, eps)
     result = normed if scale is None else quantize(normed, scale)
     return result if out is None else out.copy_(result)
+
+
+def _behind_first(x: Tensor, block: int) -> Tensor:
+    return x.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -62,11 +62,11 @@ def headed(head: HeadConfig, seed: int = 1) -> Drafter:
 
 
 def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [1, K, S, V] and hidden states [1, K, G, E] of blocks [1, K, G] that begin with these tokens."""
+    """Logits [1, K, S, V] and hidden states [1, K, S, E] of the slots of blocks [1, K, G] that begin with these tokens."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.tensor([[*tokens, *[MASK] * (BLOCK - len(tokens))] for tokens in shown])[None]
     logits = 2 * torch.randn(*blocks.shape[:2], BLOCK - 1, VOCABULARY, generator=generator)
-    return logits, torch.randn(*blocks.shape, TARGET.body.hidden_size, generator=generator), blocks
+    return logits, torch.randn(*logits.shape[:3], TARGET.body.hidden_size, generator=generator), blocks
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -91,7 +91,7 @@ def test_scores_equal_those_of_each_pair(name: str, temperature: float, pool: in
     for k in range(2):
         walked = None
         for s in range(BLOCK - 1):
-            u, h, known = logits[0, k, s].double(), hidden[0, k, s + 1], int(blocks[0, k, s])
+            u, h, known = logits[0, k, s].double(), hidden[0, k, s], int(blocks[0, k, s])
             if temperature:
                 u = u / temperature + noise[s].double()
                 top = logits[0, k, s].topk(min(64, VOCABULARY)).indices

@@ -27,6 +27,7 @@ MUTANTS = [
         "factor = tl.where(own < 0, factor,",
         LAYERS,
     ),
+    Mutant("the last row of a block is left out", KERNEL, "// (BLOCK - 1) + 1", "// (BLOCK - 1)", LAYERS),
     Mutant("positions of the first request", KERNEL, "tl.load(start + number // rows", "tl.load(start", LAYERS),
     Mutant("steps of the first row", KERNEL, "stride + number % rows", "stride", LAYERS),
     Mutant(

@@ -137,6 +137,8 @@ def test_a_norm_is_what_loops_make(added: bool) -> None:
     torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), atol=2e-6, rtol=2e-6)
     if added:
         torch.testing.assert_close(total.double(), summed, atol=1e-6, rtol=1e-6)
+    blocks = x.repeat(2, 1), branch.repeat(2, 1) if added else None
+    assert torch.equal(add_rms_norm(*blocks, weight, EPS, block=ROWS), found[1:].repeat(2, 1))
     rows = torch.zeros(ROWS + 1, WIDTH)
     assert add_rms_norm(x, branch if added else None, weight, EPS, out=rows[1:]).data_ptr() == rows[1:].data_ptr()
     assert torch.equal(rows[1:], found)

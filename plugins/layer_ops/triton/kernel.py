@@ -43,11 +43,18 @@ def add_rms_norm_kernel(
     PADDED: tl.constexpr,
     X_STRIDE: tl.constexpr,
     TOTAL_STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
-    """Grid (R,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row."""
+    """Grid (rows of the result,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row.
+
+    BLOCK: rows of a block, the first of which is left out; 0: none is.
+    """
     wait_for_prior_kernels()
     TYPE: tl.constexpr = x.dtype.element_ty
-    row = tl.program_id(0).to(tl.int64)
+    number = tl.program_id(0)
+    to, row = number.to(tl.int64), number.to(tl.int64)
+    if BLOCK > 0:
+        row += number // (BLOCK - 1) + 1
     lane = tl.arange(0, PADDED)
     mask = lane < WIDTH
     value = tl.load(x + row * X_STRIDE + lane, mask=mask, other=0.0).to(tl.float32)
@@ -58,7 +65,7 @@ def add_rms_norm_kernel(
             tl.store(total + row * TOTAL_STRIDE + lane, rounded, mask=mask)
         value = rounded.to(tl.float32)
     factor = tl.load(weight + lane, mask=mask, other=0.0)
-    _store_normed(value, factor, scale, out + row * WIDTH + lane, mask, EPS, WIDTH, TYPE)
+    _store_normed(value, factor, scale, out + to * WIDTH + lane, mask, EPS, WIDTH, TYPE)
 
 
 @triton.jit

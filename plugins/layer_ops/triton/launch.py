@@ -54,9 +54,11 @@ def add_rms_norm(
     total: Tensor | None = None,
     scale: Tensor | None = None,
     out: Tensor | None = None,
+    block: int = 0,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
-    rows, width = x.shape
+    assert not block or (total is None and len(x) % block == 0)
+    rows, width = len(x) - (len(x) // block if block else 0), x.shape[1]
     assert x.stride(1) == 1
     assert branch is None or branch.is_contiguous()
     assert total is None or total.stride(1) == 1
@@ -64,7 +66,7 @@ def add_rms_norm(
     if out is None:
         out = torch.empty(rows, width, dtype=dtype, device=x.device)
     assert out.is_contiguous()
-    assert (out.shape, out.dtype) == (x.shape, dtype)
+    assert (out.shape, out.dtype) == ((rows, width), dtype)
     strides = x.stride(0), 0 if total is None else total.stride(0)
     add_rms_norm_kernel[rows,](
         x,
@@ -73,7 +75,7 @@ def add_rms_norm(
         total,
         out,
         scale,
-        **norm_constants(width, eps, *strides),
+        **norm_constants(width, eps, *strides, block),
         num_warps=norm_warps(width),
         **OPTIONS,
     )
@@ -81,9 +83,10 @@ def add_rms_norm(
 
 
 @cache
-def norm_constants(width: int, eps: float, x_stride: int, total_stride: int) -> dict[str, Any]:
-    """Compile-time constants of `add_rms_norm_kernel`: E and the strides of rows."""
-    return {"EPS": eps, "WIDTH": width, "PADDED": power(width), "X_STRIDE": x_stride, "TOTAL_STRIDE": total_stride}
+def norm_constants(width: int, eps: float, x_stride: int, total_stride: int, block: int) -> dict[str, Any]:
+    """Compile-time constants of `add_rms_norm_kernel`: E, strides of rows, and rows of which the first is left out."""
+    strides = {"X_STRIDE": x_stride, "TOTAL_STRIDE": total_stride}
+    return {"EPS": eps, "WIDTH": width, "PADDED": power(width), **strides, "BLOCK": block}
 
 
 def norm_warps(width: int) -> int:

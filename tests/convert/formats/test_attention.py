@@ -24,7 +24,6 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.interface import Tables
 from d2sd.modeling.kv_pool import CommittedRows, Rows
 from tests.convert.formats.helpers import public_fields, speculators_fields, tiny_pair, write_foreign, write_tiny_target
 from tests.convert.helpers import tree_bytes
@@ -186,9 +185,7 @@ def served(decoder: Decoder, drafter: Drafter, context: Tensor, block: Tensor) -
     committed = CommittedRows(features, table, positions, keep, pool.page_size)
     rows = Rows(len(context) + torch.arange(len(block))[None], torch.ones(1, len(block), len(block), dtype=torch.bool),
                 table, torch.tensor([len(context)]))  # fmt: skip
-    tables = Tables(decoder.embed_tokens, decoder.logits)
-    hidden: Tensor = drafter.draft_hidden(block[None, None], rows, pool, committed, tables)[0, 0]
-    return hidden
+    return drafter.inject_and_draft(committed, block[None], decoder.embed_tokens, rows, pool)[0]
 
 
 def checkpoint(

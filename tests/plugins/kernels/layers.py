@@ -138,6 +138,10 @@ def test_norm(width: int, dtype: torch.dtype) -> None:
     assert_same(found, expected)
     assert_same(totals[0], totals[1].cpu())
     assert_same(launch.add_rms_norm(x, None, weight, EPS), reference.add_rms_norm(x, None, weight, EPS).cpu())
+    blocks = there(torch.cat([x.cpu()] * 3)), there(torch.cat([branch.cpu()] * 3)), weight, EPS
+    of_slots = [ops.add_rms_norm(*blocks, block=ROWS).cpu() for ops in (launch, reference)]
+    assert_same(*of_slots)
+    assert torch.equal(of_slots[0], torch.cat([found[1:]] * 3).cpu())
     rows = there(torch.zeros(ROWS + 3, width, dtype=dtype))
     assert launch.add_rms_norm(x, branch, weight, EPS, out=rows[2:-1]).data_ptr() == rows[2:].data_ptr()
     assert_same(rows[2:-1], expected)

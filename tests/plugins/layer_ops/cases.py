@@ -22,6 +22,18 @@ def norm(kind: str, width: int, *, fp8: bool) -> None:
     ops.add_rms_norm(x, x, weight, 1e-6, total=some(kind, 2, width), scale=some("fp32") if fp8 else None)
 
 
+def norm_of_slots(kind: str, *, fp8: bool) -> None:
+    """Behind the anchor of each block."""
+    x = some(kind, 64, 4096)
+    ops.add_rms_norm(x, x, some(kind, 4096), 1e-6, scale=some("fp32") if fp8 else None, block=16)
+
+
+def norm_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """Rows that are left out are not read."""
+    size = values["out"].numel() * values["x"].element_size()
+    return {"x": size, "branch": size}, 0
+
+
 def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> None:
     """Launch the heads of a layer, or keys and values of a drafter's context; in FP8 over FP8 pages, with a bias."""
     queries = 0 if context else KV_HEADS * GROUP
@@ -110,7 +122,10 @@ KERNELS = (
     Kernel(
         kernel.add_rms_norm_kernel,
         ("total", "out"),
-        NORMS | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)},
+        NORMS
+        | {"add+norm bf16 E=16384": partial(norm, "bf16", 16384, fp8=False)}
+        | {f"add+norm bf16{'/fp8' * fp8} of slots": partial(norm_of_slots, "bf16", fp8=fp8) for fp8 in (False, True)},
+        touched=norm_touched,
     ),
     Kernel(
         kernel.qk_norm_rope_kernel,
