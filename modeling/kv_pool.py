@@ -42,6 +42,7 @@ class Rows:
     context_len: Tensor  # [B] int64, committed tokens
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     windowed_table: Tensor | None = None  # [B, M] int64
+    packed: Tensor | None = None  # [B, T, ceil(T/32)] int32, `attn_mask` in bits, where they are known
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
     slots: Tensor | None = None  # [B] int64, where the states of hybrids are; None: no token is committed
 
@@ -134,7 +135,7 @@ def windowed(
         return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
     allowed = causal_mask(rows) if causal else rows.attn_mask
     if window is None:
-        return AttnMask(allowed, counters=counters)
+        return AttnMask(allowed, counters=counters, packed=None if causal else rows.packed)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
     first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)

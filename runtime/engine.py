@@ -308,7 +308,7 @@ class Engine:
             self.trace = None
             sequences, policy, result = launched.sequences, launched.policy, launched.result
             if self.record_trace:
-                accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0))
+                accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0), row=None)
                 tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             nodes = launched.rows or (policy.num_nodes,) * len(sequences)

@@ -125,11 +125,12 @@ class AttnMask:
     first: Tensor | None = None
     window: int | None = None  # most positions of the context that a row sees; None: all
     counters: Tensor | None = None  # `arrived` of a pool, which its passes share
+    packed: Tensor | None = None  # `words`, where they are known: they may be broadcast over the requests
 
     @cached_property
     def words(self) -> Tensor:
         """[B, T, ceil(T/32)] int32."""
-        return pack_mask_bits(self.allowed)
+        return pack_mask_bits(self.allowed) if self.packed is None else self.packed.contiguous()
 
     @cached_property
     def order(self) -> Tensor:

@@ -41,7 +41,7 @@ def add_rms_norm(
 
 
 def _behind_first(x: Tensor, block: int) -> Tensor:
-    return x.unflatten(0, (-1, block))[:, 1:].flatten(0, 1)
+    return x.reshape(-1, block, x.shape[1])[:, 1:].flatten(0, 1)
 
 
 def _normed(x: Tensor, eps: float) -> Tensor:

@@ -150,6 +150,7 @@ class Accepted:
     tokens: Tensor  # [B, G] int64, the target's choice at each node of the path: `count` new tokens, the rest unused;
     # below 0 where there is none to choose, on a path only at its end
     accepted_branch: Tensor  # [B] int64, `Tree.branch_id` of the path's last node
+    row: Tensor | None = None  # `packed`, where the others are views of it
 
     def matches(self, row: int, drafted: list[int]) -> int:
         """Length of the prefix of `drafted` that equals the target's choices for request `row`, bonus included."""
@@ -159,4 +160,6 @@ class Accepted:
 
     def packed(self) -> Tensor:
         """Everything the host reads after a step, in one tensor [B, 2 + G]: count, accepted branch, tokens."""
+        if self.row is not None:
+            return self.row
         return torch.cat([self.count[:, None], self.accepted_branch[:, None], self.tokens], dim=1)

@@ -62,7 +62,7 @@ def headed(head: HeadConfig, seed: int = 1) -> Drafter:
 
 
 def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [1, K, S, V] and hidden states [1, K, S, E] of the slots of blocks [1, K, G] that begin with these tokens."""
+    """Logits [1, K, S, V] and hidden states [1, K, S, E] of blocks [1, K, G] that begin with these tokens."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.tensor([[*tokens, *[MASK] * (BLOCK - len(tokens))] for tokens in shown])[None]
     logits = 2 * torch.randn(*blocks.shape[:2], BLOCK - 1, VOCABULARY, generator=generator)

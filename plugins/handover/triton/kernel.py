@@ -44,7 +44,7 @@ def begin_kernel(
 
 @dependent_kernel
 def end_kernel(
-    context_len, active, tokens, count, limit, stop, state, count_stride, size, rows,
+    context_len, active, tokens, count, limit, stop, state, tokens_stride, count_stride, size, rows,
     BP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, STOPS: tl.constexpr,
 ):  # fmt: skip
     """Grid (1). context_len, active, limit: [B]; tokens: [B, G], of which `count` are new; stop: [B, STOPS]."""
@@ -55,7 +55,7 @@ def end_kernel(
     new = tl.load(count + row * count_stride, mask=inside, other=1)
     length = tl.load(context_len + row, mask=inside, other=0) + new
     is_new = inside[:, None] & (g < G) & (g < new[:, None])
-    token = tl.load(tokens + row[:, None] * G + g, mask=is_new, other=-1)
+    token = tl.load(tokens + row[:, None] * tokens_stride + g, mask=is_new, other=-1)
     last = tl.sum(tl.where(g == new[:, None] - 1, token, 0), axis=1)
     ends = length >= tl.load(limit + row, mask=inside, other=0)
     for place in tl.static_range(STOPS):
@@ -91,9 +91,10 @@ def end_triton(
     active [B] bool, tokens [B, G] int64, stop [B, S] int64.
     """
     rows, size = tokens.shape
-    inputs = context_len.contiguous(), active.contiguous(), tokens.contiguous(), count
+    tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
+    inputs = context_len.contiguous(), active.contiguous(), tokens, count
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]
         end_kernel[(1,)](
-            *inputs, limit.contiguous(), stop.contiguous(), state, count.stride(0), state.shape[1], rows,
-            BP=power(rows), G=size, GP=power(size), STOPS=stop.shape[1], num_warps=END_WARPS,
+            *inputs, limit.contiguous(), stop.contiguous(), state, tokens.stride(0), count.stride(0), state.shape[1],
+            rows, BP=power(rows), G=size, GP=power(size), STOPS=stop.shape[1], num_warps=END_WARPS,
         )  # fmt: skip

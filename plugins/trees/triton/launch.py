@@ -287,14 +287,14 @@ def accept_triton(
 ) -> Accepted:
     """`accept`: columns of trees and the target's choices [B, N]; G = `longest`."""
     batch, nodes = chosen.shape
-    path, accepted = torch.empty(2, batch, longest, dtype=torch.long, device=chosen.device).unbind(0)
-    packed = torch.empty(batch, 2, dtype=torch.long, device=chosen.device)
+    path = torch.empty(batch, longest, dtype=torch.long, device=chosen.device)
+    packed = torch.empty(batch, 2 + longest, dtype=torch.long, device=chosen.device)
     columns = (x.contiguous() for x in (tokens, parent, valid, branch_id, chosen))
     with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
         accept_kernel[(batch,)](
-            *columns, path, accepted, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4
+            *columns, path, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4
         )
-    return Accepted(path, packed[:, 0], accepted, packed[:, 1])
+    return Accepted(path, packed[:, 0], packed[:, 2:], packed[:, 1], packed)
 
 
 def accept_constants(nodes: int, longest: int) -> dict[str, int]:

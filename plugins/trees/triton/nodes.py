@@ -187,10 +187,10 @@ def candidates_kernel(
 
 @dependent_kernel
 def accept_kernel(
-    tokens, parent, valid, branch_id, chosen, path, accepted, packed,
+    tokens, parent, valid, branch_id, chosen, path, packed,
     N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). chosen: [B, N]. path, accepted: [B, G]; packed: [B, 2], length of the path and its last branch."""
+    """Grid (B). chosen: [B, N]. path: [B, G]; packed: [B, 2 + G], length of the path, its last branch and its choices."""
     wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
@@ -213,6 +213,6 @@ def accept_kernel(
         node = tl.min(tl.where(agrees & (above == node), n, NP), axis=0)  # siblings differ: one at most
     tl.store(path + request * G + g, nodes, mask=g < G)
     choices = tl.load(chosen + request * N + nodes, mask=g < G, other=0)
-    tl.store(accepted + request * G + g, choices, mask=g < G)
-    tl.store(packed + request * 2, count)
-    tl.store(packed + request * 2 + 1, tl.load(branch_id + request * N + last))
+    tl.store(packed + request * (2 + G) + 2 + g, choices, mask=g < G)
+    tl.store(packed + request * (2 + G), count)
+    tl.store(packed + request * (2 + G) + 1, tl.load(branch_id + request * N + last))

@@ -42,7 +42,8 @@ def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, L
     count, tokens = 1 + upto(block, size), upto(13, size, block) - 1  # -1: no token, at which a row ends
     stop[:, -1] = NOT_FINITE
     path = torch.zeros_like(tokens)
-    accepted = Accepted(path, torch.stack([count, count], 1)[:, 0], tokens, count)  # counts lie among other numbers
+    row = torch.cat([count[:, None], count[:, None], tokens], 1)
+    accepted = Accepted(path, row[:, 0], row[:, 2:], count)  # as the kernel of acceptance leaves them
     return state, batch, link, SimpleNamespace(accepted=accepted, packed=accepted.packed())
 
 

@@ -102,11 +102,7 @@ KERNELS = (
         reads_back=("parent", "depth"),
     ),
     Kernel(chain_kernel, COLUMNS, {f"chain {nodes}": partial(chain, nodes) for nodes in (16, 128)}),
-    Kernel(
-        accept_kernel,
-        ("path", "accepted", "packed"),
-        {f"accept {nodes}": partial(accept, nodes) for nodes in (64, 1024)},
-    ),
+    Kernel(accept_kernel, ("path", "packed"), {f"accept {nodes}": partial(accept, nodes) for nodes in (64, 1024)}),
     Kernel(
         boundaries_kernel,
         ("prefix_len", "rejected"),
