@@ -20,7 +20,7 @@ from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
 from d2sd.plugins import choice, handover, lookup, trees
-from d2sd.plugins.cascade_attention import pack_mask_reference
+from d2sd.plugins.cascade_attention.reference import pack_mask_reference
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.layer_ops import Behind
 from d2sd.plugins.lookup import Text
@@ -252,8 +252,7 @@ class ModelRunner:
         if self.blocks[role].rows < self.block_size:
             blocks = blocks[..., : self.blocks[role].rows]
         logits, hidden = self._draft(role, batch, blocks)
-        logits = trees.mask_rejected(branches, logits, drafter.draft_ids)
-        return self._candidates(role, batch, logits, width, hidden, blocks)
+        return self._candidates(role, batch, logits, width, hidden, blocks, branches)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
@@ -379,12 +378,19 @@ class ModelRunner:
         return pack_mask_reference(same_block[None, : count * size, : count * size])[0]
 
     def _candidates(
-        self, role: DrafterRole, batch: Batch, logits: Tensor, width: int, hidden: Tensor, blocks: Tensor
+        self,
+        role: DrafterRole,
+        batch: Batch,
+        logits: Tensor,
+        width: int,
+        hidden: Tensor,
+        blocks: Tensor,
+        branches: Branches | None = None,
     ) -> Draft:
         """Candidates [B, K, S, M] of `blocks [B, K, R]`, of which one of masks alone has its anchor at least."""
         drafter, sampling = self.drafters[role], batch.sampling
         most = self.width(max(width, drafter.pool))
-        draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids)
+        draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids, branches)
         if drafter.pool:
             draft = drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
         return draft.padded(self.block_size - 1, drafter.mask_token_id)

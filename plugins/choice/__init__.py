@@ -20,7 +20,8 @@ from d2sd.plugins.choice.reference import (
 )
 from d2sd.plugins.cpu.library import address, functions
 from d2sd.plugins.dispatch import Implementation
-from d2sd.plugins.trees.types import Draft
+from d2sd.plugins.trees.reference.branches import mask_rejected
+from d2sd.plugins.trees.types import Branches, Draft
 from d2sd.token_codes import NOT_FINITE
 
 __all__ = ["WIDTH", "SamplingTensors", "best_token", "candidates", "choose", "reads_any_type", "sampled_scores"]
@@ -65,7 +66,12 @@ def argmax(logits: Tensor) -> Tensor:
 
 
 def candidates(
-    logits: Tensor, context_len: Tensor, sampling: SamplingTensors, width: int, ids: Tensor | None = None
+    logits: Tensor,
+    context_len: Tensor,
+    sampling: SamplingTensors,
+    width: int,
+    ids: Tensor | None = None,
+    branches: Branches | None = None,
 ) -> Draft:
     """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] -> [B, K, S, M].
 
@@ -73,10 +79,15 @@ def candidates(
     alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
     the output does not change, and more drafts are accepted. Penalties, filters and noise are applied to the
     CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
+
+    With `branches`, [B, K] of them, the token that each presumes rejected is no candidate in its slot: `mask_rejected`,
+    which may happen in place.
     """
     if not sampling.changes_logits and dispatch.pick(OP, logits) is Implementation.TRITON:
         from d2sd.plugins.choice.triton.launch import candidates_triton
 
         sampled, pool = sampling if sampling.any_sampled else None, pool_size_of(logits, sampling, width)
-        return candidates_triton(logits, context_len, min(width, logits.shape[-1]), pool, ids, sampled)
+        return candidates_triton(logits, context_len, min(width, logits.shape[-1]), pool, ids, sampled, branches)
+    if branches is not None:
+        logits = mask_rejected(branches, logits, ids)
     return candidates_reference(logits, context_len, sampling, width, ids)

@@ -21,7 +21,7 @@ from d2sd.plugins.trees import cpu
 from d2sd.plugins.trees.reference.branches import (
     branches_of_nodes,
     chain_branches_reference,
-    mask_rejected_reference,
+    mask_rejected,
     merged_branches_reference,
     restart_blocks_reference,
 )
@@ -136,19 +136,6 @@ def restart_blocks(branches: Branches, anchor: Tensor, mask_token_id: int) -> Te
 
         return blocks_triton(anchor, branches.tokens, branches.prefix_len, mask_token_id)
     return restart_blocks_reference(branches, anchor, mask_token_id)
-
-
-def mask_rejected(branches: Branches, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """Mask each branch's rejected token in slot `prefix_len` of logits [B, K, S, V or Vd], in place.
-
-    A rejected token outside the draft vocabulary needs no mask.
-    """
-    if _pick(logits) is Implementation.TRITON and logits.is_contiguous():
-        from d2sd.plugins.trees.triton.launch import mask_rejected_triton
-
-        mask_rejected_triton(logits, branches.rejected, branches.prefix_len, ids)
-        return logits
-    return mask_rejected_reference(branches, logits, ids)
 
 
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:

@@ -28,6 +28,20 @@ MUTANTS = [
         CHOICES,
     ),
     Mutant("noise of all branches' places", DRAFTS, "+ 1 + row % SLOTS", "+ 1 + row % ROWS", CHOICES),
+    Mutant(
+        "rejected tokens are places in the draft vocabulary",
+        DRAFTS,
+        "(known == tl.load(rejected + branch))",
+        "(token == tl.load(rejected + branch))",
+        CHOICES,
+    ),
+    Mutant(
+        "a token is rejected in the slot before",
+        DRAFTS,
+        "tl.minimum(tl.load(prefix_len + branch), SLOTS - 1)",
+        "tl.maximum(tl.load(prefix_len + branch) - 1, 0)",
+        CHOICES,
+    ),
     Mutant("a multiplier of Philox", TOKENS, "0xCD9E8D57", "0xCD9E8D59", CHOICES),
     Mutant(
         "the upper half of a seed is left out", TOKENS, "((seed >> 32) & 0xFFFFFFFF)", "((seed >> 32) & 0)", CHOICES

@@ -19,10 +19,25 @@ from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prio
 from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry, pack_order, place_of, score_of
 
 
+@triton.jit
+def without_rejected(x, token, row, vocab, rejected, prefix_len, ids, SLOTS: tl.constexpr):
+    """Logits x of places `token` in row `row`, without its branch's rejected token in the slot behind its prefix."""
+    branch = row // SLOTS
+    if row - branch * SLOTS == tl.minimum(tl.load(prefix_len + branch), SLOTS - 1):
+        known = token
+        if ids is not None:
+            known = tl.load(ids + token, mask=token < vocab, other=-1)
+        x = tl.where((token < vocab) & (known == tl.load(rejected + branch)), float("-inf"), x)
+    return x
+
+
 @dependent_kernel
-def segments_kernel(logits, maxima, partial, vocab, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr):
+def segments_kernel(
+    logits, rejected, prefix_len, ids, maxima, partial, vocab,
+    SLOTS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr,
+):  # fmt: skip
     """Grid (R, BLOCKS). logits [R, V]; maxima [R, BLOCKS·BLOCK/SEG] int32; partial [R, 2, BLOCKS] fp32: a block's
-    maximum and its sum of exponentials.
+    maximum and its sum of exponentials. rejected, prefix_len [R / SLOTS], or None; ids [V] or None.
     """
     wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
@@ -30,6 +45,8 @@ def segments_kernel(logits, maxima, partial, vocab, BLOCKS: tl.constexpr, BLOCK:
     segment = tl.arange(0, BLOCK // SEG)
     token = block * BLOCK + segment[:, None] * SEG + tl.arange(0, SEG)[None, :]
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    if rejected is not None:
+        x = without_rejected(x, token, row, vocab, rejected, prefix_len, ids, SLOTS)
     order, base, total = segments_of(x, LOG2_E)
     tl.store(maxima + (row * BLOCKS + block) * (BLOCK // SEG) + segment, order)
     best = tl.max(tl.max(x, axis=1), axis=0)
@@ -101,7 +118,7 @@ def kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p):
 
 @dependent_kernel
 def pool_kernel(
-    logits, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p, segments, entries, tokens,
+    logits, rejected, prefix_len, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p, segments, entries, tokens,
     logprob, vocab,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr, POOLP: tl.constexpr, WIDTH: tl.constexpr,
     SEG: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENTSP: tl.constexpr, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr,
@@ -134,6 +151,8 @@ def pool_kernel(
         low = tl.where(count >= POOL, low, LOWEST >> SHIFT)
     token = segment[:, None] * SEG + tl.arange(0, SEG)[None, :]
     x = tl.load(logits + row * vocab + token, mask=token < vocab, other=float("-inf")).to(tl.float32)
+    if rejected is not None:
+        x = without_rejected(x, token, row, vocab, rejected, prefix_len, ids, SLOTS)
     x, token = tl.reshape(x, [POOLP * SEG]), tl.reshape(token, [POOLP * SEG])
     order = ascending_of(x)
     if POOL == 1:

@@ -11,7 +11,7 @@ from d2sd.plugins.choice.reference import SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
-from d2sd.plugins.trees.types import Draft
+from d2sd.plugins.trees.types import Branches, Draft
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
 
@@ -50,7 +50,13 @@ def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
 
 
 def candidates_triton(
-    logits: Tensor, context_len: Tensor, width: int, pool: int, ids: Tensor | None, sampling: SamplingTensors | None
+    logits: Tensor,
+    context_len: Tensor,
+    width: int,
+    pool: int,
+    ids: Tensor | None,
+    sampling: SamplingTensors | None,
+    branches: Branches | None = None,
 ) -> Draft:
     """[B, K, S, M] of logits [B, K, S, V] in any type; `sampling` None: all greedy."""
     batch, count, slots, vocab = logits.shape
@@ -64,6 +70,7 @@ def candidates_triton(
     tokens = torch.empty(batch, count, slots, width, dtype=torch.long, device=device)
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
+    at = (None, None) if branches is None else (branches.rejected.contiguous(), branches.prefix_len.contiguous())
     arguments = (
         [None] * 5
         if sampling is None
@@ -71,10 +78,11 @@ def candidates_triton(
     )
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         segments_kernel[(rows, blocks)](
-            logits, maxima, partial, vocab, BLOCKS=blocks, BLOCK=BLOCK, SEG=constants["SEG"], num_warps=WARPS
+            logits, *at, ids if branches is not None else None, maxima, partial, vocab,
+            SLOTS=slots, BLOCKS=blocks, BLOCK=BLOCK, SEG=constants["SEG"], num_warps=WARPS,
         )  # fmt: skip
         pool_kernel[(rows,)](
-            logits, maxima, partial, ids, None if sampling is None else context_len, *arguments, segments, entries,
+            logits, *at, maxima, partial, ids, None if sampling is None else context_len, *arguments, segments, entries,
             tokens, logprob, vocab,
             ROWS=count * slots, SLOTS=slots, **constants, SHIFT=SHIFT.get(logits.dtype, 0),
             SAMPLED=sampling is not None, num_warps=WARPS,

@@ -66,8 +66,12 @@ def restart_blocks_reference(branches: Branches, anchor: Tensor, mask_token_id: 
     return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
 
 
-def mask_rejected_reference(branches: Branches, logits: Tensor, ids: Tensor | None = None) -> Tensor:
-    """`mask_rejected` in PyTorch: the specification."""
+def mask_rejected(branches: Branches, logits: Tensor, ids: Tensor | None = None) -> Tensor:
+    """Mask each branch's rejected token in slot `prefix_len` of logits [B, K, S, V or Vd], in place; in the last slot
+    where `prefix_len` is S.
+
+    A rejected token outside the draft vocabulary needs no mask.
+    """
     rejected = branches.rejected if ids is None else index_in_vocab(ids, branches.rejected)
     b = torch.arange(len(logits), device=logits.device)[:, None]
     k = torch.arange(logits.shape[1], device=logits.device)

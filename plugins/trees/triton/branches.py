@@ -1,7 +1,7 @@
 """Branches of a first draft: where they restart, what the second pass is given, and the tree of both drafts.
 
-The specifications: `boundaries.chain_branches`, `Branches.blocks` and `mask_rejected` of `draft`, and
-`merged_branches`, all of `d2sd.plugins.trees`. Sums of log-probabilities are fp64, as PyTorch's on a CPU.
+The specifications: `chain_branches`, `restart_blocks` and `merged_branches` of `d2sd.plugins.trees`. Sums of
+log-probabilities are fp64, as PyTorch's on a CPU.
 Shape letters as there: B requests, K branches, S slots after the anchor; capitals with P are powers of two.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -111,28 +111,6 @@ def blocks_kernel(
     )
     token = tl.where(g == 0, tl.load(anchor + request), token)
     tl.store(blocks + (request * K + k) * (1 + S) + g, token, mask=g <= S)
-
-
-@dependent_kernel
-def mask_rejected_kernel(
-    rejected, prefix_len, ids, logits, vocab, S: tl.constexpr, STEP: tl.constexpr, STEPS: tl.constexpr
-):
-    """Grid (B·K). logits [B·K, S, V]; ids [V], ascending, or None. STEP · STEPS ≥ V: a token's index is found in two
-    looks, at every STEP-th id and at those from the last that is not larger.
-    """
-    wait_for_prior_kernels()
-    branch = tl.program_id(0).to(tl.int64)
-    token = tl.load(rejected + branch)
-    index = token
-    if ids is not None:
-        n = tl.arange(0, STEPS) * STEP
-        of_step = tl.load(ids + n, mask=n < vocab, other=0)
-        passed = tl.sum(((n < vocab) & (of_step <= token)).to(tl.int32), axis=0)
-        at = tl.maximum(passed - 1, 0) * STEP + tl.arange(0, STEP)
-        found = (at < vocab) & (tl.load(ids + at, mask=at < vocab, other=-1) == token)
-        index = tl.max(tl.where(found, at, -1), axis=0).to(tl.int64)
-    slot = tl.minimum(tl.load(prefix_len + branch), S - 1)
-    tl.store(logits + (branch * S + slot) * vocab + index, float("-inf"), mask=(token >= 0) & (index >= 0))
 
 
 @dependent_kernel

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -13,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from d2sd.plugins.trees.types import PATH_BITS, ROW_BITS, Accepted, Source, Tree, lanes, path_bits
@@ -175,26 +174,6 @@ def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: 
 
 def blocks_constants(slots: int, count: int) -> dict[str, int]:
     return {"S": slots, "GP": power(slots + 1), "K": count}
-
-
-def mask_rejected_triton(logits: Tensor, rejected: Tensor, prefix_len: Tensor, ids: Tensor | None) -> None:
-    """`mask_rejected` of contiguous logits [B, K, S, V], in place; `ids` [V] int64 or None."""
-    batch, count, slots, vocab = logits.shape
-    with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
-        mask_rejected_kernel[(batch * count,)](
-            rejected.contiguous(),
-            prefix_len.contiguous(),
-            ids,
-            logits,
-            vocab,
-            **mask_rejected_constants(slots, vocab),
-            num_warps=1,
-        )
-
-
-def mask_rejected_constants(slots: int, vocab: int) -> dict[str, int]:
-    step = power(math.isqrt(vocab - 1) + 1)
-    return {"S": slots, "STEP": step, "STEPS": power(-(-vocab // step))}
 
 
 def growth_constants(

@@ -190,7 +190,7 @@ def accept_kernel(
     tokens, parent, valid, branch_id, chosen, path, packed,
     N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). chosen: [B, N]. path: [B, G]; packed: [B, 2 + G], length of the path, its last branch and its choices."""
+    """Grid (B). chosen: [B, N]. path: [B, G]; packed: [B, 2 + G], its length, last branch and choices."""
     wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)

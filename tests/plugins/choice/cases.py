@@ -10,7 +10,8 @@ from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.launch import SEGMENT, candidates_triton, choose_triton
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
-from tests.plugins.cases import Check, Kernel, some
+from d2sd.plugins.trees import Branches
+from tests.plugins.cases import TYPES, Check, Kernel, some
 
 VOCABULARIES = (151_936, 32_000)
 
@@ -31,9 +32,11 @@ def sampling(filters: bool) -> SamplingTensors:
     )
 
 
-def draft(vocab: int, pool: int, width: int, sampled: bool) -> None:
-    logits, context = some("bf16", 1, 7, 15, vocab), some("i64", 1)
-    candidates_triton(logits, context, width, pool, some("i64", vocab), sampling(True) if sampled else None)
+def draft(vocab: int, pool: int, width: int, sampled: bool, branches: bool = False) -> None:
+    logits, context, kept = some("bf16", 1, 7, 15, vocab), some("i64", 1), some("i64", 1, 7)
+    behind = Branches(some("i64", 1, 7, 15), kept, kept) if branches else None
+    how = sampling(True) if sampled else None
+    candidates_triton(logits, context, width, pool, some("i64", vocab), how, behind)
 
 
 def choose(vocab: int, sampled: SamplingTensors | None) -> None:
@@ -55,9 +58,12 @@ def pool_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
     """The segments of the best maxima, and the ids of as many tokens."""
     rows, logits, ids = values["maxima"].shape[0], values["logits"], values["ids"]
     looked = min(values["POOLP"] * values["SEG"], values["vocab"])
+    of_candidates = rows * values["POOLP"]
+    if values["rejected"] is not None:
+        of_candidates += values["rejected"].numel() * looked  # in the slot that one is missing in
     return {
         "logits": rows * looked * logits.element_size(),
-        "ids": 0 if ids is None else rows * values["POOLP"] * ids.element_size(),
+        "ids": 0 if ids is None else of_candidates * ids.element_size(),
     }, 0
 
 
@@ -65,6 +71,11 @@ DRAFTS = {
     f"{width} of {vocab}{' sampled' * sampled}": partial(draft, vocab, pool, width, sampled)
     for vocab in VOCABULARIES
     for pool, width, sampled in ((1, 1, False), (16, 16, False), (64, 16, True))
+}
+DRAFTS |= {
+    f"{width} of {vocab} behind branches": partial(draft, vocab, width, width, False, branches=True)
+    for vocab in VOCABULARIES
+    for width in (1, 16)
 }
 GREEDY = {f"{vocab}": partial(choose, vocab, None) for vocab in VOCABULARIES}
 SAMPLED = {f"{vocab}": partial(choose, vocab, sampling(False)) for vocab in VOCABULARIES}
@@ -106,5 +117,6 @@ CHECKS = {
     "noise": Check("noise", "choices.test_noise_keeps_its_digits_at_both_ends", barriers=False),
     "choice": Check("scores combine", "choices.test_choice", (3, 63, "SAMPLED")),
     "filters": Check("scores filtered", "filters.test_the_choice_is_that_of_loops_over_the_tokens", ((0, 3),), False),
+    "rejected": Check("segments pool", "candidates.test_rejected_tokens", (63, TYPES["bf16"], "SAMPLED"), False),
     "drafts": Check("segments pool", "choices.test_candidates", (2, 63, 5, "GREEDY")),
 }

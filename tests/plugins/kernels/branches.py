@@ -7,7 +7,7 @@ kernels are compiled a score may differ in its last digits. Everything else is e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.trees import Branches, Draft, chain_branches, mask_rejected, merged_branches, restart_blocks
+from d2sd.plugins.trees import Branches, Draft, chain_branches, merged_branches, restart_blocks
 from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
@@ -190,33 +190,3 @@ def test_blocks(slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
             for row in range(5)
         ]
         assert found.tolist() == loops
-
-
-def rejections(vocab: int) -> Iterator[tuple[list[int], list[int]]]:
-    """Ascending ids, and tokens: the first and the last, one behind them, one between, none."""
-    ids = [3 * i + 5 for i in range(vocab)]
-    first_of_a_step = vocab // 3 // 16 * 16
-    yield ids, [ids[0], ids[-1], ids[-1] + 3, ids[vocab // 2] + 1, -1, ids[first_of_a_step]]
-    yield [], [0, vocab - 1, vocab // 2, -1, -1, vocab // 3]
-
-
-@pytest.mark.parametrize("vocab", [1, 2, 63, 300])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rejected_tokens(vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for ids, tokens in rejections(vocab):
-        length = torch.tensor([[0, 2, 1], [2, 3, 3]])  # 3: nothing is left to draft, or, with a token, the last slot
-        branches = Branches(torch.zeros(2, 3, 3, dtype=torch.long), length, torch.tensor(tokens).view(2, 3))
-        logits = torch.arange(18.0 * vocab).view(2, 3, 3, vocab).to(dtype)
-        known = torch.tensor(ids) if ids else None
-        expected = logits.tolist()
-        for branch, token in enumerate(tokens):
-            index = ids.index(token) if token in ids else token if not ids else -1
-            if index >= 0:
-                expected[branch // 3][branch % 3][min(int(length.flatten()[branch]), 2)][index] = -math.inf
-
-        def masked(branches: Branches, logits: Tensor, known: Tensor | None) -> Tensor:
-            return mask_rejected(branches, logits.clone(), known)
-
-        one, found = both(monkeypatch, masked, branches, logits, known)
-        assert torch.equal(one, found.cpu())
-        assert found.tolist() == expected

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
-from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, mask_rejected_kernel
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
-from tests.plugins.cases import TYPES, Check, Kernel, some
+from tests.plugins.cases import Check, Kernel, some
 
 SLOTS, VOCABULARY = 15, 32768
 #: Columns of a tree, as `outputs` gives them.
@@ -66,19 +65,6 @@ def branch(count: int) -> None:
     trees.branches_triton(some("i64", 2), [source(1), source(1, count, replaces=True)], 64)
 
 
-def reject(ids: bool) -> None:
-    length, logits = some("i64", 2, 4), some("bf16", 2, 4, SLOTS, VOCABULARY)
-    trees.mask_rejected_triton(logits, length, length, some("i64", VOCABULARY) if ids else None)
-
-
-def rejected_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """Two looks at the ids, and one number, for every branch."""
-    branches, logits, ids = values["rejected"].numel(), values["logits"], values["ids"]
-    looks = branches * (values["STEP"] + values["STEPS"])
-    looked = 0 if ids is None else min(looks * ids.element_size(), ids.nbytes)
-    return {"ids": looked, "logits": branches * logits.element_size()}, 0
-
-
 KERNELS = (
     Kernel(
         grow_kernel,
@@ -115,12 +101,6 @@ KERNELS = (
         {f"branches {count} to 64": partial(branch, count) for count in (4, 15)},
         reads_back=("parent", "depth"),
     ),
-    Kernel(
-        mask_rejected_kernel,
-        ("logits",),
-        {"rejected tokens of ids": partial(reject, ids=True), "rejected tokens": partial(reject, ids=False)},
-        touched=rejected_touched,
-    ),
 )
 CHECKS = {
     "chain": Check("chain", "trees.test_chain", (5,)),
@@ -137,6 +117,5 @@ CHECKS = {
     "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
     "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
     "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),
-    "rejected": Check("mask_rejected", "branches.test_rejected_tokens", (63, TYPES["bf16"]), barriers=False),
     "branches": Check("branches", "branches.test_branches", (5, 3, 13, 2)),
 }
