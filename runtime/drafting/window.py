@@ -36,8 +36,8 @@ class Window:
     def cut(self, rows: Rows, page_size: int) -> Rows:
         """The same rows over what is read of their context: page tables [B, min(M, W)], and its tokens."""
         table, windowed = rows.page_table, rows.windowed_table
-        used = (rows.context_len + page_size - 1) // page_size
-        left_out = (used - self.first - self.last).clamp(min=0)
+        used = (rows.context_len + (page_size - 1)) // page_size
+        left_out = (used - (self.first + self.last)).clamp(min=0)
         column = torch.arange(min(table.shape[1], self.first + self.last), device=table.device)
         columns = column + torch.where(column < self.first, 0, left_out[:, None])
         return replace(

@@ -60,7 +60,7 @@ def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) ->
     """Between the first draft and the end of commit."""
     watch = steps(policy, kinds, fp8=fp8, calibrated=True)
     assert watch.copies == []
-    assert watch.launches.total() > 30, "the kernels are counted"
+    assert watch.launches.total() >= 30, "the kernels are counted"
 
 
 @pytest.mark.parametrize("head", HEADS)
@@ -162,7 +162,7 @@ def test_a_window_of_the_context_stays_on_the_device() -> None:
     assert windowed.copies == []
     more = windowed.launches - plain.launches
     assert more.keys() == {"draft_first", "draft_second"}
-    assert max(more.values()) <= 13
+    assert max(more.values()) <= 11
 
 
 @pytest.mark.parametrize(
