@@ -43,6 +43,7 @@ _REVIEW = "review of the GPU path, after its repairs"
 _BEFORE = "review of the GPU path, kernel before its repair"
 _BOUND = "bound by counted instructions and bytes"
 _COUNTED = "docs/kernel-times.md, 13.2 µs"
+_NODES = "docs/kernel-times.md: nodes, copies, and products of two kernels"
 _OURS = "times.ours.ms"
 
 PREDICTIONS = (
@@ -53,6 +54,8 @@ PREDICTIONS = (
     Prediction("steps/fp8 d2sd x1 V=32768", 5.0, 5.6, _REVIEW),
     Prediction("steps/bf16 d2sd x1", 1.5, 1.6, _REVIEW, over="steps/bf16 off x1"),
     Prediction("steps/fp8 d2sd x1 V=32768", 1.35, 1.5, _REVIEW, over="steps/fp8 off x1"),
+    Prediction("steps/bf16 d2sd x1", 438, 450, _NODES, "kernels"),
+    Prediction("steps/fp8 d2sd x1 V=32768", 440, 452, _NODES, "kernels"),
     Prediction("exact/bf16 d2sd x1 exact", 12.2, 13.7, "the review's products and attention of exact mode"),
     Prediction("times/2048x1 r64 32/8x128 bf16", 0.008, 0.015, _COUNTED, _OURS),
     Prediction("times/32768x8 r64 32/8x128 bf16", 0.30, 0.45, _BEFORE, "share"),

@@ -106,9 +106,9 @@ def test_a_kernel_without_a_rule_is_an_error() -> None:
 
 FP8 = pytest.param("fp8", marks=pytest.mark.slow)
 #: Bytes read over the floor's. In FP8 the floor is half as large.
-#: Attention's partial results are 0.0098 and 0.0166 of it, of eight splits. Of four they are half, and the bounds would
-#: be 1.025 and 1.037; but a layer then takes 14.4 µs in place of 13.2 (docs/kernel-times.md), and these bytes, which the
-#: launch reads back from the L2 cache, take less.
+#: Attention's partial results are 0.0098 and 0.0166 of it, of eight splits. With four they are half, and the bounds
+#: would be 1.025 and 1.037; but a layer then takes 14.4 µs in place of 13.2 (docs/kernel-times.md), by latencies that
+#: bytes do not show: the launch reads them back from the L2 cache.
 READS = {"bf16": 1.030, "fp8": 1.045}
 NODES = {"bf16": 438, "fp8": 440}
 
