@@ -20,7 +20,6 @@ from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
 from d2sd.plugins import choice, handover, lookup, trees
-from d2sd.plugins.cascade_attention.reference import pack_mask_reference
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.layer_ops import Behind
 from d2sd.plugins.lookup import Text
@@ -28,6 +27,7 @@ from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
+from d2sd.runtime.drafting.blocks import BlockTables
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.memory import context_bytes, free_memory
@@ -36,9 +36,6 @@ from d2sd.runtime.staging import Staging
 
 # Shape letters: B requests, M pages a request (both buckets), G most tokens of a step, S = G - 1
 # slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
-
-#: Block count whose tables are precomputed; larger passes grow them.
-MOST_BLOCKS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +111,8 @@ class ModelRunner:
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
         self._widest = min([self.vocab_size, *sizes])
         # Constants, built once: every op is a kernel launch on CUDA.
-        self._block_tables = {block.rows: self._tables_of(block.rows, MOST_BLOCKS) for block in self.blocks.values()}
-        # A mask for each number of blocks, since words of a larger one are further apart; a CPU reads no bits.
-        counts = range(1, MOST_BLOCKS + 1 if self.static_shapes else 1)
-        self._block_words = {size: [self._words_of(size, count) for count in counts] for size in self._block_tables}
+        of_blocks = {block.rows for block in self.blocks.values()}
+        self._block_tables = {size: BlockTables(size, self.device, in_bits=self.static_shapes) for size in of_blocks}
         nothing = torch.full((1, self.block_size - 1, 1), float("-inf"), device=self.device)
         self._nothing = torch.full_like(nothing, -1, dtype=torch.long), nothing
         self._masks = {
@@ -325,8 +320,7 @@ class ModelRunner:
     @property
     def constants(self) -> list[Tensor]:
         """Tensors that no step changes, or that it leaves as they were."""
-        found = *self._block_tables.values(), *self._block_words.values()
-        tables = [table for tables in found for table in tables]
+        tables = [table for tables in self._block_tables.values() for table in tables.tensors]
         counters = [pool.counters for pool in self.pools]
         return [*tables, *self._nothing, *self._masks.values(), *counters]
 
@@ -344,11 +338,11 @@ class ModelRunner:
         """
         own = self._own_pools.get(role)
         context = None if own is None else self.context.take(role)
-        slots, same_block, words = self._rows_of_blocks(blocks.shape[2], blocks.shape[1])
-        attn_mask, packed = (None if x is None else x.expand(len(blocks), -1, -1) for x in (same_block, words))
+        places, *masks = self._block_tables[blocks.shape[2]].of(blocks.shape[1])
+        attn_mask, packed = (None if mask is None else mask.expand(len(blocks), -1, -1) for mask in masks)
         assert attn_mask is not None
         pool = self.target_pool if own is None else own
-        placed = Behind(batch.context_len, slots.expand(len(blocks), -1))
+        placed = Behind(batch.context_len, places.expand(len(blocks), -1))
         rows = Rows(placed, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table, packed)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
@@ -356,26 +350,6 @@ class ModelRunner:
         hidden = drafter.draft_hidden(blocks, rows, pool, context, tables)
         logits = drafter.logits(hidden, blocks[:, :, 0], tables)
         return logits if choice.reads_any_type(logits) else logits.float(), hidden
-
-    def _rows_of_blocks(self, size: int, count: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Place in its block [T] of each row of `count` concatenated blocks, same-block mask [T, T], and the same in
-        bits [T, ceil(T/32)] where kernels read them.
-        """
-        rows = count * size
-        if rows > len(self._block_tables[size][0]):  # tables for any number of blocks begin with those of fewer
-            self._block_tables[size] = self._tables_of(size, count)
-        places, same_block = self._block_tables[size]
-        words = self._block_words[size]
-        return places[:rows], same_block[:rows, :rows], words[count - 1] if count <= len(words) else None
-
-    def _tables_of(self, size: int, count: int) -> tuple[Tensor, Tensor]:
-        number = torch.arange(count * size, device=self.device)
-        block = number // size
-        return number % size, block[:, None] == block
-
-    def _words_of(self, size: int, count: int) -> Tensor:
-        _, same_block = self._block_tables[size]
-        return pack_mask_reference(same_block[None, : count * size, : count * size])[0]
 
     def _candidates(
         self,

@@ -80,8 +80,8 @@ def candidates(
     the output does not change, and more drafts are accepted. Penalties, filters and noise are applied to the
     CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
 
-    With `branches`, [B, K] of them, the token that each presumes rejected is left out of its slot (`mask_rejected`, which
-    may happen in place).
+    With `branches`, [B, K] of them, the token that each presumes rejected is left out of its slot (`mask_rejected`,
+    which may happen in place).
     """
     if not sampling.changes_logits and dispatch.pick(OP, logits) is Implementation.TRITON:
         from d2sd.plugins.choice.triton.launch import candidates_triton

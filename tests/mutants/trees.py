@@ -31,14 +31,6 @@ MUTANTS = [
         OF_BRANCHES,
     ),
     Mutant(
-        "the token behind the boundary is masked",
-        BRANCHES,
-        "(branch * S + slot) * vocab",
-        "(branch * S + tl.minimum(slot + 1, S - 1)) * vocab",
-        OF_BRANCHES,
-    ),
-    Mutant("an id of another table", BRANCHES, "(of_step <= token)", "(of_step < token)", OF_BRANCHES),
-    Mutant(
         "the branch is certain of its boundary",
         BRANCHES,
         "again + tl.where(slot == length, rejected, 0.0)",
