@@ -190,8 +190,8 @@ def _download(plan: Plan, source: Source) -> Iterator[tuple[str, str]]:
 
 def gpu_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """Memory of weights and K/V only: activations, logits and the CUDA context need more."""
-    limits = plan.recipe.limits
-    yield ("a request", f"{size_text(plan.request_bytes)} of K/V for {limits.max_context:,} tokens")
+    limits, kept = plan.recipe.limits, "K/V and states" if plan.state_bytes else "K/V"
+    yield ("a request", f"{size_text(plan.request_bytes)} of {kept} for {limits.max_context:,} tokens")
     for name, memory in GPUS.items():
         pool = plan.kv_memory().total_bytes
         if isinstance(limits.kv_memory, float):
