@@ -3,6 +3,7 @@
     types.py       `DeltaRows`, what rows write into a state
     reference/     the specification in plain PyTorch: the recurrence, the closed form, the convolution
     cpu.py         the recurrence and the convolution by the compiled library
+    triton/        the kernels and their launches
 
     op                    rows                        states
     tree_delta_rule       of a tree                   unchanged
@@ -15,7 +16,7 @@ were committed at once. Outputs of a tree are the closed form, which reads the s
 plain decoding by rounding; with `exact`, and always by the compiled library, they are the recurrence along each row's
 path, bit for bit what plain decoding computes. The same holds of chunks, whose states are committed in the same form.
 
-Slot 0 of the states takes padding: nothing is written there, and rows of a request of slot 0 start from what it holds.
+Slot 0 of the states takes padding: nothing is written there, and the outputs of its requests are undefined.
 """
 
 from __future__ import annotations
@@ -54,8 +55,21 @@ __all__ = [
 OP = "the gated delta rule"
 
 
-def _compiled(rows: DeltaRows, states: Tensor) -> bool:
-    return dispatch.pick(OP, rows.v, library=supported(rows, states)) is Implementation.LIBRARY
+#: Sizes of heads that the kernels take, as far as they are powers of two.
+SIZES = (16, 256)
+
+
+def _pick(rows: DeltaRows, states: Tensor) -> Implementation:
+    reason, sizes = None, (rows.k.shape[-1], rows.v.shape[-1])
+    if any(size & size - 1 or not SIZES[0] <= size <= SIZES[1] for size in sizes):
+        reason = f"heads of {sizes[0]} and {sizes[1]} are not powers of two from {SIZES[0]} to {SIZES[1]}"
+    elif rows.k.dtype not in dispatch.TYPES:
+        reason = f"keys of {rows.k.dtype}"
+    return dispatch.pick(OP, rows.v, reason=reason, library=supported(rows, states))
+
+
+def _pick_convolution(x: Tensor) -> Implementation:
+    return dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0)
 
 
 def tree_delta_rule(
@@ -77,10 +91,15 @@ def tree_delta_rule(
     Returns:
         [B, T, Hv, Dv] in v's type.
     """
-    allowed = attn_mask if isinstance(attn_mask, Tensor) else attn_mask.allowed
-    if _compiled(rows, states):
-        return tree_delta_rule_cpu(q, rows, states, slots, allowed)
-    return (tree_recurrence if exact else tree_closed_form)(q, rows, states, slots, allowed)
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+    picked = _pick(rows, states)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import exact_delta_rule_triton, tree_delta_rule_triton
+
+        return (exact_delta_rule_triton if exact else tree_delta_rule_triton)(q, rows, states, slots, mask)
+    if picked is Implementation.LIBRARY:
+        return tree_delta_rule_cpu(q, rows, states, slots, mask.allowed)
+    return (tree_recurrence if exact else tree_closed_form)(q, rows, states, slots, mask.allowed)
 
 
 def commit_delta_rule(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
@@ -92,7 +111,12 @@ def commit_delta_rule(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tens
         slots: [B] int64. No two requests have the same slot but 0.
         path, count: [B, G] and [B] int64, as of `d2sd.plugins.trees.Accepted`: the first `count` rows are committed.
     """
-    commit = commit_delta_rule_cpu if _compiled(rows, states) else commit_recurrence
+    picked = _pick(rows, states)
+    commit = commit_delta_rule_cpu if picked is Implementation.LIBRARY else commit_recurrence
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import commit_delta_rule_triton
+
+        commit = commit_delta_rule_triton
     commit(rows, states, slots, path, count)
 
 
@@ -111,7 +135,12 @@ def chunk_delta_rule(
     Returns:
         [1, N, Hv, Dv] in v's type.
     """
-    if _compiled(rows, states):
+    picked = _pick(rows, states)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import chunk_delta_rule_triton, exact_delta_rule_triton
+
+        return (exact_delta_rule_triton if exact else chunk_delta_rule_triton)(q, rows, states, slots, chunks)
+    if picked is Implementation.LIBRARY:
         return chunk_delta_rule_cpu(q, rows, states, slots, chunks)
     return (chunk_recurrence if exact else chunk_closed_form)(q, rows, states, slots, chunks)
 
@@ -133,9 +162,14 @@ def tree_convolution(
     Returns:
         [B, T, C] in x's type; sums are fp32.
     """
-    allowed = attn_mask if isinstance(attn_mask, Tensor) else attn_mask.allowed
-    compiled = dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0) is Implementation.LIBRARY
-    return (convolution_cpu if compiled else tree_convolution_reference)(x, weight, states, slots, allowed, bias)
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+    picked = _pick_convolution(x)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import convolution_triton
+
+        return convolution_triton(x, weight, states, slots, mask, bias)
+    convolve = convolution_cpu if picked is Implementation.LIBRARY else tree_convolution_reference
+    return convolve(x, weight, states, slots, mask.allowed, bias)
 
 
 def commit_convolution(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
@@ -146,15 +180,26 @@ def commit_convolution(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, c
         states: [L, P, C, W - 1], contiguous.
         slots, path, count: as of `commit_delta_rule`.
     """
-    commit_convolution_reference(x, states, slots, path, count)
+    commit = commit_convolution_reference
+    if _pick_convolution(x) is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import commit_convolution_triton
+
+        commit = commit_convolution_triton
+    commit(x, states, slots, path, count)
 
 
 def chunk_convolution(
     x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
 ) -> Tensor:
     """`tree_convolution` of chunks of B prompts, x [1, N, C], and their last inputs kept in place."""
-    compiled = dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0) is Implementation.LIBRARY
-    out = (convolution_cpu if compiled else chunk_convolution_reference)(x, weight, states, slots, chunks, bias)
+    picked = _pick_convolution(x)
+    if picked is Implementation.TRITON:
+        from d2sd.plugins.delta_rule.triton.launch import convolution_triton
+
+        out = convolution_triton(x, weight, states, slots, chunks, bias)
+    else:
+        convolve = convolution_cpu if picked is Implementation.LIBRARY else chunk_convolution_reference
+        out = convolve(x, weight, states, slots, chunks, bias)
     lengths = chunks.starts.diff()
     count = lengths.clamp(max=weight.shape[1] - 1)
     path = (chunks.starts[1:] - count)[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)

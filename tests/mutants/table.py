@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import attention, choice, graphs, launches, layers, trees
+from tests.mutants import attention, choice, delta_rule, graphs, launches, layers, trees
 
-MUTANTS = [*graphs.MUTANTS, *launches.MUTANTS, *attention.MUTANTS, *layers.MUTANTS, *choice.MUTANTS, *trees.MUTANTS]
+PARTS = (graphs, launches, attention, layers, choice, trees, delta_rule)
+MUTANTS = [mutant for part in PARTS for mutant in part.MUTANTS]

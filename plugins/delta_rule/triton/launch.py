@@ -1,0 +1,187 @@
+"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture it."""
+
+# Triton has no types, and may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-untyped,import-not-found"
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from triton import next_power_of_2 as power
+
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
+from d2sd.plugins.delta_rule.triton.closed_form import chunk_rule_kernel, tree_rule_kernel
+from d2sd.plugins.delta_rule.triton.convolution import convolution_kernel, keep_inputs_kernel
+from d2sd.plugins.delta_rule.triton.recurrence import recurrence_kernel
+from d2sd.plugins.delta_rule.types import DeltaRows
+
+# Shape letters as in d2sd/plugins/delta_rule/__init__.py.
+
+INTERPRET = triton.knobs.runtime.interpret
+#: Columns of a state in one program of the recurrence, and its warps. 32 heads of 128 give 128 programs to a request.
+COLUMNS, WARPS = 32, 4
+#: Channels of one program, and its warps: eight bf16 numbers a thread.
+CHANNELS, CHANNEL_WARPS = 1024, 4
+#: The recurrence's steps round the same in every loop that they are compiled in.
+UNFUSED: dict[str, Any] = {"enable_fp_fusion": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tile of the closed form."""
+
+    rows: int
+    columns: int  # of the state
+    warps: int
+
+    def parts(self, size: int) -> int:
+        """Programs of a head of Dv columns."""
+        return size // min(self.columns, size)
+
+    def constants(self, q: Tensor, rows: DeltaRows) -> dict[str, int]:
+        """Compile-time constants of the kernels, and warps."""
+        heads = rule_constants(q.shape[2], rows.v.shape[2], q.shape[3], rows.v.shape[3], self.columns)
+        return {**heads, "TILE": self.rows, "BK": min(KEY_COLUMNS, q.shape[3]), "num_warps": self.warps}
+
+
+#: Columns of keys that are multiplied at once.
+KEY_COLUMNS = 32
+#: What spills least: of up to 32 rows, of several tiles in turn, of up to 64 rows whose products are bf16's.
+SMALL, MANY, LARGE = Tile(32, 32, 4), Tile(32, 16, 4), Tile(64, 16, 8)
+
+
+def tile_of(rows: int, dtype: torch.dtype) -> Tile:
+    """The tile for trees of so many rows. One of up to 64 in bf16 reads its state once."""
+    if rows > SMALL.rows:
+        return LARGE if dtype == torch.bfloat16 and rows <= LARGE.rows else MANY
+    padded: int = power(rows)
+    return replace(SMALL, rows=max(16, padded))
+
+
+def tree_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask) -> Tensor:
+    """`tree_delta_rule` without `exact`."""
+    batch, count, heads, size = rows.v.shape
+    tile = tile_of(count, q.dtype)
+    out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
+    changes = sums = None
+    if count > tile.rows:
+        changes = torch.empty(rows.v.shape, dtype=torch.float32, device=q.device)
+        sums = torch.empty(2, tile.parts(size), batch, count, heads, dtype=torch.float32, device=q.device)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+        tree_rule_kernel[heads * tile.parts(size), batch](
+            *_given(q, rows), states, slots.contiguous(), mask.words, out, changes, sums, count,
+            **tile.constants(q, rows), MANY=count > tile.rows, WIDEN=INTERPRET,
+        )  # fmt: skip
+    return out
+
+
+def chunk_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, chunks: ChunkMask) -> Tensor:
+    """`chunk_delta_rule` without `exact`."""
+    heads, size = rows.v.shape[2:]
+    tile = tile_of(min(max(chunks.lengths), SMALL.rows), q.dtype)
+    out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        chunk_rule_kernel[heads * tile.parts(size), len(slots)](
+            *_given(q, rows), states, slots.contiguous(), chunks.starts, out,
+            **tile.constants(q, rows), WIDEN=INTERPRET,
+        )  # fmt: skip
+    return out
+
+
+def exact_delta_rule_triton(
+    q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask | ChunkMask
+) -> Tensor:
+    """`tree_delta_rule` and `chunk_delta_rule` with `exact`."""
+    batch, count = q.shape[:2]
+    out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
+    if isinstance(mask, ChunkMask):
+        _recur(q, rows, states, slots, (None, None, None, mask.starts, out), count, len(slots))
+    else:
+        _recur(q, rows, states, slots, (None, None, mask.order, None, out), count, batch * count)
+    return out
+
+
+def commit_delta_rule_triton(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
+    """`commit_delta_rule`."""
+    lists = path.contiguous(), count.contiguous(), None, None, None
+    _recur(None, rows, states, slots, lists, rows.k.shape[2], len(slots), path.shape[1], *states.shape[:2])
+
+
+def _recur(
+    q: Tensor | None,
+    rows: DeltaRows,
+    states: Tensor,
+    slots: Tensor,
+    lists: tuple[Tensor | None, ...],
+    count: int,
+    programs: int,
+    width: int = 0,
+    layers: int = 1,
+    pool: int = 0,
+) -> None:
+    """`lists`: the kernel's path, count, order, starts and out."""
+    constants = rule_constants(rows.k.shape[-2], rows.v.shape[-2], rows.k.shape[-1], rows.v.shape[-1], COLUMNS)
+    assert states.is_contiguous()
+    with torch.cuda.device_of(rows.k):  # type: ignore[no-untyped-call]
+        recurrence_kernel[constants["HV"] * constants["DV"] // constants["BV"], programs, layers](
+            *_given(q, rows),
+            states,
+            slots.contiguous(),
+            *lists,
+            count,
+            width,
+            pool,
+            **constants,
+            num_warps=WARPS,
+            **UNFUSED,
+        )
+
+
+def _given(q: Tensor | None, rows: DeltaRows) -> tuple[Tensor | None, ...]:
+    """The arguments q, k, v, g and beta."""
+    tensors = (q, rows.k, rows.v, rows.g, rows.beta)
+    return tuple(None if x is None else x.contiguous() for x in tensors)
+
+
+@cache
+def rule_constants(key_heads: int, heads: int, key_size: int, size: int, columns: int) -> dict[str, int]:
+    """Compile-time constants of the kernels of the rule: Hk, Hv, Dk, Dv and the columns of a program."""
+    return {"HK": key_heads, "HV": heads, "DK": key_size, "DV": size, "BV": min(columns, size)}
+
+
+def convolution_triton(
+    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, mask: AttnMask | ChunkMask, bias: Tensor | None
+) -> Tensor:
+    """`tree_convolution`, or `chunk_convolution` without its commit."""
+    chunks = isinstance(mask, ChunkMask)
+    rows = max(mask.lengths) if isinstance(mask, ChunkMask) else x.shape[1]
+    out, block = torch.empty_like(x, memory_format=torch.contiguous_format), min(CHANNELS, power(x.shape[2]))
+    words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.words, None)
+    assert states.is_contiguous()
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        convolution_kernel[triton.cdiv(x.shape[2], block), rows, len(slots)](
+            x.contiguous(), weight.contiguous(), bias, states, slots.contiguous(), words, starts, out, rows,
+            CHANNELS=x.shape[2], TAPS=weight.shape[1], BLOCK=block, PADDED=1 if chunks else power(rows),
+            num_warps=CHANNEL_WARPS,
+        )  # fmt: skip
+    return out
+
+
+def commit_convolution_triton(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
+    """`commit_convolution`; x may be strided by layer and request."""
+    if not x[0, 0].is_contiguous():
+        x = x.contiguous()
+    layers, batch, _, channels = x.shape
+    block = min(CHANNELS, power(channels))
+    assert states.is_contiguous()
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        keep_inputs_kernel[triton.cdiv(channels, block), batch, layers](
+            x, states, slots.contiguous(), path.contiguous(), count.contiguous(),
+            path.shape[1], states.shape[1], x.stride(0), x.stride(1),
+            CHANNELS=channels, TAPS=states.shape[3] + 1, BLOCK=block, num_warps=CHANNEL_WARPS,
+        )  # fmt: skip
