@@ -37,7 +37,13 @@ MUTANTS = [
     Mutant(
         "bit 31 of a word", CLOSED, "(start % 32 + column < 32)[None, :]", "(start % 32 + column < 31)[None, :]", TREES
     ),
-    Mutant("a chunk's state does not fade", CLOSED, "kept * tl.load(of_part)", "tl.load(of_part)", CHUNKS),
+    Mutant(
+        "a chunk's state does not fade",
+        CLOSED,
+        "kept * tl.load(of_head_state + inside)",
+        "tl.load(of_head_state + inside)",
+        CHUNKS,
+    ),
     Mutant("padding's state is written", CLOSED, "mask=slot > 0", "mask=slot >= 0", CHUNKS),
     Mutant("gates stay open", STEPS, "state *= tl.exp(tl.load(g + of_head))", "state *= 1.0", COMMITS),
     Mutant(

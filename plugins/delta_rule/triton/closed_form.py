@@ -244,7 +244,8 @@ def chunk_rule_kernel(
     request = tl.program_id(1).to(tl.int64)
     key_head, column = head // (HV // HK), part * BV + tl.arange(0, BV)
     slot = tl.load(slots + request)
-    of_state = states + (slot * HV + head) * DK * DV + column
+    of_head_state = states + (slot * HV + head) * DK * DV
+    of_state = of_head_state + column
     place = tl.arange(0, TILE)
     causal = place[:, None] >= place[None, :]
     end = tl.load(starts + request + 1)
@@ -276,8 +277,8 @@ def chunk_rule_kernel(
         kept, change = tl.exp(whole_coarse + whole_fine), tl.where(real, left, 0.0)[:, None] * change
         tl.debug_barrier()  # other threads have read the state
         for first in tl.range(0, DK, BK, num_stages=1):
-            of_part = of_state[None, :] + (first + tl.arange(0, BK))[:, None] * DV
-            state = kept * tl.load(of_part)
+            inside = (first + tl.arange(0, BK))[:, None] * DV + column[None, :]
+            state = kept * tl.load(of_head_state + inside)
             state = _with(tl.trans(_part(k, of_keys, real, first, BK)), change, state, WIDEN)
-            tl.store(of_part, state, mask=slot > 0)
+            tl.store(of_head_state + inside, state, mask=slot > 0)
         tl.debug_barrier()  # and written it

@@ -98,14 +98,7 @@ CONVOLUTIONS = {
     f"convolution bf16{' of chunks' * chunks}": partial(convolve, "bf16", chunks=chunks) for chunks in (False, True)
 }
 KERNELS = (
-    Kernel(
-        tree_rule_kernel,
-        ("out", "changes", "coarse_sums", "fine_sums"),
-        TREES,
-        ("changes", "sums"),
-        ("states",),
-        states_touched,
-    ),
+    Kernel(tree_rule_kernel, ("out", "changes", "sums"), TREES, ("changes", "sums"), ("states",), states_touched),
     Kernel(chunk_rule_kernel, ("out", "states"), CHUNKS, ("states",), ("states",), states_touched),
     Kernel(recurrence_kernel, ("out", "states"), STEPS, ("states",), ("states",), states_touched),
     Kernel(convolution_kernel, ("out",), CONVOLUTIONS, touched=inputs_touched),
