@@ -107,7 +107,8 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
         num_heads=heads,
         num_kv_heads=1,
         head_dim=16,
-        windows=body.windows[:layers],
+        windows=body.windows[-layers:],
+        causal=body.causal[-layers:],
         experts=experts,
         delta=delta,
         rotary_dim=body.rotary_dim and 4,
@@ -144,7 +145,7 @@ def write_small(name: str, checkpoints: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-coder-30b-a3b"])
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-coder-30b-a3b", *STATES])
 def test_it_builds_on_random_weights_and_is_lossless(name: str, tmp_path: Path) -> None:
     write_small(name, lay_out(tmp_path) / "checkpoints")
     first = name != "llama-3.3-70b"

@@ -38,7 +38,7 @@ from tests.runtime.helpers import (
     some_requests,
 )
 from tests.runtime.nan_pages import NaNScratch
-from tests.tiny import FAMILY_BODIES, greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @dataclass(frozen=True)
@@ -293,9 +293,7 @@ def test_policies_may_change_between_steps() -> None:
         WAYS["in flight"].run(engine, requests)
 
 
-@pytest.mark.parametrize(
-    "family", [family for family in get_args(Family) if "output_gate" not in FAMILY_BODIES[family]]
-)
+@pytest.mark.parametrize("family", get_args(Family))
 def test_other_families(family: Family) -> None:
     """Two prompts each, plain against hybrid: what differs between families must not meet the tree."""
     target = tiny_decoder(family, layers=2, seed=3, tie=False)
