@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from d2sd.plugins.delta_rule.triton.recurrence import EPS
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
 BLOCK = tl.constexpr(16)
 
@@ -158,7 +159,7 @@ def _solved(a, right, TILE: tl.constexpr, TYPE: tl.constexpr, WIDEN: tl.constexp
     return x
 
 
-@triton.jit(do_not_specialize=["rows"])
+@dependent_kernel(do_not_specialize=["rows"])
 def tree_rule_kernel(
     q, k, v, g, beta, states, slots, words, out, changes, sums, rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TILE: tl.constexpr,
@@ -168,6 +169,7 @@ def tree_rule_kernel(
 
     rows = T; words [B, T, ⌈T/32⌉] int32 are the mask of ancestors and self, as of cascade attention.
     """
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = k.dtype.element_ty
     part, head = tl.program_id(0) % (DV // BV), tl.program_id(0) // (DV // BV)
     request = tl.program_id(1).to(tl.int64)
@@ -232,13 +234,14 @@ def tree_rule_kernel(
             tl.debug_barrier()  # other threads read them
 
 
-@triton.jit
+@dependent_kernel
 def chunk_rule_kernel(
     q, k, v, g, beta, states, slots, starts, out,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr, TILE: tl.constexpr,
     BK: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (Hv·Dv / BV, B), of rows [N, ...]. After each tile its program's columns of the state are written."""
+    wait_for_prior_kernels()
     TYPE: tl.constexpr = k.dtype.element_ty
     part, head = tl.program_id(0) % (DV // BV), tl.program_id(0) // (DV // BV)
     request = tl.program_id(1).to(tl.int64)

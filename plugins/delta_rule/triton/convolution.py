@@ -6,11 +6,12 @@ Triton compiles this file's functions; mypy does not know their types.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
-@triton.jit(do_not_specialize=["rows"])
+
+@dependent_kernel(do_not_specialize=["rows"])
 def convolution_kernel(
     x, weight, bias, states, slots, words, starts, out, rows,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
@@ -19,6 +20,7 @@ def convolution_kernel(
 
     words [B, T, ⌈T/32⌉] int32 as of the tree kernel; with `starts` a row follows the one before.
     """
+    wait_for_prior_kernels()
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row, request = tl.program_id(1), tl.program_id(2).to(tl.int64)
     known = channel < CHANNELS
@@ -49,12 +51,13 @@ def convolution_kernel(
     tl.store(out + (first + row) * CHANNELS + channel, result.to(out.dtype.element_ty), mask=known)
 
 
-@triton.jit(do_not_specialize=["width", "pool", "layer_stride", "request_stride"])
+@dependent_kernel(do_not_specialize=["width", "pool", "layer_stride", "request_stride"])
 def keep_inputs_kernel(
     x, states, slots, path, count, width, pool, layer_stride, request_stride,
     CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (⌈C / BLOCK⌉, B, L). width = G, pool = P, TAPS = W; x is strided by layer and request."""
+    wait_for_prior_kernels()
     channel = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     request, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     slot = tl.load(slots + request)

@@ -17,6 +17,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
+
 #: Under the root of the sum of squares.
 EPS = tl.constexpr(1e-6)
 
@@ -27,12 +29,13 @@ def _normed(x):
     return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
 
 
-@triton.jit(do_not_specialize=["rows", "width", "pool"])
+@dependent_kernel(do_not_specialize=["rows", "width", "pool"])
 def recurrence_kernel(
     q, k, v, g, beta, states, slots, path, count, order, starts, out, rows, width, pool,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """Grid (Hv·Dv / BV, B or with `order` B·T, L). rows: of a layer and request, of chunks N; width = G, pool = P."""
+    wait_for_prior_kernels()
     head, column = tl.program_id(0) // (DV // BV), tl.program_id(0) % (DV // BV) * BV + tl.arange(0, BV)
     line, layer = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     request = line if order is None else line // rows
