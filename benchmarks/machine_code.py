@@ -77,12 +77,11 @@ EXCEPTIONS = (
     ("filters of ", "width", "8 bytes where a row without a peak is read again; wider turns spill"),
     ("fp32 D=", "overlap", FOR_PROOFS := "fp32 is for proofs of losslessness: nobody serves it"),
     ("fp32 D=", "spills", FOR_PROOFS),
-    ("tree rule bf16 ", "spills", "at most 72 bytes, on sm_90, of 255 registers: four tiles and their inverse at once"),
+    ("tree rule bf16 ", "spills", "at most 56 bytes of 255 registers, where several tiles are in turn"),
     *(
-        (kind, "overlap", "two to eight turns over 8 or 16 KB of a state: loads a turn ahead spill")
+        (kind, "overlap", "four turns over 8 or 16 KB of a state: loads a turn ahead spill")
         for kind in ("tree rule ", "chunk rule ")
     ),
-    ("tree rule bf16 ", "width", "16 columns of a state: 64 bytes of a line, which 256 threads read at once"),
     ("tree rule fp16 ", "spills", "fp16 rows are multiplied in fp32: every published model of this kind is bf16"),
     ("merge 8x128 to 1024", "spills", "8 bytes on sm_100, of 80 registers, in the largest tree: the choice of ptxas"),
     ("grow 1024 of 3 sources", "spills", "8 bytes on sm_120, of 128 registers, in the largest tree: ptxas's choice"),

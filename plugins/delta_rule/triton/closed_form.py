@@ -1,7 +1,7 @@
 """The gated delta rule over many rows at once: all rows of a tree, or pieces of a prompt's chunk.
 
-One program computes BV columns of one value head of one request. Rows come in tiles of TILE, in their order; for each
-tile those columns of the state are read once, so for a tree of one tile once in all:
+One program computes BV columns of one value head of one request. Rows come in tiles of TILE, in their order; each tile
+reads those columns of the state once, later tiles from the L2 cache:
 
     right = beta (v - e^G Sᵀ k)      out = e^G Sᵀ q                          S: the state
     tree: for each earlier tile      right -= A D        out += P D          D: its changes, which this program stored

@@ -51,22 +51,21 @@ class Tile:
 
 #: Columns of keys that are multiplied at once.
 KEY_COLUMNS = 32
-#: What spills least: of up to 32 rows, of several tiles in turn, of up to 64 rows whose products are bf16's.
-SMALL, MANY, LARGE = Tile(32, 32, 4), Tile(32, 16, 4), Tile(64, 16, 8)
+#: For one tile, and for several in turn; more columns or warps spill. Tiles of 64 rows would be products of a warpgroup
+#: (wgmma), before which Triton 3.7.1 leaves out a fence here: executed as PTX, they read sums that are not ready.
+SMALL, MANY = Tile(32, 32, 4), Tile(32, 16, 4)
 
 
-def tile_of(rows: int, dtype: torch.dtype) -> Tile:
-    """The tile for trees of so many rows. One of up to 64 in bf16 reads its state once."""
-    if rows > SMALL.rows:
-        return LARGE if dtype == torch.bfloat16 and rows <= LARGE.rows else MANY
+def tile_of(rows: int) -> Tile:
+    """The tile for trees of so many rows."""
     padded: int = power(rows)
-    return replace(SMALL, rows=max(16, padded))
+    return MANY if rows > SMALL.rows else replace(SMALL, rows=max(16, padded))
 
 
 def tree_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask) -> Tensor:
     """`tree_delta_rule` without `exact`."""
     batch, count, heads, size = rows.v.shape
-    tile = tile_of(count, q.dtype)
+    tile = tile_of(count)
     out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
     changes = sums = None
     if count > tile.rows:
@@ -83,7 +82,7 @@ def tree_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Te
 def chunk_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, chunks: ChunkMask) -> Tensor:
     """`chunk_delta_rule` without `exact`."""
     heads, size = rows.v.shape[2:]
-    tile = tile_of(min(max(chunks.lengths), SMALL.rows), q.dtype)
+    tile = tile_of(min(max(chunks.lengths), SMALL.rows))
     out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         chunk_rule_kernel[heads * tile.parts(size), len(slots)](
