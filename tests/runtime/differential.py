@@ -2,11 +2,11 @@
 
     python -m tests.runtime.differential STEPS [--seed S]
 
-An episode is a tiny random model, some with windows, some with NaN, infinity or overflowing numbers in a weight, and
-requests with random parameters, their bounds included. They are decoded alone, one token a step, in pages that are kept
-to the end; then together by policies that take turns, in few pages, with cancellations, cached prefixes, grammars and,
-in some, steps that are graphs. Tokens, text, finish reason, error and log-probabilities must be the same, and all pages
-free at the end.
+An episode is a tiny random model, some with windows, each fifth with gated delta nets, some with NaN, infinity or
+overflowing numbers in a weight, and requests with random parameters, their bounds included. They are decoded alone, one
+token a step, in pages that are kept to the end; then together by policies that take turns, in few pages, with
+cancellations, cached prefixes, grammars and, in some, steps that are graphs. Tokens, text, finish reason, error and
+log-probabilities must be the same, and all pages and slots free at the end.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.trees import Draft
-from d2sd.policies import NAMES
+from d2sd.policies import FACTS, NAMES, DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
@@ -37,28 +37,31 @@ from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
 from tests.runtime.cheating import Knowing
-from tests.runtime.helpers import BLOCK, BRANCHES, WINDOWS, OneTable, all_pages, free_pages
+from tests.runtime.helpers import BLOCK, BRANCHES, WINDOWS, OneTable, all_pages, free_pages, memory_of
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
 from tests.tiny import HEADS, prepared, tiny_decoder, tiny_drafter, tiny_flex
 
-Models = tuple[Decoder, Drafter, Drafter, FlexHead]
+Models = tuple[Decoder, Drafter, Drafter, FlexHead | None]
 TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
+HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 BROKEN = torch.nan, torch.inf, -torch.inf, 1e38, -1e38, 1e30, 1e19, -1e19
 #: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
 AUTO: tuple[Policy, ...] = (Off(1), Chain(4), DDTree(4), DDTree(8))
 FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
 
 
-def models(dice: random.Random) -> Models:
+def models(dice: random.Random, *, hybrid: bool = False) -> Models:
     """A random target and its drafters, most with heads that score candidates behind their parents; of half of them one
     weight is broken, in a place, a row, or everywhere.
     """
-    family, seed = dice.choice(FAMILIES), dice.randrange(50)
+    family, seed = dice.choice(HYBRIDS if hybrid else FAMILIES), dice.randrange(50)
     own = random.Random(f"{seed} {family}")
     heads = own.choices([None, *HEADS.values()], k=2)
     windows, *behind = own.choice([*WINDOWS.values()])
+    if hybrid:
+        windows = ()
     target = tiny_decoder(family, layers=2, head_dim=16, tie=dice.random() < 0.5, seed=seed, windows=windows)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[0], attention={"windows": behind[0][:1]})
     second = tiny_drafter(
@@ -70,7 +73,9 @@ def models(dice: random.Random) -> Models:
         seed=2,
         attention={"windows": behind[1][:1]},
     )
-    made = target, first, second, tiny_flex(target, block_size=BLOCK)
+    made: list[Any] = [target, first, second]
+    if not hybrid:  # FlexDraft drafts in dense targets alone
+        made.append(tiny_flex(target, block_size=BLOCK))
     if dice.random() < 0.5:
         model = made[0] if dice.random() < 0.8 else dice.choice(made)
         weight = dice.choice([*dict(model.named_parameters()).values()])
@@ -78,7 +83,8 @@ def models(dice: random.Random) -> Models:
         with torch.no_grad():
             weight[place[: dice.choice((0, 1, 1, 2, 2, 2))]] = dice.choice(BROKEN)
     kind = dice.choice(TYPES)
-    return made[0].to(kind), made[1].to(kind), made[2].to(kind), made[3].to(kind)
+    target, first, second, *flex = (model.to(kind) for model in made)
+    return target, first, second, flex[0] if flex else None
 
 
 def parameters(dice: random.Random, seed: int) -> SamplingParams:
@@ -182,7 +188,12 @@ class Episode:
         return found
 
     def models(self) -> Models:
-        return models(random.Random(self.seed))
+        return models(random.Random(self.seed), hybrid=self.hybrid)
+
+    @property
+    def hybrid(self) -> bool:
+        """Whether the target has gated delta nets."""
+        return self.seed % 5 == 4
 
     def engine(self) -> Engine:
         """With few pages, several requests at a time, and in a third of the episodes one step late."""
@@ -191,11 +202,12 @@ class Episode:
             request.seed: [*request.prompt, *told["tokens"], *[0] * BLOCK]
             for request, (told, _) in zip(self.requests, self.alone, strict=True)
         }
-        runner = Knowing(*self.models(), texts)
+        runner: Any = Knowing
+        runner = runner(*self.models(), texts)
         page_size = dice.choice((4, 8))
         pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
-        memory = (1 + pages) * runner.page_bytes(page_size)
-        limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), memory, dice.random() < 0.7)
+        limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)
+        limits = replace(limits, kv_memory=memory_of(runner, pages, limits))
         engine = Engine(runner, dice.choice(self.policies()), limits, decode)
         engine.runner.keep_text()  # the policies that take turns may copy
         if dice.random() < 0.2:
@@ -209,7 +221,8 @@ class Episode:
     def policies(self) -> list[Policy]:
         budget, copies = self.dice.choice((2, 7, 14, 30)), self.dice.random() < 0.5
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": budget}
-        return [make_policy(name, **sizes, lookup=copies) for name in NAMES]
+        names = [name for name in NAMES if not (self.hybrid and DrafterRole.FLEX in FACTS[name].drafters)]
+        return [make_policy(name, **sizes, lookup=copies) for name in names]
 
     def run(self) -> Episode:
         """Decode all together and compare; `differing` says what differs."""
@@ -230,7 +243,7 @@ class Episode:
         for sequence, number in running.items():
             self._compare(sequence, texts[number], *self.alone[number])
         stats = engine.stats
-        self.seen["leaked"] = all_pages(engine) - free_pages(engine)
+        self.seen["leaked"] = all_pages(engine) - free_pages(engine) + stats.slots_used
         self.seen |= Counter(steps=stats.steps, preempted=stats.preemptions, hits=stats.prefix_hit_tokens)
         return self
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -143,6 +144,14 @@ def honest(windows: str = "none") -> ModelRunner:
     return runner_of(*copies(windows))
 
 
+def memory_of(runner: ModelRunner, pages: int, limits: Limits) -> int:
+    """Bytes of so many pages, and of the slots of recurrent state that go with them."""
+    memory, slot = (1 + pages) * runner.page_bytes(limits.page_size), runner.slot_bytes
+    # Snapshots are at most a quarter of what requests' slots leave, themselves included.
+    snapshots = min(limits.max_batch * limits.prefix_cache, memory // (3 * slot)) if slot else 0
+    return memory + (1 + limits.max_batch + snapshots) * slot
+
+
 def make_engine(
     runner: ModelRunner,
     policy: PolicyName = "d2sd",
@@ -160,11 +169,9 @@ def make_engine(
     size = runner.block_size
     made = make_policy(policy, block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
     made = made.among(runner.drafters)
-    kv_memory = None if pages is None else (1 + pages) * runner.page_bytes(page_size)
-    if kv_memory and runner.slot_bytes:  # and as many snapshots as are a quarter of what requests' slots leave
-        snapshots = min(max_batch * prefix_cache, kv_memory // (3 * runner.slot_bytes))
-        kv_memory += (1 + max_batch + snapshots) * runner.slot_bytes
-    limits = Limits(max_batch, 64, page_size, prefill_chunk, kv_memory, prefix_cache)
+    limits = Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache)
+    if pages is not None:
+        limits = replace(limits, kv_memory=memory_of(runner, pages, limits))
     return Engine(runner, made, limits, decode, calibration)
 
 
