@@ -28,7 +28,7 @@ TREES = ((1, 16, 2, 0.0), (21, 32, 8, 0.5), (70, 16, 40, 0.8))
 MORE = ((16, 64, 4, 0.3), (64, 128, 64, 1.0), (150, 64, 32, 0.6))
 TYPES = (torch.float32, torch.bfloat16)
 #: Of products of 16 bits, and of a result in bf16, which the interpreter cuts off.
-BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
+BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8, torch.float16: 2**-10}
 
 
 def check_tree(
