@@ -101,7 +101,8 @@ def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
         k, v = torch.empty(2, len(qkv), ROWS, KV_HEADS, SIZE, dtype=dtype, device=device).unbind()
         return [ops.qk_norm_rope(qkv, cos, sin, heads, k, v), k, v]
 
-    norms, columns = {"q_norm": some(SIZE), "k_norm": some(1, SIZE)}, (HEADS + 2 * KV_HEADS) * SIZE
+    norms: dict[str, Any] = {"q_norm": some(SIZE), "k_norm": some(1, SIZE)}
+    columns = (HEADS + 2 * KV_HEADS) * SIZE
     qkv, context = some(1, ROWS, columns), some(2, ROWS, 2 * KV_HEADS * SIZE)
     plain = partial(Heads, HEADS, KV_HEADS, SIZE, 1e-6)
     both("rope", lambda ops: rope(ops, qkv, plain(**norms)))
@@ -110,8 +111,10 @@ def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
         "rope context",
         lambda ops: rope(ops, context, Heads(0, KV_HEADS, SIZE, 1e-6, k_norm=weight[: 2 * SIZE].view(2, -1))),
     )
-    sums = {"scales": torch.tensor([[0.5, 0.2, 0.3]], device=device), "bias": some(1, columns)}
-    pages = {f"{name}_scale": torch.tensor([one], device=device) for name, one in (("k", 0.02), ("v", 0.013))}
+    sums: dict[str, Any] = {"scales": torch.tensor([[0.5, 0.2, 0.3]], device=device), "bias": some(1, columns)}
+    pages: dict[str, Any] = {
+        f"{name}_scale": torch.tensor([one], device=device) for name, one in (("k", 0.02), ("v", 0.013))
+    }
     both("rope fp8", lambda ops: rope(ops, qkv.float(), plain(**norms, **sums, **pages)))
     return found
 

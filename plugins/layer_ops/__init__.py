@@ -68,6 +68,7 @@ def add_rms_norm(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     block: int = 0,
+    offset: bool = False,
 ) -> Tensor:
     """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
 
@@ -79,9 +80,11 @@ def add_rms_norm(
         out: [R, E], contiguous, of the result's type; receives the result. None: a new tensor.
         block: rows of a block, of which the first is left out, so the result has R - R / block rows; without `total`.
             0: no row is left out.
+        offset: the norm is times 1 + weight, and rounded once.
     """
     given = x, branch, weight, eps
-    normed: Tensor = _implementation(x).add_rms_norm(*given, total=total, scale=scale, out=out, block=block)
+    options = {"total": total, "scale": scale, "out": out, "block": block, "offset": offset}
+    normed: Tensor = _implementation(x).add_rms_norm(*given, **options)
     return normed
 
 
@@ -91,8 +94,9 @@ def qk_norm_rope(
     """Queries, keys and values of a product, normed and rotated, for one layer or (keys and values) for several.
 
     Args:
-        qkv: [L, R, (Hq + 2·Hkv)·D], in the order q, k, v; fp32 sums of FP8 values where `heads.scales`.
-        cos, sin: [R, D/2], by `rope_tables`. Their type is the result's.
+        qkv: [L, R, (Hq + 2·Hkv)·D], in the order q, k, v, and Hq·D more where `heads.gated`; fp32 sums of FP8 values
+            where `heads.scales`.
+        cos, sin: [R, D/2], or half of `heads.rotary`, by `rope_tables`. Their type is the result's.
         k, v: [L, R, Hkv, D], receive rotated keys and plain values, rounded to FP8 pages' values where `heads.k_scale`.
             They may be strided by layer.
         paged: of one layer; its rows, which are the first, go to these pages, and theirs in k and v are undefined.
@@ -147,6 +151,7 @@ def embed_norm_rope(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     front: Front | None = None,
+    offset: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The beginning of a pass over R tokens [...] int64: their embeddings [R, E], the RMSNorm [C + R, E] of the rows of
     `front` and of those, and cosines and sines [C + R, D/2] as `rope_tables` makes them, in the table's type.
@@ -157,10 +162,11 @@ def embed_norm_rope(
         positions: [...] int64 of the tokens, or what they count from.
         scale: 0-dim fp32; with it the norms are quantized, fp8(norm / scale).
         out: [C + R, E], contiguous, of the norms' type; receives them. None: a new tensor.
+        offset: as of `add_rms_norm`.
     """
     given = tokens, table, weight, eps, positions, frequencies, factor
     made: tuple[Tensor, Tensor, Tensor, Tensor]
-    made = _implementation(tokens).embed_norm_rope(*given, scale=scale, out=out, front=front)
+    made = _implementation(tokens).embed_norm_rope(*given, scale=scale, out=out, front=front, offset=offset)
     return made
 
 

@@ -21,11 +21,15 @@ class Heads:
     scales: Tensor | None = None  # [L, 3] fp32, of the FP8 sums of q, k and v
     k_scale: Tensor | None = None  # [L] fp32, of FP8 pages
     v_scale: Tensor | None = None
+    rotary: int | None = None  # of a head, its first numbers, which rotate; None: all D
+    gated: bool = False  # behind each query is a gate [D] in the product, which `gate_heads` reads
+    norm_offset: bool = False  # norms are times 1 + weight, and rounded once
 
     @property
     def parts(self) -> list[int]:
-        """Columns of q, k and v in the product."""
-        return [self.queries * self.size, self.kv * self.size, self.kv * self.size]
+        """Columns of q, k and v in the product; those of q have gates between them."""
+        queries = self.queries * (2 if self.gated else 1)
+        return [queries * self.size, self.kv * self.size, self.kv * self.size]
 
 
 @dataclass(frozen=True, slots=True)

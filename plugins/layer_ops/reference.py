@@ -27,6 +27,7 @@ def add_rms_norm(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     block: int = 0,
+    offset: bool = False,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm`."""
     if block:
@@ -35,7 +36,7 @@ def add_rms_norm(
         x = x + branch
         if total is not None:
             total.copy_(x)
-    normed = weight * _normed(x, eps)
+    normed = _scaled(x, weight, eps, offset)
     result = normed if scale is None else quantize(normed, scale)
     return result if out is None else out.copy_(result)
 
@@ -44,9 +45,10 @@ def _behind_first(x: Tensor, block: int) -> Tensor:
     return x.reshape(-1, block, x.shape[1])[:, 1:].flatten(0, 1)
 
 
-def _normed(x: Tensor, eps: float) -> Tensor:
+def _scaled(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)).to(x.dtype)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (normed * (1 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
 
 
 def qk_norm_rope(
@@ -64,10 +66,11 @@ def qk_norm_rope(
     queries, keys, values = (
         part.view(*part.shape[:2], part.shape[2] // heads.size, heads.size) for part in parts
     )  # [L, R, H, D]
+    queries = queries[:, :, ::2] if heads.gated else queries
     if heads.q_norm is not None:
-        queries = heads.q_norm * _normed(queries, heads.eps)
+        queries = _scaled(queries, heads.q_norm, heads.eps, heads.norm_offset)
     if heads.k_norm is not None:
-        keys = heads.k_norm[:, None, None] * _normed(keys, heads.eps)
+        keys = _scaled(keys, heads.k_norm[:, None, None], heads.eps, heads.norm_offset)
     keys = _rotated(keys, cos, sin)
     if heads.k_scale is not None:
         assert heads.v_scale is not None
@@ -95,10 +98,11 @@ def qk_norm_rope(
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [L, R, H, D] by tables [R, D/2]."""
-    first, second = x.chunk(2, dim=-1)
+    """x [L, R, H, D] by tables [R, D/2], or the first numbers of each head by shorter ones."""
+    half = cos.shape[-1]
+    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
-    return torch.cat([first * cos + -second * sin, second * cos + first * sin], dim=-1)
+    return torch.cat([first * cos + -second * sin, second * cos + first * sin, rest], dim=-1)
 
 
 def silu_mul(
@@ -139,12 +143,13 @@ def embed_norm_rope(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     front: Front | None = None,
+    offset: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`d2sd.plugins.layer_ops.embed_norm_rope`."""
     x = F.embedding(tokens.flatten(), table)
-    normed = add_rms_norm(x, None, weight, eps, scale=scale)
+    normed = add_rms_norm(x, None, weight, eps, scale=scale, offset=offset)
     if front is not None:
-        normed = torch.cat([add_rms_norm(front.x, None, front.weight, eps, scale=scale), normed])
+        normed = torch.cat([add_rms_norm(front.x, None, front.weight, eps, scale=scale, offset=offset), normed])
     before = None if front is None else front.positions
     absolute = positions.absolute if isinstance(positions, Behind) else positions
     cos, sin = rope_tables(absolute, frequencies, factor, table.dtype, before)

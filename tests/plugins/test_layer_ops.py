@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -213,7 +214,8 @@ def test_fp8_rounds_as_the_modules_do(dtype: torch.dtype) -> None:
         assert torch.equal(found.view(torch.uint8), to_pages(expected, scale).view(torch.uint8))
     caches, plain = (Fp8Cache(), Fp8Cache()), heads_of(1, HQ, norms=True, fp8=False, dtype=dtype)
     caches[0].scale, caches[1].scale = scale, scale / 3
-    paged = Heads(HQ, HKV, SIZE, EPS, plain.q_norm, plain.k_norm, None, None, *(c.scale.view(1) for c in caches))
+    k_scale, v_scale = (cache.scale.view(1) for cache in caches)
+    paged = replace(plain, k_scale=k_scale, v_scale=v_scale)
     qkv, angles = products(1, HQ).to(dtype), tables(dtype)
     (q, k, v), (plain_q, plain_k, plain_v) = (made_heads(qkv, *angles, heads) for heads in (paged, plain))
     assert torch.equal(q, plain_q)

@@ -20,11 +20,22 @@ from d2sd.plugins.shared.kernels import in_fp8_range
 
 
 @triton.jit
-def _store_normed(value, factor, scale, out, mask, EPS: tl.constexpr, WIDTH: tl.constexpr, TYPE: tl.constexpr):
+def _scaled(normed, factor, OFFSET: tl.constexpr, TYPE: tl.constexpr):
+    """A norm in fp32 times `factor`, rounded before; with OFFSET times 1 + `factor`, rounded once."""
+    if OFFSET:
+        return (normed * (1.0 + factor.to(tl.float32))).to(TYPE)
+    else:
+        return (factor.to(tl.float32) * normed.to(TYPE).to(tl.float32)).to(TYPE)
+
+
+@triton.jit
+def _store_normed(
+    value, factor, scale, out, mask,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, OFFSET: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
     """The norm of a row in fp32, 0 behind its last number, times `factor`; quantized if there is a scale."""
     mean = tl.sum(value * value, 0) * (1.0 / WIDTH)
-    normed = (value * tl.rsqrt(mean + EPS)).to(TYPE).to(tl.float32)
-    result = (factor.to(tl.float32) * normed).to(TYPE)
+    result = _scaled(value * tl.rsqrt(mean + EPS), factor, OFFSET, TYPE)
     if scale is not None:
         result = in_fp8_range(result, tl.load(scale))
     tl.store(out, result.to(out.dtype.element_ty), mask=mask)
@@ -44,6 +55,7 @@ def add_rms_norm_kernel(
     X_STRIDE: tl.constexpr,
     TOTAL_STRIDE: tl.constexpr,
     BLOCK: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """Grid (rows of the result,): one program a row. WIDTH = E, PADDED ≥ E a power of two; strides are from row to row.
 
@@ -65,7 +77,7 @@ def add_rms_norm_kernel(
             tl.store(total + row * TOTAL_STRIDE + lane, rounded, mask=mask)
         value = rounded.to(tl.float32)
     factor = tl.load(weight + lane, mask=mask, other=0.0)
-    _store_normed(value, factor, scale, out + to * WIDTH + lane, mask, EPS, WIDTH, TYPE)
+    _store_normed(value, factor, scale, out + to * WIDTH + lane, mask, EPS, WIDTH, OFFSET, TYPE)
 
 
 @triton.jit
@@ -94,12 +106,12 @@ def _paged(x, scale, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _store_paged(pages, a, b, scale, layer, mask, HEAD: tl.constexpr):
+def _store_paged(pages, a, b, scale, layer, mask, apart):
     """Halves of some heads as `write_pages` stores them."""
     if scale is not None:
         a, b = in_fp8_range(a, tl.load(scale + layer)), in_fp8_range(b, tl.load(scale + layer))
     tl.store(pages, a.to(pages.dtype.element_ty), mask=mask)
-    tl.store(pages + HEAD, b.to(pages.dtype.element_ty), mask=mask)
+    tl.store(pages + apart, b.to(pages.dtype.element_ty), mask=mask)
 
 
 @dependent_kernel
@@ -107,12 +119,14 @@ def qk_norm_rope_kernel(
     qkv, cos, sin, q_norm, k_norm, bias, scales, k_scale, v_scale, q, k, v,
     k_pages, v_pages, page_table, positions, keep, in_stride, out_stride, paged, places, columns,
     EPS: tl.constexpr, HQ: tl.constexpr, HKV: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    BLOCK: tl.constexpr, PAGE: tl.constexpr,
+    ROTARY: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr, BLOCK: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, ⌈(Hq + 2·Hkv) / BLOCK⌉, L): one program BLOCK heads of a row. The first `paged` rows, `places` of each
     request, go to pages where there are any.
 
-    HEAD = D/2, PADDED ≥ D/2 a power of two; strides are from layer to layer, of the product and of k and v.
+    HEAD = D/2, PADDED ≥ D/2 a power of two; strides are from layer to layer, of the product and of k and v. A lane has
+    two numbers of a head, `apart` from each other: of the first ROTARY lanes those that rotate together. GATED: behind
+    each query in the product is a gate, which is left there.
     """
     wait_for_prior_kernels()
     TYPE: tl.constexpr = k.dtype.element_ty
@@ -125,35 +139,46 @@ def qk_norm_rope_kernel(
     mask = (head < HEADS)[:, None] & in_half
     q_mask, k_mask, v_mask = is_q[:, None] & in_half, is_k[:, None] & in_half, is_v[:, None] & in_half
 
-    column = head[:, None] * (2 * HEAD) + lane[None, :]
-    at = layer * in_stride + row * (HEADS * 2 * HEAD) + column
-    bias_at = layer * (HEADS * 2 * HEAD) + column
+    if ROTARY < HEAD:
+        apart = tl.where(lane < ROTARY, ROTARY, HEAD - ROTARY)[None, :]
+        near = tl.where(lane < ROTARY, lane, lane + ROTARY)[None, :]
+    else:
+        apart = HEAD
+        near = lane[None, :]
+    column = head[:, None] * (2 * HEAD) + near
+    COLUMNS: tl.constexpr = (HEADS + HQ * GATED) * 2 * HEAD
+    given = tl.where(is_q, 2 * head, head + HQ)[:, None] * (2 * HEAD) + near if GATED else column
+    at = layer * in_stride + row * COLUMNS + given
+    bias_at = layer * COLUMNS + given
     factor = tl.full([BLOCK], 1.0, tl.float32)
     if scales is not None:
         factor = tl.load(scales + layer * 3 + tl.where(is_q, 0, tl.where(is_k, 1, 2)))
     first = _half(qkv, at, mask, bias, bias_at, factor, TYPE)
-    second = _half(qkv, at + HEAD, mask, bias, bias_at + HEAD, factor, TYPE)
+    second = _half(qkv, at + apart, mask, bias, bias_at + apart, factor, TYPE)
 
     a, b = first, second
     if k_norm is not None:
         mean = (tl.sum(a * a, 1) + tl.sum(b * b, 1)) * (0.5 / HEAD)
         root = tl.rsqrt(mean + EPS)[:, None]
-        near = lane[None, :] + tl.zeros([BLOCK, 1], tl.int32)
+        of_head = near + tl.zeros([BLOCK, 1], tl.int32)
         of_layer = k_norm + layer * (2 * HEAD)
-        weights_a = _weights(q_norm, of_layer, near, q_mask, k_mask)
-        weights_b = _weights(q_norm, of_layer, near + HEAD, q_mask, k_mask)
-        a = (weights_a * (a * root).to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
-        b = (weights_b * (b * root).to(TYPE).to(tl.float32)).to(TYPE).to(tl.float32)
+        weights_a = _weights(q_norm, of_layer, of_head, q_mask, k_mask)
+        weights_b = _weights(q_norm, of_layer, of_head + apart, q_mask, k_mask)
+        a = _scaled(a * root, weights_a, OFFSET, TYPE).to(tl.float32)
+        b = _scaled(b * root, weights_b, OFFSET, TYPE).to(tl.float32)
 
-    c = tl.load(cos + row * HEAD + lane, mask=lane < HEAD, other=0.0).to(tl.float32)[None, :]
-    s = tl.load(sin + row * HEAD + lane, mask=lane < HEAD, other=0.0).to(tl.float32)[None, :]
+    c = tl.load(cos + row * ROTARY + lane, mask=lane < ROTARY, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * ROTARY + lane, mask=lane < ROTARY, other=0.0).to(tl.float32)[None, :]
     turned_a = ((a * c).to(TYPE).to(tl.float32) + (-b * s).to(TYPE).to(tl.float32)).to(TYPE)
     turned_b = ((b * c).to(TYPE).to(tl.float32) + (a * s).to(TYPE).to(tl.float32)).to(TYPE)
+    if ROTARY < HEAD:
+        turned_a = tl.where((lane < ROTARY)[None, :], turned_a, a.to(TYPE))
+        turned_b = tl.where((lane < ROTARY)[None, :], turned_b, b.to(TYPE))
 
     if HQ > 0:
         to_q = row * (HQ * 2 * HEAD) + column
         tl.store(q + to_q, turned_a, mask=q_mask)
-        tl.store(q + to_q + HEAD, turned_b, mask=q_mask)
+        tl.store(q + to_q + apart, turned_b, mask=q_mask)
     value_a, value_b = first.to(TYPE), second.to(TYPE)
     if k_scale is not None:
         key_scale, value_scale = tl.load(k_scale + layer), tl.load(v_scale + layer)
@@ -165,15 +190,15 @@ def qk_norm_rope_kernel(
         kept = to_pages & (tl.load(keep + row, mask=to_pages, other=0) != 0) & (position // PAGE < columns)
         page = tl.load(page_table + row // places * columns + position // PAGE, mask=kept, other=0).to(tl.int64)
         at = (page * PAGE + position % PAGE) * (HKV * 2 * HEAD) + column - HQ * 2 * HEAD
-        _store_paged(k_pages + at, turned_a, turned_b, k_scale, layer, kept & k_mask, HEAD)
-        _store_paged(v_pages + at - HKV * 2 * HEAD, value_a, value_b, v_scale, layer, kept & v_mask, HEAD)
+        _store_paged(k_pages + at, turned_a, turned_b, k_scale, layer, kept & k_mask, apart)
+        _store_paged(v_pages + at - HKV * 2 * HEAD, value_a, value_b, v_scale, layer, kept & v_mask, apart)
         k_mask, v_mask = k_mask & (row >= paged), v_mask & (row >= paged)
     to_kv = layer * out_stride + row * (HKV * 2 * HEAD) + column - HQ * 2 * HEAD
     tl.store(k + to_kv, turned_a, mask=k_mask)
-    tl.store(k + to_kv + HEAD, turned_b, mask=k_mask)
+    tl.store(k + to_kv + apart, turned_b, mask=k_mask)
     to_kv -= HKV * 2 * HEAD
     tl.store(v + to_kv, value_a, mask=v_mask)
-    tl.store(v + to_kv + HEAD, value_b, mask=v_mask)
+    tl.store(v + to_kv + apart, value_b, mask=v_mask)
 
 
 @dependent_kernel
@@ -247,7 +272,7 @@ def rope_tables_kernel(
 def embed_norm_rope_kernel(
     tokens, table, weight, start, steps, frequencies, front, front_weight, front_positions, x, out, cos, sin, scale,
     before, rows, stride,
-    EPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr,
+    EPS: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr, OFFSET: tl.constexpr,
     FACTOR: tl.constexpr, HEAD: tl.constexpr, HALF: tl.constexpr, INTERPRET: tl.constexpr,
 ):  # fmt: skip
     """Grid (C + R,): one program a row, the first `before` = C of `front`. `steps`: positions, or with `start` those of
@@ -275,7 +300,7 @@ def embed_norm_rope_kernel(
     if front is not None:
         value = tl.where(is_own, value, tl.load(front + row * WIDTH + lane, mask=mask & (own < 0), other=0.0))
         factor = tl.where(is_own, factor, tl.load(front_weight + lane, mask=mask & (own < 0), other=0.0))
-    _store_normed(value.to(tl.float32), factor, scale, out + row * WIDTH + lane, mask, EPS, WIDTH, TYPE)
+    _store_normed(value.to(tl.float32), factor, scale, out + row * WIDTH + lane, mask, EPS, WIDTH, OFFSET, TYPE)
     _store_tables(position, frequencies, cos, sin, row, FACTOR, HEAD, HALF, INTERPRET)
 
 

@@ -55,6 +55,7 @@ def add_rms_norm(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     block: int = 0,
+    offset: bool = False,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
     assert not block or (total is None and len(x) % block == 0)
@@ -75,7 +76,7 @@ def add_rms_norm(
         total,
         out,
         scale,
-        **norm_constants(width, eps, *strides, block),
+        **norm_constants(width, eps, *strides, block, offset),
         num_warps=norm_warps(width),
         **OPTIONS,
     )
@@ -83,10 +84,14 @@ def add_rms_norm(
 
 
 @cache
-def norm_constants(width: int, eps: float, x_stride: int, total_stride: int, block: int) -> dict[str, Any]:
-    """Compile-time constants of `add_rms_norm_kernel`: E, strides of rows, and rows of which the first is left out."""
+def norm_constants(
+    width: int, eps: float, x_stride: int, total_stride: int, block: int, offset: bool
+) -> dict[str, Any]:
+    """Compile-time constants of `add_rms_norm_kernel`: E, strides of rows, rows of which the first is left out, and
+    whether 1 is added to weights.
+    """
     strides = {"X_STRIDE": x_stride, "TOTAL_STRIDE": total_stride}
-    return {"EPS": eps, "WIDTH": width, "PADDED": power(width), **strides, "BLOCK": block}
+    return {"EPS": eps, "WIDTH": width, "PADDED": power(width), **strides, "BLOCK": block, "OFFSET": offset}
 
 
 def norm_warps(width: int) -> int:
@@ -112,7 +117,10 @@ def qk_norm_rope(
     qk_norm_rope_kernel[grid](
         qkv, cos, sin, heads.q_norm, heads.k_norm, heads.bias, heads.scales, heads.k_scale, heads.v_scale,
         q if heads.queries else None, k, v, *_pages(paged), qkv.stride(0), k.stride(0), *sizes[:3],
-        **rope_constants(heads.queries, heads.kv, heads.size, heads.eps, sizes[3]), num_warps=1, **OPTIONS,
+        **rope_constants(
+            heads.queries, heads.kv, heads.size, heads.eps, sizes[3], heads.rotary, heads.gated, heads.norm_offset
+        ),
+        num_warps=1, **OPTIONS,
     )  # fmt: skip
     return q
 
@@ -127,14 +135,26 @@ def _pages(paged: PagedRows | None) -> tuple[Tensor | None, ...]:
 
 
 @cache
-def rope_constants(queries: int, kv_heads: int, size: int, eps: float, page_size: int) -> dict[str, Any]:
-    """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D, Z."""
+def rope_constants(
+    queries: int,
+    kv_heads: int,
+    size: int,
+    eps: float,
+    page_size: int,
+    rotary: int | None = None,
+    gated: bool = False,
+    offset: bool = False,
+) -> dict[str, Any]:
+    """Compile-time constants of `qk_norm_rope_kernel`: Hq, Hkv, D, Z, and those of `Heads`."""
     return {
         "EPS": eps,
         "HQ": queries,
         "HKV": kv_heads,
         "HEAD": size // 2,
         "PADDED": power(size // 2),
+        "ROTARY": (rotary or size) // 2,
+        "GATED": gated,
+        "OFFSET": offset,
         "BLOCK": HEADS_A_PROGRAM,
         "PAGE": page_size,
     }
@@ -207,6 +227,7 @@ def embed_norm_rope(
     scale: Tensor | None = None,
     out: Tensor | None = None,
     front: Front | None = None,
+    offset: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`d2sd.plugins.layer_ops.embed_norm_rope` on CUDA."""
     before, own, width = 0 if front is None else len(front.x), tokens.numel(), table.shape[1]
@@ -238,7 +259,7 @@ def embed_norm_rope(
         before,
         steps.shape[-1],
         0 if start is None else steps.stride(0),
-        **embed_constants(width, eps, len(frequencies), factor),
+        **embed_constants(width, eps, len(frequencies), factor, offset),
         num_warps=norm_warps(width),
         **OPTIONS,
     )
@@ -246,9 +267,11 @@ def embed_norm_rope(
 
 
 @cache
-def embed_constants(width: int, eps: float, half: int, factor: float) -> dict[str, Any]:
-    """Compile-time constants of `embed_norm_rope_kernel`: E, D/2 and the factor of cosines and sines."""
-    norm = {"EPS": eps, "WIDTH": width, "PADDED": power(width)}
+def embed_constants(width: int, eps: float, half: int, factor: float, offset: bool) -> dict[str, Any]:
+    """Compile-time constants of `embed_norm_rope_kernel`: E, D/2, the factor of cosines and sines, and whether 1 is
+    added to weights.
+    """
+    norm = {"EPS": eps, "WIDTH": width, "PADDED": power(width), "OFFSET": offset}
     return norm | {"FACTOR": factor, "HEAD": half, "HALF": power(half), "INTERPRET": INTERPRET}
 
 

@@ -52,6 +52,16 @@ def heads(kind: str, size: int, *, context: bool = False, fp8: bool = False) -> 
     ops.qk_norm_rope(some("fp32" if fp8 else kind, 2, ROWS, columns), table, table, given, kept, kept)
 
 
+def gated_heads(*, fp8: bool) -> None:
+    """Qwen3.5-4B's: a quarter of each head rotates, and norms are of 1 + weight; in FP8 over FP8 pages."""
+    size, columns, one = 256, (2 * 16 + 2 * 4) * 256, some("fp32", 1)
+    norms = some("bf16", size), some("bf16", 1, size)
+    scales = {"scales": some("fp32", 1, 3), "k_scale": one, "v_scale": one} if fp8 else {}
+    given = Heads(16, 4, size, 1e-6, *norms, rotary=64, gated=True, norm_offset=True, **scales)
+    table, kept = some("bf16", ROWS, 32), some("bf16", 1, ROWS, 4, size)
+    ops.qk_norm_rope(some("fp32" if fp8 else "bf16", 1, ROWS, columns), table, table, given, kept, kept)
+
+
 def injecting(kind: str, *, fp8: bool) -> None:
     """Heads of a layer of which the first rows are context: into pages so far that their addresses take 64 bits."""
     columns, scales = (GROUP + 2) * KV_HEADS * 128, (some("fp32", 1),) * 2 if fp8 else ()
@@ -110,6 +120,7 @@ NORMS = {name: partial(norm, kind, 4096, fp8=fp8) for name, (kind, fp8) in named
 HEADS = {name: partial(heads, kind, 128, fp8=fp8) for name, (kind, fp8) in named("qk+norm+rope", " D=128").items()}
 HEADS |= {f"qk+norm+rope bf16 D={size}": partial(heads, "bf16", size) for size in (96, 256)}
 HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context=True)}
+HEADS |= {f"gated qk+norm+rope bf16{'/fp8' * fp8}": partial(gated_heads, fp8=fp8) for fp8 in (False, True)}
 PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", "fp16", "fp32", "fp8")}
 PRODUCTS |= {f"exact product {kind} of few": partial(linear, kind, outputs=4096) for kind in ("bf16", "fp16", "fp8")}
 KERNELS = (
