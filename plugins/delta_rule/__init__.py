@@ -45,7 +45,8 @@ from d2sd.plugins.delta_rule.types import DeltaRows
 from d2sd.plugins.dispatch import Implementation
 
 __all__ = [
-    "DeltaRows", "chunk_convolution", "chunk_delta_rule", "commit_convolution", "commit_delta_rule", "tree_convolution",
+    "DeltaRows", "chunk_convolution", "chunk_delta_rule", "commit_chunk_inputs", "commit_convolution",
+    "commit_delta_rule", "tree_convolution",
     "tree_delta_rule",
 ]  # fmt: skip
 
@@ -200,9 +201,14 @@ def chunk_convolution(
     else:
         convolve = convolution_cpu if picked is Implementation.LIBRARY else chunk_convolution_reference
         out = convolve(x, weight, states, slots, chunks, bias)
-    lengths = chunks.starts.diff()
-    count = lengths.clamp(max=weight.shape[1] - 1)
-    path = (chunks.starts[1:] - count)[:, None] + torch.arange(weight.shape[1] - 1, device=x.device)
+    commit_chunk_inputs(x, states, slots, chunks)
+    return out
+
+
+def commit_chunk_inputs(x: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask) -> None:
+    """Keep the last W - 1 inputs of chunks x [1, N, C] in `states` [P, C, W - 1] of one layer, in place."""
+    kept = states.shape[-1]
+    count = chunks.starts.diff().clamp(max=kept)
+    path = (chunks.starts[1:] - count)[:, None] + torch.arange(kept, device=x.device)
     inputs = x.expand(len(slots), -1, -1)[None]
     commit_convolution(inputs, states[None], slots, path.clamp(max=x.shape[1] - 1), count)
-    return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import attention, choice, delta_rule, graphs, launches, layers, trees
+from tests.mutants import attention, choice, delta_rule, gated_layers, graphs, launches, layers, trees
 
-PARTS = (graphs, launches, attention, layers, choice, trees, delta_rule)
+PARTS = (graphs, launches, attention, layers, choice, trees, delta_rule, gated_layers)
 MUTANTS = [mutant for part in PARTS for mutant in part.MUTANTS]

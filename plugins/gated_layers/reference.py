@@ -1,0 +1,110 @@
+"""The ops of gated attention and of gated delta nets in plain PyTorch: their specification, and their CPU path.
+
+Every rounding stands where `modeling/layers.py` and `modeling/delta_net.py` round.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
+from d2sd.plugins.delta_rule import DeltaRows
+from d2sd.plugins.delta_rule.reference.convolution import chunk_convolution_reference, tree_convolution_reference
+from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
+from d2sd.plugins.layer_ops.heads import Heads
+from d2sd.plugins.layer_ops.reference import add_rms_norm, quantize
+
+# Shape letters as in __init__.py.
+
+
+def _sigmoid(x: Tensor) -> Tensor:
+    """In fp64 for the reason that `modeling/feed_forward.py` gives."""
+    return torch.sigmoid(x.double()).to(x.dtype)
+
+
+def _into(result: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
+    result = result.flatten(1) if scale is None else quantize(result.flatten(1), scale)
+    return result if out is None else out.copy_(result)
+
+
+def gate_heads(
+    x: Tensor, product: Tensor, heads: Heads, *, scale: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
+    """`d2sd.plugins.gated_layers.gate_heads`."""
+    columns = heads.parts[0]
+    gates = product[:, :columns]
+    if heads.scales is not None:
+        gates = gates * heads.scales[0, 0]
+    gates = gates.to(x.dtype)
+    if heads.bias is not None:
+        gates = gates + heads.bias[0, :columns]
+    return _into(x * _sigmoid(gates.reshape(len(x), -1, heads.size)[:, 1::2]), scale, out)
+
+
+def delta_inputs(
+    product: Tensor,
+    gates: Tensor,
+    heads: DeltaHeads,
+    states: Tensor,
+    slots: Tensor,
+    mask: AttnMask | ChunkMask,
+    inputs: Tensor,
+    rows: DeltaRows,
+) -> Tensor:
+    """`d2sd.plugins.gated_layers.delta_inputs`."""
+    of_convolution, _ = _parts(product, heads, inputs.dtype)
+    b, a = _gates(gates, heads, inputs.dtype)
+    inputs.copy_(of_convolution.view_as(inputs))
+    given = inputs, heads.convolution, states, slots
+    if isinstance(mask, AttnMask):
+        mixed = tree_convolution_reference(*given, mask.allowed)
+    else:
+        mixed = chunk_convolution_reference(*given, mask)
+    keys = heads.keys * heads.key_size
+    q, k, v = torch.split(mixed, [keys, keys, heads.values * heads.value_size], -1)
+    steps = a.float() + heads.bias.float()
+    log_gates = heads.decay * F.softplus(steps.double()).float()
+    for into, made in zip((rows.k, rows.v, rows.g, rows.beta), (k, v, log_gates, _sigmoid(b)), strict=True):
+        into.copy_(made.reshape(into.shape))
+    return q.reshape(rows.k.shape)
+
+
+def gated_norm(
+    x: Tensor,
+    product: Tensor,
+    weight: Tensor,
+    eps: float,
+    heads: DeltaHeads,
+    *,
+    scale: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`d2sd.plugins.gated_layers.gated_norm`."""
+    gates = _parts(product, heads, x.dtype)[1].float()
+    normed = add_rms_norm(x.flatten(0, 1), None, weight, eps).view_as(x)
+    return _into((normed * (gates * _sigmoid(gates)).view_as(x)).to(x.dtype), scale, out)
+
+
+def _parts(product: Tensor, heads: DeltaHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Inputs of the convolution [R, C], and z [R, Hv·Dv]."""
+    values, sizes = heads.values * heads.value_size, [heads.channels, heads.values * heads.value_size]
+    product = product[:, : sum(sizes)]
+    if heads.grouped:
+        group = [heads.key_size, heads.key_size, *(2 * (values // heads.keys,))]
+        by_keys = torch.split(product.reshape(len(product), heads.keys, -1), group, -1)
+        product = torch.cat([part.flatten(1) for part in by_keys], -1)
+    of_convolution, z = torch.split(product, sizes, -1)
+    if heads.scales is not None:
+        of_convolution, z = of_convolution * heads.scales[0], z * heads.scales[1]
+    return of_convolution.to(dtype), z.to(dtype)
+
+
+def _gates(gates: Tensor, heads: DeltaHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """b and a [R, Hv] each."""
+    by_keys = gates.reshape(len(gates), heads.keys if heads.grouped else 1, -1)
+    b, a = (part.flatten(1) for part in by_keys.chunk(2, -1))
+    if heads.scales is not None:
+        b, a = b * heads.scales[2], a * heads.scales[3]
+    return b.to(dtype), a.to(dtype)
