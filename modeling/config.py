@@ -148,24 +148,24 @@ class BodyConfig:
             "sliding windows": any(window is not None for window in self.windows),
             "attention sinks": self.sinks,
             "layers of which some are causal": len(set(self.causal)) > 1,
+            "norms of 1 + weight": self.norm_offset,
         }
-        return (*(name for name, there in names.items() if there), *self.beyond_fused)
+        return (*(name for name, there in names.items() if there), *self.beyond_fused, *self.beyond_compiled)
 
     @property
     def beyond_fused(self) -> tuple[str, ...]:
-        """Those of `beyond_llama` that fused layers lack, too."""
+        """Those of `beyond_llama` that fused layers lack."""
         names = {
             "GeGLU": self.activation != "silu",
-            "norms of 1 + weight": self.norm_offset,
             "norms of branches": self.branch_norms,
             "scaled queries": self.query_scale != 1,
             "a second RoPE": self.local_rope is not None,
         }
-        return (*(name for name, there in names.items() if there), *self.beyond_compiled)
+        return tuple(name for name, there in names.items() if there)
 
     @property
     def beyond_compiled(self) -> tuple[str, ...]:
-        """Those of `beyond_fused` that compiled layers on a CPU lack, too."""
+        """Those of `beyond_llama` that compiled layers on a CPU lack."""
         names = {
             "gated delta nets": self.delta is not None,
             "gated attention": self.output_gate,

@@ -128,9 +128,7 @@ class Decoder(TargetModel):
     ) -> DecoderOutput:
         if self.compiled is not None:
             given = input_of(self.compiled, tokens, self.embed_tokens)
-            out: tuple[Tensor, Tensor, Tensor, Tensor]
-            out = self.compiled(given, self.rotary, rows, pool, aux_layer_ids)
-            return DecoderOutput(*out)
+            return DecoderOutput(*self.compiled(given, self.rotary, rows, pool, aux_layer_ids))
         x = self.embed_tokens(tokens)
         angles = self.angles(rows.positions, x.dtype)
         attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)

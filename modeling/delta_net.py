@@ -52,6 +52,11 @@ class DeltaNet(nn.Module):
         self.in_proj_b = nn.Linear(hidden, config.value_heads, bias=False)
         self.in_proj_a = nn.Linear(hidden, config.value_heads, bias=False)
 
+    @property
+    def projections(self) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+        """Those of q, k, v and z, and those of b and a, in the order in which `DeltaHeads` has their columns."""
+        return (self.in_proj_qkv, self.in_proj_z), (self.in_proj_b, self.in_proj_a)
+
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Inputs of the convolution [B, T, C], z [B, T, Hv·Dv], b and a [B, T, Hv]."""
         return self.in_proj_qkv(x), self.in_proj_z(x), self.in_proj_b(x), self.in_proj_a(x)
@@ -87,6 +92,10 @@ class JoinedDeltaNet(DeltaNet):
         values = config.value_heads * config.value_size
         self.in_proj_qkvz = nn.Linear(hidden, config.channels + values, bias=False)
         self.in_proj_ba = nn.Linear(hidden, 2 * config.value_heads, bias=False)
+
+    @property
+    def projections(self) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
+        return (self.in_proj_qkvz,), (self.in_proj_ba,)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         config, size = self._config, self._config.key_size

@@ -13,7 +13,18 @@
     silu_mul                                         quantizes
     down             product, added by the next norm
 
-Nine kernels a layer. Experts (`d2sd.modeling.experts`) run as they are in the place of the last three.
+Nine kernels a layer, and in hybrids ten:
+
+    gated attention                                  a gated delta net
+    add_rms_norm     1 + weight, rounded once        add_rms_norm
+    qkv              a gate behind each query        joint            q, k, v, z, b and a in one product
+    qk_norm_rope     a part of each head rotates     delta_inputs     convolution, log gates, β
+    cascade attention                                delta rule       from one state a request, for a whole tree
+    gate_heads       quantizes                       gated_norm       times silu(z), quantizes
+    o                product                         out              product
+
+What rows write into states goes where a commit of all layers reads it: two launches a step. Experts
+(`d2sd.modeling.experts`) run as they are in the place of the last three; so does the one that all rows share.
 
 Rows of context that a drafter injects as it drafts are in the qkv products of the draft; `qk_norm_rope` writes their
 K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and one `qk_norm_rope`; in
@@ -28,7 +39,6 @@ fp32, twice the bytes, and the next op scales them.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from functools import partial
 from typing import cast
@@ -39,18 +49,21 @@ from torch import Tensor, nn
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
+from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.fused_layer import FusedLayer
-from d2sd.modeling.inference import plain, replace_layers
-from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
+from d2sd.modeling.fused_mixer import FusedAttention, mixer_groups, unjoinable
+from d2sd.modeling.fused_pass import Pass, PassWithContext, Shared, numbers
+from d2sd.modeling.inference import LayerOutputs, plain, replace_layers
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
-from d2sd.plugins.layer_ops import Front, add_rms_norm, linear, qk_norm_rope
+from d2sd.plugins.layer_ops import Front, add_rms_norm, linear
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
@@ -104,97 +117,13 @@ def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bo
     """
     if body.beyond_fused:
         return " and ".join(body.beyond_fused)
-    for layer in cast("Sequence[Layer]", layers):
-        attention = layer.self_attn
+    for layer in cast("Sequence[Layer | DeltaLayer]", layers):
         if exact and not layer.mlp.products():
             return "products of experts are not batch-invariant"
-        projections = (attention.q_proj, attention.k_proj, attention.v_proj), (attention.o_proj,)
-        for group in (*projections, *layer.mlp.products()):
-            if reason := _unjoinable(group, context=context, exact=exact):
+        for group in (*mixer_groups(layer, exact=exact), *layer.mlp.products()):
+            if reason := unjoinable(group, context=context, exact=exact):
                 return reason
     return None
-
-
-def _unjoinable(group: Sequence[nn.Module], *, context: bool, exact: bool) -> str | None:
-    """Reason that layers of one input are not one product. `context`: it is to make that of a drafter's context too."""
-    kinds = {type(part) for part in group}
-    (kind,) = kinds if len(kinds) == 1 else (None,)
-    if kind in (nn.Linear, Fp8Linear):
-        return None
-    if kind is None or not issubclass(kind, ComputedLinear):
-        return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
-    reason = kind.unjoinable(group, exact=exact)
-    return reason or (f"{kind.__name__} has no product for a drafter's context" if context else None)
-
-
-def _numbers(x: Tensor | TokenRows) -> Tensor:
-    """A tensor of the type and on the device of an input."""
-    return x.table if isinstance(x, TokenRows) else x
-
-
-class _Pass:
-    """Outputs of a pass over x [B, T, E], besides hidden states."""
-
-    joint: Tensor | None = None  # the inputs of qkv products, where they are to be; None: anywhere
-    normed: Tensor | None = None  # its rows of the pass
-
-    def __init__(self, body: BodyConfig, x: Tensor | TokenRows, aux_layer_ids: tuple[int, ...]) -> None:
-        shape, width, x = x.shape[:2], body.hidden_size, _numbers(x)
-        self.k, self.v = x.new_empty(2, body.num_layers, *shape, body.num_kv_heads, body.head_dim).unbind()
-        self.features = x.new_empty(*shape, len(aux_layer_ids) * width)
-        # The residual stream after a layer is written where it is wanted: a column of `features`, or one buffer.
-        lines = self.features.flatten(0, 1)
-        self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
-
-    @property
-    def front(self) -> Front | None:
-        """Rows that a qkv product has before those of the pass."""
-        return None
-
-    def heads(
-        self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [B, T, Hq, D], keys and values [B, T, Hkv, D] of the layer's rows."""
-        k, v = self.k[index], self.v[index]
-        q = qk_norm_rope(layer.qkv(normed)[None], cos, sin, layer.heads, k.flatten(0, 1)[None], v.flatten(0, 1)[None])
-        return q.view(*k.shape[:2], *q.shape[1:]), k, v
-
-
-class _PassWithContext(_Pass):
-    """A pass whose qkv products begin with rows of context; their K/V is in the pages before the layer attends."""
-
-    def __init__(
-        self,
-        body: BodyConfig,
-        x: Tensor | TokenRows,
-        context: CommittedRows,
-        front: Front,
-        pool: KVPool,
-        first: Product,
-    ) -> None:
-        """`front`: the rows of `context`; `first`: the qkv product of the first layer."""
-        self._committed, self._front, self._pool, self._shape = context, front, pool, x.shape[:2]
-        self._count = len(front.x)
-        rows = self._count + math.prod(self._shape)
-        self.joint = cast("Tensor", first.room(rows))  # inputs of the qkv products, which are of one shape
-        self.normed = self.joint[self._count :]
-        self.k, self.v = (
-            _numbers(x).new_empty(2, 1, rows, body.num_kv_heads, body.head_dim).unbind()
-        )  # of one layer at a time
-        self.columns = {}
-
-    @property
-    def front(self) -> Front:
-        return self._front
-
-    def heads(
-        self, index: int, layer: FusedLayer, normed: Tensor, cos: Tensor, sin: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        paged = self._pool.paged(index, self._committed)
-        q = qk_norm_rope(layer.qkv(self.joint)[None], cos, sin, layer.heads, self.k, self.v, paged)
-        own = (rows[self._count :].view(*self._shape, *rows.shape[1:]) for rows in (q, self.k[0], self.v[0]))
-        own_q, own_k, own_v = own
-        return own_q, own_k, own_v
 
 
 def _share_input_scale(layers: nn.ModuleList) -> None:
@@ -234,11 +163,18 @@ class FusedLayers(nn.Module):
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[FusedLayer] = []
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
-        for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
+        for layer, of_target in zip(cast("Sequence[Layer | DeltaLayer]", layers), shared, strict=True):
             self._layers.append(FusedLayer(layer, body, self._dtype, of_target, exact=exact))
+        kinds = [type(layer.mixer) for layer in self._layers]
+        self._places = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # among layers of their kind
         self._context: ContextProduct | None = None
         if context:
-            self._context = ContextProduct([(layer.qkv, layer.heads) for layer in self._layers], body)
+            self._context = ContextProduct([(one.joint, one.heads) for one in self._attentions], body)
+
+    @property
+    def _attentions(self) -> list[FusedAttention]:
+        mixers = (layer.mixer for layer in self._layers)
+        return [mixer for mixer in mixers if isinstance(mixer, FusedAttention)]
 
     @property
     def products(self) -> list[Product]:
@@ -248,14 +184,14 @@ class FusedLayers(nn.Module):
     @property
     def nbytes(self) -> int:
         """Bytes of the weights of all products, and of experts."""
-        projections = [product for layer in self._layers for product in (layer.qkv, layer.o)]
+        projections = [product for layer in self._layers for product in layer.mixer.products]
         inner = sum(layer.feed_forward.nbytes for layer in self._layers)
         return sum(product.weight.nbytes for product in projections) + inner
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
         """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
-        heads = [layer.heads for layer in self._layers]
+        heads = [attention.heads for attention in self._attentions]
         if heads[0].k_scale is None:
             return None
         k, v = (torch.cat([cast("Tensor", getattr(head, name)) for head in heads]) for name in ("k_scale", "v_scale"))
@@ -268,53 +204,52 @@ class FusedLayers(nn.Module):
         rows: Rows | Chunks,
         pool: KVPool,
         aux_layer_ids: tuple[int, ...] = (),
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> LayerOutputs:
         """x [B, T, E], of chunks [1, N, E], or its tokens -> the fields of `DecoderOutput`."""
-        with torch.cuda.device_of(_numbers(x)):  # type: ignore[no-untyped-call]
-            out = _Pass(self._config, x, aux_layer_ids)
+        with torch.cuda.device_of(numbers(x)):  # type: ignore[no-untyped-call]
+            out = Pass(self._config, x, rows, aux_layer_ids)
             residual, branch = self._run(out, x, rotary, rows, pool)
-            total = out.columns.get(len(self._layers) - 1)
-            hidden = add_rms_norm(residual, branch, self._norm, self._config.rms_norm_eps, total=total)
-            return hidden.view(x.shape), out.features, out.k, out.v
+            total, offset = out.columns.get(len(self._layers) - 1), self._config.norm_offset
+            given = residual, branch, self._norm, self._config.rms_norm_eps
+            hidden = add_rms_norm(*given, total=total, offset=offset)
+            return hidden.view(x.shape), out.features, out.k, out.v, out.states
 
     def _begin(
-        self, out: _Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks
+        self, out: Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The residual stream [R, E] before the first layer, the input of its qkv product, and cosines and sines."""
+        """The residual stream [R, E] before the first layer, the input of its joint product, and cosines and sines."""
         first, eps, front = self._layers[0], self._config.rms_norm_eps, out.front
-        scale, joint = first.qkv.input_scale, out.joint
+        scale, joint = first.mixer.input_scale, out.joint
         if isinstance(given, TokenRows):
             placed = rows.placed if isinstance(rows, Rows) else rows.positions
-            made = first.qkv.room(given.tokens.numel()) if joint is None else joint
-            return rotary.begin(given, first.input_norm, eps, placed, scale=scale, out=made, front=front)
+            made = first.mixer.room(given.tokens.numel()) if joint is None else joint
+            norm = first.input_norm, eps, placed
+            return rotary.begin(given, *norm, scale=scale, out=made, front=front, offset=first.offset)
         x, normed = given.reshape(-1, given.shape[-1]), out.normed
         if joint is not None and front is not None:
             add_rms_norm(front.x, None, front.weight, eps, scale=scale, out=joint[: len(front.x)])
-        made = first.qkv.room(len(x)) if normed is None else normed
-        normed = add_rms_norm(x, None, first.input_norm, eps, scale=scale, out=made)
+        made = first.mixer.room(len(x)) if normed is None else normed
+        normed = first.norm(x, None, eps, None, made)
         return x, normed, *rotary.tables(rows.positions, x.dtype, None if front is None else front.positions)
 
     def _run(
-        self, out: _Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
+        self, out: Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor]:
         """All layers over rows [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
-        eps, attend = self._config.rms_norm_eps, pool.attend(rows, exact=self._exact)
+        eps, exact, states, mask = self._config.rms_norm_eps, self._exact, None, None
         x, normed, cos, sin = self._begin(out, given, rotary, rows)
+        if pool.states is not None:
+            mask = windowed(rows, None, counters=pool.counters)
+            states = pool.states.of(rows, exact=exact, mask=mask)
+        shared = Shared(cos, sin, pool.attend(rows, exact=exact, mask=mask), states)
         buffer, branch = torch.empty_like(x), None
         for index, layer in enumerate(self._layers):
             if branch is not None:
                 total = out.columns.get(index - 1, buffer)
-                made = layer.qkv.room(len(x)) if out.normed is None else out.normed
-                given_scale = layer.qkv.input_scale
-                normed = add_rms_norm(x, branch, layer.input_norm, eps, total=total, scale=given_scale, out=made)
+                made = layer.mixer.room(len(x)) if out.normed is None else out.normed
+                normed = layer.norm(x, branch, eps, total, made)
                 x = total
-            parts = out.heads(index, layer, normed, cos, sin)
-            room = layer.o.room(len(x))
-            room = None if room is None else room.view(parts[0].shape)
-            heads = attend(index, *parts, layer.o.input_scale, room, sinks=layer.sinks)
-            branch = layer.o(heads.reshape(len(x), -1))
-            if layer.reduce is not None:
-                branch = layer.reduce(branch)
+            branch = layer.mix(self._places[index], normed, out, shared)
             x, branch = buffer, layer.mlp(x, branch, eps, buffer)
         assert branch is not None
         return x, branch
@@ -336,7 +271,7 @@ class FusedLayers(nn.Module):
         assert norm.eps == self._config.rms_norm_eps
         front = Front(projected, norm.weight, context.positions)
         with torch.cuda.device_of(projected):  # type: ignore[no-untyped-call]
-            out = _PassWithContext(self._config, x, context, front, pool, self._layers[0].qkv)
+            out = PassWithContext(self._config, x, context, front, pool, self._layers[0].mixer.joint)
             residual, branch = self._run(out, x, rotary, rows, pool)
             count = len(residual) - (len(residual) // block if block else 0)
             scale, room = (None, None) if head is None else (head.input_scale, head.room(count))

@@ -1,4 +1,4 @@
-"""One layer on CUDA: its joined products, the parameters of the ops between them, and its feed-forward network."""
+"""One layer on CUDA, and its feed-forward network."""
 
 from __future__ import annotations
 
@@ -8,61 +8,57 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.feed_forward import FeedForward
-from d2sd.modeling.fp8 import Fp8Cache
-from d2sd.modeling.layers import Layer, RMSNorm
+from d2sd.modeling.fused_mixer import FusedAttention, FusedDeltaNet
+from d2sd.modeling.fused_pass import Pass, Shared
+from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Linear, Product
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, silu_mul
+from d2sd.plugins.layer_ops import add_rms_norm, silu_mul
 
 # Shape letters: R rows, E hidden, I intermediate.
 
 
 class FusedLayer:
-    """One layer's products and parameters, or with the feed-forward network of `target`."""
+    """One layer: what mixes its tokens, and its feed-forward network or that of `target`."""
 
     def __init__(
-        self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: FusedLayer | None, *, exact: bool
+        self, layer: Layer | DeltaLayer, body: BodyConfig, dtype: torch.dtype, target: FusedLayer | None, *, exact: bool
     ) -> None:
-        attention = layer.self_attn
-        self.reduce = layer.reduce
+        self.reduce = layer.reduce if isinstance(layer, Layer) else None
+        self.offset = body.norm_offset
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
-        projections = attention.q_proj, attention.k_proj, attention.v_proj
-        self.qkv = Product(projections, dtype, exact=exact)
-        sizes = [part.weight.shape[0] for part in projections]
-        for part, weight in zip(projections, torch.split(self.qkv.weight, sizes), strict=True):
-            part.weight.data = weight  # a view: weights are held once, also by a model that keeps its layers
-        self.o = Product([attention.o_proj], dtype, exact=exact)
+        self.mixer: FusedAttention | FusedDeltaNet
+        if isinstance(layer, DeltaLayer):
+            assert body.delta is not None
+            self.mixer = FusedDeltaNet(layer.linear_attn, body.delta, dtype, exact=exact)
+        else:
+            self.mixer = FusedAttention(layer.self_attn, body, dtype, exact=exact)
         shared = None if target is None else target.feed_forward
         self.feed_forward: SwiGLU | Unfused = shared or _feed_forward(layer.mlp, dtype, exact=exact)
-        self.sinks = None if attention.sinks is None else attention.sinks.detach()
-        norms = [_weight(norm) for norm in (attention.q_norm, attention.k_norm)]
-        caches = [_scale(cache) for cache in (attention.k_cache, attention.v_cache)]
-        scales, bias = self.qkv.scales, None if self.qkv.input_scale is None else self.qkv.bias
-        self.heads = Heads(
-            body.num_heads,
-            body.num_kv_heads,
-            body.head_dim,
-            body.rms_norm_eps,
-            q_norm=norms[0],
-            k_norm=None if norms[1] is None else norms[1][None],
-            bias=None if bias is None else bias[None],
-            scales=None if scales is None else scales[None],
-            k_scale=caches[0],
-            v_scale=caches[1],
-        )
 
     @property
     def products(self) -> list[Product]:
         """Its products, in the order in which a pass computes them."""
         inner = self.feed_forward
-        return [self.qkv, self.o, *((inner.gate_up, inner.down) if isinstance(inner, SwiGLU) else ())]
+        return [*self.mixer.products, *((inner.gate_up, inner.down) if isinstance(inner, SwiGLU) else ())]
+
+    def norm(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor | None, room: Tensor | None) -> Tensor:
+        """The input of its mixer for x + branch [R, E], which `total` receives."""
+        scale, offset = self.mixer.input_scale, self.offset
+        return add_rms_norm(x, branch, self.input_norm, eps, total=total, scale=scale, out=room, offset=offset)
+
+    def mix(self, index: int, normed: Tensor, out: Pass, shared: Shared) -> Tensor:
+        """normed [R, E] -> what attention or gated delta net `index` adds [R, E]."""
+        added = self.mixer(index, normed, out, shared)
+        return added if self.reduce is None else self.reduce(added)
 
     def mlp(self, x: Tensor, branch: Tensor | None, eps: float, total: Tensor) -> Tensor:
         """The feed-forward network's output [R, E] for x + branch, which `total` receives."""
-        inner = self.feed_forward
+        inner, offset = self.feed_forward, self.offset
         scale, room = inner.input_scale, inner.room(len(x))
-        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=scale, out=room)
+        normed = add_rms_norm(x, branch, self.post_norm, eps, total=total, scale=scale, out=room, offset=offset)
         out: Tensor = inner(normed)
         return out if self.reduce is None else self.reduce(out)
 
@@ -121,12 +117,3 @@ class Unfused(nn.Module):
 def _feed_forward(module: FeedForward, dtype: torch.dtype, *, exact: bool) -> SwiGLU | Unfused:
     products = module.products()
     return SwiGLU(products, dtype, exact=exact) if products else Unfused(module)
-
-
-def _weight(norm: nn.Module) -> Tensor | None:
-    return norm.weight.detach() if isinstance(norm, RMSNorm) else None
-
-
-def _scale(cache: nn.Module) -> Tensor | None:
-    """[1], of FP8 pages."""
-    return cache.scale.view(1) if isinstance(cache, Fp8Cache) else None

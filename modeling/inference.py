@@ -14,8 +14,13 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Product
+from d2sd.modeling.state_pool import StateRows
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
+
+
+#: The fields of `DecoderOutput`.
+LayerOutputs = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, StateRows | None]
 
 
 class InferenceLayers(Protocol):
@@ -27,7 +32,7 @@ class InferenceLayers(Protocol):
 
     def __call__(
         self, x: Any, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> LayerOutputs:
         """x [B, T, E], of chunks [1, N, E], as `input_of` gives it -> the fields of `DecoderOutput`."""
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

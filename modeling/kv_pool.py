@@ -357,9 +357,13 @@ class KVPool:
             table = _table(part.windowed, pages, windowed_pages)[:, None]
             part.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
 
-    def attend(self, rows: Rows | Chunks, *, exact: bool = False) -> Attend:
-        """The attention of `rows` over this pool, layer by layer; `exact` as of `cascade_attention`."""
-        masks = {view: windowed(rows, *view, self.counters) for view in set(self._views)}
+    def attend(self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None) -> Attend:
+        """The attention of `rows` over this pool, layer by layer; `exact` as of `cascade_attention`.
+
+        `mask`: that of layers whose rows see all tokens, which something else reads as well; None: it is made here.
+        """
+        masks = {view: windowed(rows, *view, self.counters) for view in set(self._views) - {(None, False)}}
+        masks[None, False] = windowed(rows, None, counters=self.counters) if mask is None else mask
 
         def attend(
             index: int,

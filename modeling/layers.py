@@ -109,10 +109,11 @@ class Rotary(torch.nn.Module):
         scale: Tensor | None = None,
         out: Tensor | None = None,
         front: Front | None = None,
+        offset: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """`embed_norm_rope` of tokens at `positions`, with the weight [E] of the first norm."""
         given = *tokens, norm, eps, positions, self._frequencies, self._scale
-        return embed_norm_rope(*given, scale=scale, out=out, front=front)
+        return embed_norm_rope(*given, scale=scale, out=out, front=front, offset=offset)
 
     def tables(self, positions: Tensor, dtype: torch.dtype, front: Tensor | None = None) -> CosSin:
         """The same numbers, each once, in one kernel: positions [...] of R rows, behind those in `front`, if there are

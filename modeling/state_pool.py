@@ -18,16 +18,18 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.config import DeltaConfig
-from d2sd.plugins.cascade_attention import AttnMask
+from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
 from d2sd.plugins.delta_rule import (
     DeltaRows,
     chunk_convolution,
     chunk_delta_rule,
+    commit_chunk_inputs,
     commit_convolution,
     commit_delta_rule,
     tree_convolution,
     tree_delta_rule,
 )
+from d2sd.plugins.gated_layers import DeltaHeads, delta_inputs
 
 if TYPE_CHECKING:
     from d2sd.modeling.kv_pool import Chunks, Rows
@@ -48,6 +50,18 @@ class StateRows:
         """Those of all layers from those of each."""
         fields = zip(*(_fields(layer) for layer in layers), strict=True)
         inputs, *delta = (torch.stack(field) for field in fields)
+        return StateRows(inputs, DeltaRows(*delta))
+
+    @staticmethod
+    def empty(delta: DeltaConfig, shape: Sequence[int], like: Tensor) -> StateRows:
+        """Room for rows [...] of this shape, in the type and on the device of a tensor."""
+        k, v = (delta.key_heads, delta.key_size), (delta.value_heads, delta.value_size)
+        inputs, new_k, new_v, beta = (like.new_empty(*shape, *size) for size in ((delta.channels,), k, v, v[:1]))
+        return StateRows(inputs, DeltaRows(new_k, new_v, torch.empty_like(beta, dtype=torch.float32), beta))
+
+    def layer(self, index: int) -> StateRows:
+        """A view of one layer's of all."""
+        inputs, *delta = (field[index] for field in _fields(self))
         return StateRows(inputs, DeltaRows(*delta))
 
 
@@ -95,22 +109,25 @@ class StatePool:
         commit_delta_rule(rows.delta, self.recurrent, slots, path, count)
         commit_convolution(rows.inputs, self.convolution, slots, path, count)
 
-    def of(self, rows: Rows | Chunks) -> StatePass:
-        """The states for a pass over `rows`."""
-        return StatePass(self, rows)
+    def of(self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None) -> StatePass:
+        """The states for a pass over `rows`; `exact` as of `d2sd.plugins.delta_rule.tree_delta_rule`.
+
+        `mask`: theirs, which attention reads as well; None: it is made here.
+        """
+        return StatePass(self, rows, exact=exact, mask=mask)
 
 
 class StatePass:
     """The states of all layers as the rows of one pass read them."""
 
-    def __init__(self, pool: StatePool, rows: Rows | Chunks) -> None:
-        self._pool, mask = pool, rows.attn_mask
-        self._mask = AttnMask(mask) if isinstance(mask, Tensor) else mask
+    def __init__(self, pool: StatePool, rows: Rows | Chunks, *, exact: bool, mask: AttnMask | ChunkMask | None) -> None:
+        self._pool, own = pool, rows.attn_mask
+        self._mask = mask or (own if isinstance(own, ChunkMask) else AttnMask(own))
         slots = rows.slots
         assert slots is not None or not rows.page_table.shape[1], "requests with pages have slots"
         self._slots = torch.zeros_like(rows.context_len) if slots is None else slots
         # Compiled or not, the recurrence is the form on a CPU: plain decoding and speculation have the same bits.
-        self._exact = not pool.recurrent.is_cuda
+        self._exact = exact or pool.recurrent.device.type == "cpu"
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """silu of the convolution of x [B, T, C], of chunks [1, N, C], by weight [C, W]."""
@@ -118,6 +135,16 @@ class StatePass:
         if isinstance(self._mask, AttnMask):
             return tree_convolution(x, weight, states, self._slots, self._mask)
         return chunk_convolution(x, weight, states, self._slots, self._mask)
+
+    def inputs(self, layer: int, product: Tensor, gates: Tensor, heads: DeltaHeads, into: StateRows) -> Tensor:
+        """Queries [B, T, Hk, Dk] from the joint products of a layer, whose other results `into` receives; see
+        `d2sd.plugins.gated_layers.delta_inputs`.
+        """
+        states, rows = self._pool.convolution[layer], (into.inputs, into.delta)
+        q = delta_inputs(product, gates, heads, states, self._slots, self._mask, *rows)
+        if not isinstance(self._mask, AttnMask):
+            commit_chunk_inputs(into.inputs, states, self._slots, self._mask)
+        return q
 
     def outputs(self, layer: int, q: Tensor, rows: DeltaRows) -> Tensor:
         """q [B, T, Hk, Dk] and what its rows write -> [B, T, Hv, Dv]."""

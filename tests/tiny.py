@@ -376,7 +376,7 @@ def in_fp8(plain: Model, linears: Sequence[str], *, cache: bool = False) -> Mode
         scale = tensors[f"{name}.weight"].float().abs().max() / LARGEST
         tensors[f"{name}.weight"] = to_pages(tensors[f"{name}.weight"], scale)
         tensors |= {f"{name}.weight_scale": scale, f"{name}.input_scale": torch.tensor(8 / LARGEST)}
-    for index in range(plain.config.body.num_layers if cache else 0):
+    for index in plain.config.body.attention_layers if cache else ():
         for kind in "kv":
             scale = {"k": 0.05, "v": 0.03}[kind] * (1 + index / 8)
             tensors[f"layers.{index}.self_attn.{kind}_cache.scale"] = torch.tensor(scale)

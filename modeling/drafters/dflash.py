@@ -133,7 +133,7 @@ class Drafter(DFlashModel):
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.compiled is not None:
-            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool)
+            out = self.compiled(x, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden

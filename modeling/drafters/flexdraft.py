@@ -175,7 +175,7 @@ class FlexHead(DraftModel):
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """`forward` over the committed context in `pool`: the target's from the split layer, `KVPool.from_layer`."""
         if self.compiled is not None:
-            out: tuple[Tensor, ...] = self.compiled(x, self.rotary, rows, pool)
+            out = self.compiled(x, self.rotary, rows, pool)
             return out[0]
         hidden: Tensor = self(x, rows.positions, pool.attend(rows))
         return hidden

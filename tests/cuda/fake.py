@@ -184,10 +184,10 @@ def runner(
     return ModelRunner(target, drafters, block_size=BLOCK)
 
 
-def batch_of(size: int, kinds: tuple[SamplingParams, ...]) -> Batch:
-    """Requests of 100 tokens in up to 16 pages."""
+def batch_of(size: int, kinds: tuple[SamplingParams, ...], *, states: bool = False) -> Batch:
+    """Requests of 100 tokens in up to 16 pages; with `states`, of a target that has some."""
     params = [kinds[row % len(kinds)] for row in range(size)]
-    batch = Batch.dummy(size, 16, 100, VOCABULARY, "cuda")
+    batch = Batch.dummy(size, 16, 100, VOCABULARY, "cuda", states=states)
     return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
 
 
@@ -217,14 +217,14 @@ def steps(
     with fake_gpu(watch):
         policy, calibration = policy_of(name, lookup=lookup), None
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, **changes)
-        made.allocate(64, 16)
+        made.allocate(64, 16, slots=1 + size)
         made.window = window
         if policy.copies:
             made.keep_text()
         if calibrated:
             slope, offset = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
             calibration = Calibration(slope, offset).to(made.device)
-        batch, draft = batch_of(size, kinds), None
+        batch, draft = batch_of(size, kinds, states=made.slot_bytes > 0), None
         if policy.drafts_on_host:
             draft = policy.host_draft(made, [], size)
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))

@@ -19,7 +19,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu.steps import Step, count
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import ExpertsConfig
+from d2sd.modeling.config import DeltaConfig, ExpertsConfig
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.drafting.window import Window
@@ -131,6 +131,21 @@ def test_experts_are_launches_in_place_of_an_mlp(extra: dict[str, Any], launches
     assert watch.copies == []
     assert watch.launches - dense.launches == Counter(verify=3 * (launches - 3))
     assert not dense.launches - watch.launches
+
+
+#: Qwen3.5's layers: three in four have a state.
+DELTA = DeltaConfig((0, 1, 2, 4, 5, 6), key_heads=2, value_heads=8, key_size=16, value_size=16)
+HYBRID: dict[str, Any] = {"delta": DELTA, "output_gate": True, "rotary_dim": 16, "norm_offset": True}
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_hybrids(fp8: bool, size: int) -> None:
+    """A layer of either kind takes one launch more than one that attends, and a step three to commit states."""
+    plain, watch = (steps("d2sd", (GREEDY,), size=size, layers=8, fp8=fp8, **more) for more in ({}, HYBRID))
+    assert watch.copies == []
+    assert watch.launches - plain.launches == Counter(verify=8, commit=3)
+    assert not plain.launches - watch.launches
 
 
 def test_windows_and_sinks_are_no_launches_of_a_layer() -> None:

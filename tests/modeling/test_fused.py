@@ -237,7 +237,7 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
 
 
 def products(native: FusedLayers) -> list[Product]:
-    parts = [part for one in native._layers for part in (one.qkv, one.o, *one.feed_forward.children())]
+    parts = [part for one in native._layers for part in (*one.mixer.products, *one.feed_forward.children())]
     assert all(isinstance(part, Product) for part in parts)
     return cast("list[Product]", parts)
 
@@ -468,6 +468,6 @@ def test_a_drafters_layers_share_the_largest_input_scale() -> None:
         linear.input_scale = torch.tensor(0.5 * (1 + index))
     native = fused(drafter).compiled
     assert isinstance(native, FusedLayers)
-    assert {float(layer.qkv.input_scale) for layer in native._layers} == {1.5}  # type: ignore[arg-type]
+    assert {float(layer.mixer.joint.input_scale) for layer in native._layers} == {1.5}  # type: ignore[arg-type]
     assert native._context is not None
     assert float(native._context.input_scale) == 1.5  # type: ignore[arg-type]
