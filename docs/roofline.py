@@ -13,10 +13,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
+from benchmarks.gpu.hybrid_steps import POLICIES, HybridStep, count_hybrid
 from benchmarks.gpu.kernel_seconds import counted_seconds
 from benchmarks.gpu.roofline import floor_bytes, floor_seconds, passes, seconds
 from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, FILTERED, ROWS, SAMPLED, Step, count, rows
-from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, WEIGHTS, Launch, read, written
+from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, STATES, WEIGHTS, Launch, read, written
 from d2sd.bench.markdown import line_table
 from d2sd.bench.roofline import NODE_SECONDS as NODE
 from d2sd.bench.roofline import PEAKS
@@ -89,8 +90,45 @@ def page() -> str:
         " and batch.\n\n"
     ]
     heads = ["step", "batch", *(f"{gpu}: floor, counted, with nodes, with kernels, in plain steps" for gpu in PEAKS)]
-    parts += [line_table(heads, map(times, found)), "\n", NOT_COUNTED]
+    parts += [line_table(heads, map(times, found)), "\n", HYBRID]
+    parts += [line_table(HYBRID_COUNTS, map(hybrid_counts, hybrid_rows())), "\n", NOT_COUNTED]
     return "".join(parts)
+
+
+HYBRID = """
+## A hybrid
+
+Qwen3.5-4B's geometry, 24 gated delta nets and 8 layers that attend, with a drafter of 6 layers, which drafts twice in
+`reanchor`. A state is read once a pass for all nodes of a tree, and once more, and written, by the commit; the floor
+has it once. The head is the embedding.
+
+"""
+HYBRID_COUNTS = [
+    "step",
+    "batch",
+    "weights, GB",
+    "K/V",
+    "states",
+    "verification: read, of its floor",
+    "read and written",
+    "step: read, of the floor",
+    "nodes",
+]
+
+
+def hybrid_rows() -> list[HybridStep]:
+    return [HybridStep(name, kind, batch) for kind in ("bf16", "fp8") for name in POLICIES for batch in (1, 8)]
+
+
+def hybrid_counts(one: HybridStep) -> list[str]:
+    """A line of the table of hybrids."""
+    launches = count_hybrid(one)
+    verify = [launch for launch in launches if launch.stage == "verify"]
+    floor = floor_bytes(verify)
+    roles = [f"{(read(launches, role) + written(launches, role)) / 1e9:.2f}" for role in (WEIGHTS, KV, STATES)]
+    shares = read(verify) / floor, (read(verify) + written(verify)) / floor, read(launches) / floor_bytes(launches)
+    name = f"{'FP8' if one.kind == 'fp8' else one.kind} `{one.policy}`"
+    return [name, str(one.batch), *roles, *(f"{share:.3f}" for share in shares), str(len(launches))]
 
 
 COUNTS = [

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from benchmarks.gpu.traffic import KV, WEIGHTS, Launch
+from benchmarks.gpu.traffic import KV, STATES, WEIGHTS, Launch
 from d2sd.bench.roofline import GpuPeaks
 
 
@@ -19,7 +19,7 @@ class Pass:
     """The least bytes and operations of one stage."""
 
     weights: int = 0  # bytes
-    context: int = 0  # bytes of K/V
+    context: int = 0  # bytes of K/V and of states
     half_flops: int = 0
     fp8_flops: int = 0
 
@@ -37,7 +37,7 @@ def passes(launches: Iterable[Launch]) -> dict[str, Pass]:
         for access in launch.reads:
             if access.role == WEIGHTS:
                 weights[access.storage] = min(access.size, weights.get(access.storage, 0) + access.bytes)
-            elif access.role == KV:
+            elif access.role in (KV, STATES):
                 one.context += access.bytes
         if launch.fp8:
             one.fp8_flops += launch.flops

@@ -21,7 +21,7 @@ import torch
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.roofline import floor_seconds, seconds
-from benchmarks.gpu.traffic import ACTIVATIONS, KV, Launch, Meter, without_gpu
+from benchmarks.gpu.traffic import ACTIVATIONS, KV, STATES, Launch, Meter, without_gpu
 from d2sd.bench.roofline import NODE_SECONDS, PEAKS
 from d2sd.bundle.product_times import choose_products
 from d2sd.convert.checkpoint.flexdraft import flex_linears
@@ -193,10 +193,17 @@ def count(one: Step) -> list[Launch]:
     """The launches of a step as its CUDA graph holds them, counted on meta tensors."""
     meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
     with without_gpu(meter):
-        runner, policy = made(one, "meta"), one.make_policy()
+        runner = made(one, "meta")
+    return launches_of(meter, runner, one.make_policy(), requests(one, runner), host_draft(one))
+
+
+def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch, draft: Draft | None) -> list[Launch]:
+    """The launches of a step of this runner, whose models are on the meta device."""
+    with without_gpu(meter):
         for pool in runner.pools:
             meter.known(KV, pool.k, pool.v)
-        batch, draft = requests(one, runner).to("meta"), host_draft(one)
+            meter.known(STATES, *([] if pool.states is None else pool.states.tensors))
+        batch = batch.to("meta")
         draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))

@@ -34,7 +34,7 @@ from tests.plugins.cases import kernels
 FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
 #: Multiprocessors, by which attention splits its context. B200's 148 give the same splits for all that is counted here.
 PROCESSORS = 132
-WEIGHTS, KV, LOGITS, ACTIVATIONS = "weights", "K/V", "logits", "activations"
+WEIGHTS, KV, STATES, LOGITS, ACTIVATIONS = "weights", "K/V", "states", "logits", "activations"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stage = "other"
 
     def known(self, role: str, *tensors: Tensor) -> None:
-        """These tensors are K/V pages, or inputs of the step."""
+        """These tensors are K/V pages, states, or inputs of the step."""
         self._roles.update({_storage(tensor): role for tensor in tensors})
 
     @contextmanager
