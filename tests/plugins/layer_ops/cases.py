@@ -169,6 +169,7 @@ KERNELS = (
             "embed+norm+rope bf16 at positions": partial(embedded, "bf16", fp8=False, behind=False, context=False),
         },
         touched=embedded_touched,
+        streamed=("table",),
     ),
     Kernel(
         kernel.quantize_kernel,
