@@ -182,5 +182,6 @@ def commit_convolution_triton(x: Tensor, states: Tensor, slots: Tensor, path: Te
         keep_inputs_kernel[triton.cdiv(channels, block), batch, layers](
             x, states, slots.contiguous(), path.contiguous(), count.contiguous(),
             path.shape[1], states.shape[1], x.stride(0), x.stride(1),
-            CHANNELS=channels, TAPS=states.shape[3] + 1, BLOCK=block, num_warps=CHANNEL_WARPS,
+            CHANNELS=channels, TAPS=states.shape[3] + 1, BLOCK=block,
+            num_warps=max(1, CHANNEL_WARPS * block // CHANNELS),  # a channel in two would be read and written at once
         )  # fmt: skip
