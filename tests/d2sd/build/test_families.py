@@ -1,4 +1,4 @@
-"""Bundles of targets with experts, windows, Gemma's layers or gated delta nets: built, proven by themselves, and served."""
+"""Bundles of targets with experts, windows, Gemma's layers or gated delta nets: built, proven and served."""
 
 from __future__ import annotations
 
