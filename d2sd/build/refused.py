@@ -16,7 +16,6 @@ _REFUSED = {
     "gated delta nets": {
         "engines": "Gated delta nets are not exported to TensorRT engines.",
         "fp8.target": "d2sd does not quantize gated delta nets to FP8.",
-        "exact": "Gated delta nets are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
     },
 }
 #: What is done without for a target with `BodyConfig.beyond_fused`.

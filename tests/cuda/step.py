@@ -148,6 +148,13 @@ def test_hybrids(fp8: bool, size: int) -> None:
     assert not plain.launches - watch.launches
 
 
+def test_batch_invariant_hybrids_stay_on_the_device() -> None:
+    """The recurrence takes the place of the closed form."""
+    watch, found = (steps("d2sd", (GREEDY,), layers=8, exact=exact, **HYBRID) for exact in (False, True))
+    assert found.copies == []
+    assert found.launches.keys() == watch.launches.keys()
+
+
 def test_windows_and_sinks_are_no_launches_of_a_layer() -> None:
     """But one mask a window, for all layers of it."""
     found = [steps("hybrid", (GREEDY,), layers=n, windows=(8, None) * (n // 2), sinks=True) for n in (2, 4, 8)]

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.modeling.config import DeltaConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
-from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins import delta_rule, dispatch, layer_ops
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -34,6 +35,7 @@ class Run:
     logits: dict[int, Tensor] = field(default_factory=dict)  # [B, V] after each position
     pool: KVPool = field(init=False)
     table: Tensor = field(init=False)
+    slots: Tensor | None = None  # of states
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape
@@ -47,12 +49,14 @@ class Run:
             dtype=weight.dtype,
             fp8=kv_scales(self.model),
         )
+        if self.pool.states is not None:
+            self.slots = 1 + torch.arange(batch)
 
     def chunk(self, size: int) -> None:
         """Prefill so many tokens in one pass."""
         tokens = self.tokens[:, self.done : self.done + size]
         context = torch.full((len(tokens),), self.done)
-        rows = Chunks.of([size] * len(tokens), self.table, context, self.pool.page_size)
+        rows = Chunks.of([size] * len(tokens), self.table, context, self.pool.page_size, slots=self.slots)
         out = self.model(tokens.reshape(1, -1), rows, self.pool)
         logits = self.model.logits(out.hidden).view(*tokens.shape, -1)
         self.logits |= {self.done + place: row for place, row in enumerate(logits.unbind(1))}
@@ -69,7 +73,8 @@ class Run:
         tokens = random_tokens(self.model, batch, len(parents), seed=9)
         tokens[:, path] = self.tokens[:, self.done : self.done + len(path)]
         mask = ancestor_mask(parents).expand(batch, -1, -1)
-        self._commit(tokens, Rows(context[:, None] + mask.sum(-1) - 1, mask, self.table, context), path)
+        positions = context[:, None] + mask.sum(-1) - 1
+        self._commit(tokens, Rows(positions, mask, self.table, context, slots=self.slots), path)
 
     def _commit(self, tokens: Tensor, rows: Rows, path: list[int]) -> None:
         out = self.model(tokens, rows, self.pool)
@@ -77,6 +82,8 @@ class Run:
         self.logits |= {self.done + place: logits[:, node] for place, node in enumerate(path)}
         positions = self.done + torch.arange(len(path)).expand_as(chosen)
         self.pool.write(out.k, out.v, self.table, positions, torch.ones_like(chosen, dtype=torch.bool), chosen)
+        if self.pool.states is not None and self.slots is not None:
+            self.pool.states.commit(out.states, self.slots, chosen, torch.full_like(self.slots, len(path)))
         self.done += len(path)
 
     def pages(self) -> Tensor:
@@ -84,21 +91,33 @@ class Run:
         both = torch.stack([self.pool.k.float(), self.pool.v.float()])
         return both[:, :, self.table].flatten(3, 4)[:, :, :, : self.done]
 
+    def states(self) -> list[Tensor]:
+        """States of each request, [L, B, ...]."""
+        return [] if self.pool.states is None else [part[:, 1:] for part in self.pool.states.tensors]
+
 
 @torch.inference_mode()
 def check_step(
-    dtype: torch.dtype, *, fp8: bool = False, layers_as_kernels: bool = False, windows: bool = False
+    dtype: torch.dtype,
+    *,
+    fp8: bool = False,
+    layers_as_kernels: bool = False,
+    windows: bool = False,
+    hybrid: bool = False,
 ) -> None:
     """Bit for bit. Call it where Triton's kernels run on CPU tensors.
 
-    `windows`: shorter than the path in the tree, and ending in a tile; with sinks.
+    `windows`: shorter than the path in the tree, and ending in a tile; with sinks. `hybrid`: a gated delta net and
+    gated attention.
     """
     narrow: dict[str, Any] = {"windows": (3, 20), "sinks": True} if windows else {}
-    model = tiny_decoder("qwen3", layers=2, head_dim=16, **narrow).to(dtype)
+    if hybrid:
+        narrow = {"delta": DeltaConfig((0,), key_heads=1, value_heads=2, key_size=16, value_size=16)}
+    model = tiny_decoder("qwen3_5_text" if hybrid else "qwen3", layers=2, head_dim=16, **narrow).to(dtype)
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        run_kernels(patch, "attention", layer_ops.LINEAR)
+        run_kernels(patch, "attention", layer_ops.LINEAR, *([delta_rule.OP] if hybrid else []))
         if layers_as_kernels:
             run_kernels(patch, layer_ops.OP)
         fuse(fused := copy.deepcopy(model), exact=True)
@@ -114,6 +133,8 @@ def check_step(
     for position, logits in plain.logits.items():
         assert torch.equal(other.logits[position][1:], logits), position
     assert torch.equal(other.pages()[:, :, 1:], plain.pages())
+    for states, wanted in zip(other.states(), plain.states(), strict=True):
+        assert torch.equal(states[:, 1:], wanted)
     specified = model.logits(model.full_pass(tokens[:1]).hidden)[0]
     found = torch.cat([plain.logits[position] for position in range(39)])
     assert (found - specified).abs().max() < {torch.float32: 2e-4, torch.float16: 0.2, torch.bfloat16: 1.0}[dtype]

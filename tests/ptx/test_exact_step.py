@@ -23,23 +23,27 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("capability", "dtype", "windows"),
+    ("capability", "dtype", "besides"),
     [
-        (90, torch.bfloat16, False),
-        (80, torch.float32, False),
-        pytest.param(90, torch.bfloat16, True, marks=pytest.mark.full),
-        pytest.param(80, torch.float32, True, marks=pytest.mark.full),
+        (90, torch.bfloat16, ""),
+        (80, torch.float32, ""),
+        (90, torch.bfloat16, "hybrid"),
+        pytest.param(80, torch.float32, "hybrid", marks=pytest.mark.full),
+        pytest.param(90, torch.bfloat16, "windows", marks=pytest.mark.full),
+        pytest.param(80, torch.float32, "windows", marks=pytest.mark.full),
         *(
-            pytest.param(capability, dtype, False, marks=pytest.mark.full)
+            pytest.param(capability, dtype, "", marks=pytest.mark.full)
             for capability, dtype in ((80, torch.bfloat16), (89, torch.float16), (120, torch.bfloat16))
         ),
     ],
 )
-def test_plain_decoding_chunks_and_trees_give_the_same_bits(capability: int, dtype: torch.dtype, windows: bool) -> None:
+def test_plain_decoding_chunks_and_trees_give_the_same_bits(capability: int, dtype: torch.dtype, besides: str) -> None:
     with executed_as_ptx(capability) as launches:
-        check_step(dtype, windows=windows)
+        hybrid = besides == "hybrid"
+        check_step(dtype, windows=besides == "windows", hybrid=hybrid, layers_as_kernels=hybrid)
     names = {one.name for one in launches}
     assert names >= {"linear_kernel", "attention_kernel", "merge_splits_kernel", "key_order_kernel"}
+    assert ("delta_inputs_kernel" in names) == ("recurrence_kernel" in names) == hybrid
 
 
 @pytest.mark.slow
