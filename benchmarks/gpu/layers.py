@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -20,7 +21,7 @@ from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, Refused
 from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
 from benchmarks.gpu.timing import Times
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DeltaConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
@@ -52,6 +53,7 @@ def cases() -> Iterator[Case]:
     for kind in ("fp32", "fp16", "bf16", "fp8"):
         yield f"layers/model {kind}", partial(check_model, kind)
     yield "layers/tokens fp32", check_tokens
+    yield "layers/tokens fp32 of a hybrid", partial(check_tokens, hybrid=True)
 
 
 def pass_cases() -> Iterator[Case]:
@@ -121,9 +123,8 @@ def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
 
 def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int = 1) -> tuple[Decoder, list[Drafter]]:
     """Random models of `body` and, five layers deep at most, drafters; "fp8" is bf16 with FP8 layers and pages."""
-    drafter = BodyConfig(
-        **{name: getattr(body, name) for name in body.__dataclass_fields__} | {"num_layers": min(5, body.num_layers)}
-    )
+    plain: dict[str, Any] = {"delta": None, "rotary_dim": None, "output_gate": False, "norm_offset": False}
+    drafter = replace(body, num_layers=min(5, body.num_layers), **plain)
     ids = tuple(range(0, body.num_layers, max(1, body.num_layers // 4)))[:5]
     default = torch.get_default_dtype()
     torch.set_default_dtype(TYPES.get(kind, torch.bfloat16))
@@ -223,9 +224,22 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     }
 
 
-def check_tokens(_: Note, device: str = "cuda") -> dict[str, Any]:
-    """Tokens of an engine over small fp32 models, d2sd and hybrid, greedy and not: fused equals unfused."""
+#: Qwen3.5's layers.
+HYBRID: dict[str, Any] = {
+    "delta": DeltaConfig((0, 2), key_heads=2, value_heads=4, key_size=32, value_size=32),
+    "rotary_dim": 8,
+    "output_gate": True,
+    "norm_offset": True,
+}
+
+
+def check_tokens(_: Note, device: str = "cuda", *, hybrid: bool = False) -> dict[str, Any]:
+    """Tokens of an engine over small fp32 models, d2sd and hybrid, greedy and not: fused equals unfused.
+
+    `hybrid`: two layers of the target are gated delta nets.
+    """
     body = BodyConfig(128, 256, 3, 4, 2, 32, 1e-6, RopeConfig(1e4), 512, qk_norm=True, qkv_bias=False, o_bias=False)
+    body = replace(body, **HYBRID) if hybrid else body
     target, drafters = models("fp32", body, 128, device, drafters=2)
     requests = [Request(tuple(range(5 * i + 1, 7 * i + 9)), 40, SamplingParams(float(i % 2), seed=i)) for i in range(4)]
     count = 0
