@@ -3,7 +3,7 @@
 Every thread of the grid is a lane of NumPy arrays: a register is an array [L]. Lanes at the lowest instruction go first
 until they meet others or branch, so that lanes which took different ways meet again where those join. Threads that are
 at the same instruction run in lockstep; what a GPU may order otherwise is found by the checks in shared.py and
-memory.py, not by trying orders.
+memory.py. They say nothing of what blocks tell each other by numbers that all add to: of that, `CHOOSE` tries orders.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ WARP = 32
 #: Lanes that run an instruction [L]; None: all.
 Mask = Array | None
 Step = Callable[["Machine", Mask], None]
+#: Which of the blocks that are not done run on, until they branch or meet, both [blocks] bool; None: all.
+CHOOSE: Callable[[Array], Array] | None = None
 #: First part of an opcode -> what prepares an instruction once, so that running it parses nothing.
 PREPARE: dict[str, Callable[[Instruction], Step]] = {}
 
@@ -217,11 +219,13 @@ class Machine:
         waiting: dict[int, DividedWarp] = {}  # by instruction
         with np.errstate(all="ignore"):
             while waiting or counter.min() < end:
-                at = int(np.where(np.isin(counter, [*waiting]), end, counter).min() if waiting else counter.min())
+                turn = np.where(np.isin(counter, [*waiting]), end, counter) if waiting else counter
+                chosen = self._chosen(turn < end) if CHOOSE else True
+                at = int(np.where(chosen, turn, end).min() if CHOOSE else turn.min())
                 if at == end:
                     raise next(iter(waiting.values()))
-                here = counter == at
-                later = counter[counter > at]
+                here = chosen & (counter == at)
+                later = counter[chosen & (counter > at)]  # of those that wait for others of their warp too
                 meets = int(later.min()) if len(later) else end
                 mask = None if here.all() else here
                 try:
@@ -240,6 +244,11 @@ class Machine:
         if not self.waited.all():  # who waits for this kernel alone would not wait for those before
             raise Fault("threads of a dependent launch end without griddepcontrol.wait")
         return self
+
+    def _chosen(self, ready: Array) -> Array:
+        """Lanes [L] whose turn it can be."""
+        blocks = np.logical_or.reduce(ready.reshape(self.blocks, self.threads), axis=1)
+        return np.repeat(CHOOSE(blocks) if CHOOSE and blocks.any() else blocks, self.threads)
 
     def _guarded(self, instruction: Instruction, mask: Mask) -> Mask:
         if instruction.guard is None:

@@ -115,8 +115,10 @@ class GlobalMemory:
             raise Fault("two lanes write different values to one address")
         self.writer[place[:, None] + np.arange(size)] = by.block[:, None]
 
-    def add(self, address: Array, numbers: Array, by: Lanes, blocks: int) -> Array:
-        """Atomic additions [lanes], one after the other, that release and acquire; returns what was there."""
+    def add(
+        self, address: Array, numbers: Array, by: Lanes, blocks: int, release: bool = True, acquire: bool = True
+    ) -> Array:
+        """Atomic additions [lanes], one after the other; returns what was there."""
         if not self.until.size:
             self.until, self.since = np.full((2, blocks, blocks), _NONE, np.int32)
         size = numbers.itemsize
@@ -126,9 +128,10 @@ class GlobalMemory:
             lanes = Lanes(by.block[one], by.warp[one], by.epoch[one])
             place = int(self._check(address[one], size, lanes, write=True, atomic=True)[0])
             before = self.announced.setdefault(place, {})
-            for other, theirs in before.items():
+            for other, theirs in before.items() if acquire else ():
                 self.until[block, other], self.since[block, other] = theirs, epoch
-            before[block] = epoch
+            if release:
+                before[block] = epoch
             old[lane] = store[place // size]
             store[place // size] += numbers[lane]
             self.writer[place : place + size] = block

@@ -17,6 +17,8 @@ _SPACES = ("param", "global", "shared", "local")
 def prepare_transfer(instruction: Instruction) -> Step:
     """One to eight numbers of a lane, at an address that is a multiple of their size."""
     name, space, *_ = instruction.parts
+    if instruction.opcode == "ld.global.gpu.acquire.b32":
+        return _prepare_reading(instruction)
     if space not in _SPACES or {"volatile", "relaxed", "acquire", "release"} & set(instruction.parts):
         raise Unsupported(instruction.opcode)
     if space == "local" and {"v2", "v4"} & set(instruction.parts):
@@ -70,17 +72,36 @@ def prepare_transfer(instruction: Instruction) -> Step:
 TURN = 1
 
 
+#: Orders of an addition: whether it releases what its block has written, and acquires what others have.
+_ORDERS = {"relaxed": (False, False), "acquire": (False, True), "release": (True, False), "acq_rel": (True, True)}
+
+
+def _prepare_reading(instruction: Instruction) -> Step:
+    """A reading of what other blocks add to, which acquires: an addition of 0."""
+    to, place = instruction.operands
+
+    def read(machine: Machine, mask: Mask) -> None:
+        lanes = machine.lanes_of(mask)
+        nothing, by = np.zeros(len(lanes), np.uint32), machine.at(lanes)
+        found = machine.memory.add(machine.address(place, lanes), nothing, by, machine.blocks, *_ORDERS["acquire"])
+        machine.write_lanes(to, lanes, found, mask)
+
+    return read
+
+
 @executes("atom")
 def prepare_atomic(instruction: Instruction) -> Step:
     """An addition that all of the GPU sees at once; blocks learn by it what others have written."""
     to, place, source = instruction.operands
-    if instruction.opcode != "atom.global.gpu.acq_rel.add.u32":
+    found = [order for order in _ORDERS if instruction.opcode == f"atom.global.gpu.{order}.add.u32"]
+    if not found:
         raise Unsupported(instruction.opcode)
+    order = _ORDERS[found[0]]
 
     def add(machine: Machine, mask: Mask) -> None:
         lanes = machine.lanes_of(mask)[::TURN]
         numbers = np.broadcast_to(machine.read(source, 32), machine.lanes)[lanes]
-        old = machine.memory.add(machine.address(place, lanes), numbers, machine.at(lanes), machine.blocks)
+        old = machine.memory.add(machine.address(place, lanes), numbers, machine.at(lanes), machine.blocks, *order)
         machine.write_lanes(to, lanes[::TURN], old[::TURN], mask)
 
     return add

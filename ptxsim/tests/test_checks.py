@@ -178,6 +178,25 @@ def test_without_a_part_of_it_they_must_not(left_out: int) -> None:
         attempt("".join(text for place, text in enumerate(ANNOUNCED) if place != left_out), blocks=2, size=512)
 
 
+@pytest.mark.parametrize("order", ["release", "acquire", "relaxed"])
+def test_an_addition_releases_and_acquires_as_it_says(order: str) -> None:
+    """Each block adds once: the last must acquire what the first must have released."""
+    with pytest.raises(Fault, match="global read of what another block writes"):
+        attempt("".join(ANNOUNCED).replace("acq_rel", order), blocks=2, size=512)
+
+
+@pytest.mark.parametrize("order", ["release", "relaxed"])
+def test_who_reads_what_others_added_to_acquires_what_they_released(order: str) -> None:
+    """Also through additions without order that stand between; and nothing of who did not release."""
+    first, last = (f"@%p1 atom.global.gpu.{one}.add.u32 %r6, [%rd5], %r5;" for one in (order, "relaxed"))
+    reads = "".join((*ANNOUNCED[:3], first, last, "@%p1 ld.global.gpu.acquire.b32 %r6, [%rd5];", *ANNOUNCED[4:]))
+    if order == "release":
+        attempt(reads, blocks=2, size=512)
+    else:
+        with pytest.raises(Fault, match="global read of what another block writes"):
+            attempt(reads, blocks=2, size=512)
+
+
 def test_the_first_to_announce_sees_nothing_of_the_other() -> None:
     with pytest.raises(Fault, match="global read of what another block writes"):
         attempt("".join(ANNOUNCED).replace("@%p2", "@!%p2"), blocks=2, size=512)

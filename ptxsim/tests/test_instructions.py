@@ -498,7 +498,8 @@ def test_special_registers() -> None:
         "madc.lo.u32 %r1, %r2, %r3, %r4",
         "add.rz.f32 %r1, %r2, %r3",
         "fence.acq_rel.gpu",
-        "atom.global.gpu.relaxed.add.u32 %r1, [%rd1], %r2",
+        "atom.global.cta.relaxed.add.u32 %r1, [%rd1], %r2",
+        "ld.global.gpu.relaxed.b32 %r1, [%rd1]",
     ],
 )
 def test_what_is_not_modelled_is_refused(text: str) -> None:
