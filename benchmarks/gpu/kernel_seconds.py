@@ -13,12 +13,12 @@ from benchmarks.gpu.traffic import Launch
 MICRO = 1e-6
 #: By stage and batch, one launch; of `python -m benchmarks.gpu.attention_time`.
 ATTENTION: dict[str, dict[int, float]] = {
-    "draft_first": {1: 13.4},
-    "draft_second": {1: 13.2, 8: 43.6},
-    "verify": {1: 13.2, 8: 43.6},
+    "draft_first": {1: 6.7},
+    "draft_second": {1: 7.7, 8: 43.6},
+    "verify": {1: 7.7, 8: 43.6},
 }
 #: Of `verify` where a request has one row.
-ONE_ROW = {1: 9.0, 8: 26.1}
+ONE_ROW = {1: 6.3, 8: 24.8, 32: 87.8}
 #: By the executor's clock (`executed_as_ptx(90, timed=True)`): the largest of tests/ptx/test_cycles.py, and one row of
 #: drafts and of the target's choice.
 OTHERS: dict[str, dict[int, float]] = {"grow_kernel": {1: 12.1}, "pool_kernel": {1: 5.3}, "filtered_kernel": {1: 12.9}}

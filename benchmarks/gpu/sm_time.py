@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from benchmarks.sass import Instruction, loops, parse, tool
+from benchmarks.sass import Block, Instruction, loops, parse, tool
 
 #: Of a product of 64 rows.
 _COLUMNS = re.compile(r"64x(\d+)x")
@@ -76,10 +76,17 @@ class _Warp:
     product: float = 0.0
 
 
-def trace_of(cubin: bytes, turns: Callable[[tuple[Instruction, ...]], int], *, products: bool = False) -> list[Step]:
+def trace_of(
+    cubin: bytes,
+    turns: Callable[[tuple[Instruction, ...]], int],
+    *,
+    skips: Callable[[tuple[Instruction, ...], int], bool] = lambda code, turn: False,
+    products: bool = False,
+) -> list[Step]:
     """The instructions of a warp from start to end; `turns` says how often a loop of these instructions runs.
 
-    `products`: also blocks that multiply and are in no loop, which a branch may skip.
+    `skips`: whether a block of a loop that a branch can skip is skipped in this turn. `products`: also blocks that
+    multiply and are in no loop, which a branch may skip.
     """
     text = tool("nvdisasm", "--print-code", "--print-line-info", "--print-instruction-encoding", cubin=cubin)
     words = [int(word, 16) for word in _ENCODED.findall(text)]
@@ -97,18 +104,26 @@ def trace_of(cubin: bytes, turns: Callable[[tuple[Instruction, ...]], int], *, p
     found: list[Step] = []
     place = 0
     while place < len(blocks):
-        body = next((pair for pair in inner if place in pair[1]), None)
+        body = next((one for one in inner if place in one[1]), None)
         if body is None:
             multiplies = any("MMA" in it.base for it in blocks[place].code)
             found += [] if multiplies and not products else steps[starts[place] : starts[place + 1]]
             place += 1
             continue
-        own = [step for block in sorted(body[1]) for step in steps[starts[block] : starts[block + 1]]]
-        found += own * body[0]
+        count, numbers = body
+        for turn in range(count):
+            for number in sorted(numbers):
+                if not (_can_skip(number, blocks) and skips(blocks[number].code, turn)):
+                    found += steps[starts[number] : starts[number + 1]]
         inner.remove(body)
-        place = max(body[1]) + 1 if min(body[1]) == place else place + 1
+        place = max(numbers) + 1 if min(numbers) == place else place + 1
     last = max((n for n, step in enumerate(found) if step.it.base == "EXIT"), default=len(found) - 1)
     return found[: last + 1]
+
+
+def _can_skip(block: int, blocks: list[Block]) -> bool:
+    """Whether a branch of the block in front can skip this one, which then goes on where that branch leads."""
+    return block > 0 and set(blocks[block - 1].following) == {block, *blocks[block].following}
 
 
 def _step(it: Instruction, word: int) -> Step:

@@ -12,7 +12,7 @@ KERNEL, EXACT, ORDER = (
 )
 PAGES = "plugins/kv_pages/triton/kernel.py"
 FAR = run("tests/ptx/test_far.py", marks="")
-PARITY = run("tests/ptx/test_parity.py")
+PARITY, ORDERS = (run(f"tests/ptx/test_{name}.py") for name in ("parity", "orders"))
 FP8_PAGES = interpreted("exact", marks="", k="fp8_pages")
 ATTENTION, INVARIANT, WRITES = interpreted("attention"), interpreted("exact"), interpreted("pages")
 
@@ -20,24 +20,69 @@ MUTANTS = [
     Mutant(
         "A1 the last part of a tile of the context is dropped",
         KERNEL,
-        "        share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N\n",
-        "        share = tl.cdiv(context // BLOCK_N, SPLITS) * BLOCK_N\n",
+        "    context_tiles = _tiles_of(context - front, BLOCK_N)\n",
+        "    context_tiles = (context - front) // BLOCK_N\n",
         ATTENTION,
     ),
-    Mutant("A2 a row sees one token too many", KERNEL, "known = token < end\n", "known = token <= end\n", PARITY),
+    Mutant(
+        "A2 a row sees one token too many", KERNEL, "place < context - position", "place <= context - position", PARITY
+    ),
     Mutant(
         "A3 V of another head",
         KERNEL,
-        "tl.load(v + at, mask=mask, other=0.0)",
-        "tl.load(v + at % HEAD, mask=mask, other=0.0)",
+        "tl.load((values_at + lane)[None, :] + at)",
+        "tl.load((values_at + lane % HEAD)[None, :] + at)",
         ATTENTION,
     ),
     Mutant(
-        "A4 the count of splits is not set back",
+        "A4 who leaves before the last comes does not say so",
         KERNEL,
-        "            tl.store(arrived + place, 0)\n",
+        '            word = tl.atomic_add(arrived, shares, sem="acq_rel")\n',
+        '            word = tl.atomic_add(arrived, 0, sem="acq_rel")\n',
+        ATTENTION,
+    ),
+    Mutant(
+        "the bits of those that left stay for the next layer",
+        KERNEL,
+        '            tl.atomic_add(arrived, -left, sem="relaxed")\n',
         "            pass\n",
-        PARITY,
+        ORDERS,
+    ),
+    Mutant(
+        "nobody waits for other parts",
+        KERNEL,
+        "        while ((word >> 28) != 0) & (polls < POLLS):\n",
+        "        while ((word >> 28) != 0) & (polls < 0):\n",
+        ORDERS,
+        survives="who leaves at once gives its share to the last, or takes it if the last has come: slower, and right",
+    ),
+    Mutant(
+        "who leaves after the last has come merges nothing",
+        KERNEL,
+        "            if (word >> 28) != 0:\n                shares = 0\n",
+        "            if (word >> 28) >= -8:\n                shares = 0\n",
+        ORDERS,
+    ),
+    Mutant(
+        "who leaves after the last has come leaves its bit",
+        KERNEL,
+        '                tl.atomic_add(arrived, -shares, sem="relaxed")\n',
+        "                pass\n",
+        ORDERS,
+    ),
+    Mutant(
+        "who leaves reads without order that all have come",
+        KERNEL,
+        'tl.atomic_add(arrived, shares, sem="acq_rel")',
+        'tl.atomic_add(arrived, shares, sem="relaxed")',
+        ORDERS,
+    ),
+    Mutant(
+        "who waits reads without order that all have come",
+        KERNEL,
+        'tl.atomic_add(arrived, 0, sem="acquire")',
+        'tl.atomic_add(arrived, 0, sem="relaxed")',
+        ORDERS,
     ),
     Mutant(
         "A5 no barrier before a split is announced",
@@ -47,27 +92,33 @@ MUTANTS = [
         PARITY,
         survives="Triton 3.7.1 puts a barrier in front of the addition itself",
     ),
-    Mutant("A6 a split is announced without order", KERNEL, 'sem="acq_rel"', 'sem="relaxed"', PARITY),
-    Mutant("A7 offsets of pages have 32 bits", KERNEL, "page.to(tl.int64) * PAGE", "page.to(tl.int32) * PAGE", FAR),
+    Mutant("A6 a split is announced without order", KERNEL, 'COME, sem="acq_rel"', 'COME, sem="relaxed"', PARITY),
+    Mutant(
+        "A7 offsets of pages have 32 bits",
+        KERNEL,
+        "at = at.to(tl.int64)[:, None]",
+        "at = at.to(tl.int32)[:, None]",
+        FAR,
+    ),
     Mutant(
         "A8 V in pages has the scale of K",
         KERNEL,
-        "tl.load(v_pages + at, mask=mask, other=0.0), value_scale",
-        "tl.load(v_pages + at, mask=mask, other=0.0), key_scale",
+        "_widened(values, value_scale, TYPE)",
+        "_widened(values, key_scale, TYPE)",
         ATTENTION,
     ),
     Mutant(
         "A9 a merged result is not quantized",
         KERNEL,
-        "        result = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]\n",
-        "        result = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]\n        scale = None\n",
+        "    result = result * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]\n",
+        "    result = result * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]\n    scale = None\n",
         ATTENTION,
     ),
     Mutant(
         "a window is one token shorter",
         KERNEL,
-        "token[None, :] - bound[:, None] >= 0",
-        "token[None, :] - bound[:, None] > 0",
+        "(position + place)[None, :] - bound[:, None] >= 0",
+        "(position + place)[None, :] - bound[:, None] > 0",
         ATTENTION,
     ),
     Mutant(

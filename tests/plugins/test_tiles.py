@@ -27,9 +27,9 @@ ARCHITECTURES = (0, 80, 86, 89, 90, 100, 120)
 def test_blocks_fit_the_kernel(size: int, itemsize: int, packed_rows: int, fp8: bool, bounded: bool) -> None:
     for capability in ARCHITECTURES:
         tile = select_tile(packed_rows, size, itemsize, capability, fp8=fp8, bounded=bounded)
-        assert {tile.rows, tile.columns, tile.new, tile.warps, padded(size)} <= set(POWERS)
-        assert min(tile.rows, tile.columns, tile.new, padded(size)) >= 16, "a product's least size"
-        assert 32 % tile.new == 0, "a tile of new rows reads one mask word"
+        assert {tile.rows, tile.columns, tile.warps, padded(size)} <= set(POWERS)
+        assert min(tile.rows, tile.columns, padded(size)) >= 16, "a product's least size"
+        assert tile.columns <= 64, "a tile of new rows reads two mask words"
         assert tile.stages >= 3, "with two a tile is waited for before the next is asked for"
     assert size <= padded(size) < 2 * size
 
@@ -41,7 +41,7 @@ def test_few_rows_take_a_small_tile() -> None:
 
     assert heights(80) == heights(120) == [16, 16, 32, 32, 64, 64, 64, 64]
     assert heights(90) == heights(100) == [16, 16, 32, 32, 64, 64, 128, 128]
-    assert heights(90, MOST_TALL_SPLITS + 1) == heights(80), "who merges reads a tile of every split"
+    assert heights(90, MOST_TALL_SPLITS + 1) == heights(80), "twice the programs are done sooner"
 
 
 def test_more_shared_memory_holds_more_columns_and_blocks() -> None:

@@ -155,10 +155,10 @@ def attention_tile(size: int, itemsize: int, capability: int, *, fp8: bool, boun
     """
     wide = padded(size)
     if itemsize == 4:
-        return TileConfig(rows=16, columns=16, new=16, warps=4, stages=3)
+        return TileConfig(rows=16, columns=16, warps=4, stages=3)
     low = wide == 256 or (wide == 128 and fp8 and (bounded or capability // 10 in (8, 12)))
     many = (wide >= 128 and fp8) or (wide == 128 and bounded)
-    return TileConfig(32 if low else 64, columns=16 if wide == 256 else 32, new=32, warps=8 if many else 4, stages=3)
+    return TileConfig(32 if low else 64, columns=16 if wide == 256 else 32, warps=8 if many else 4, stages=3)
 
 
 @cache

@@ -3,13 +3,13 @@
 One program computes BLOCK_M packed rows of one request and one K/V head. All GROUP = Hq / Hkv query heads of that K/V
 head are rows of its tile (row t, head g at t·GROUP + g), so K and V are loaded once for them:
 
-                      context, through the page table                new rows, 32 columns a mask word
+                      context, through the page table                new rows, BLOCK_N columns a tile
                    split 0      split 1      split 2 (the last)
                  ┌────────────┬────────────┬──────────┐            ┌───────────────┬───────────────┐
-    rows t, heads│ all ones   │ all ones   │ all ones │ + split 2: │ bits of word 0│ bits of word 1│
-    0 .. GROUP-1 │            │            │ context_ │            │ attn_mask[t, u] │ bits past T   │
-                 └────────────┴────────────┴──── len ─┘            └───────────────┴──── are 0 ────┘
-                  every share ⌈⌈context_len / BLOCK_N⌉ / SPLITS⌉ tiles: the last is the smallest, so it takes the rows
+    rows t, heads│ all ones   │ all ones   │ all ones │ + split 2: │ words of tile │ words of tile │
+    0 .. GROUP-1 │            │            │ context_ │            │ 0 of attn_mask│ 1, past T 0   │
+                 └────────────┴────────────┴──── len ─┘            └───────────────┴───────────────┘
+                  all these tiles are divided among the splits, which take as many or one more: new rows are in the last
 
     memory, all contiguous:   q, out [B, T, Hq, D]    k, v [B, T, Hkv, D]    pages [P, Z, Hkv, D]    page_table [B, M]
                               attn_mask [B, T, ⌈T/32⌉] int32    partial [SPLITS, B, T, Hq, D], lse without D
@@ -22,15 +22,33 @@ positions, which the splits divide in place of the whole context: what is in fro
 nor their numbers are read. A sink (`sinks` [Hq]) is a score without a value, which the last split begins with.
 
 With several SPLITS `partial` receives results in q's type, each normalised by its own sum, and `lse` the logarithm of
-that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in `arrived`; the last weighs
-and adds all parts, always in the order of the splits, and sets the count back to 0. With `scale` the result is
-quantized. A row that may attend to nothing gives 0 here (the reference gives NaN).
+that sum, fp32 of base 2, -inf for an empty split. Programs of one tile count themselves in its word of `arrived`, and
+each merges a share of its rows (`_shares`), always in the order of the splits. With `scale` the result is quantized. A
+row that may attend to nothing gives 0 here (the reference gives NaN).
+
+                  bits 31 to 28: who came, in sixteenths: SPLITS · (16 / SPLITS) is 0 again
+                 ┌──────┬──────────────┬─────────────────────┐
+    arrived      │ came │      0       │ a bit for each who  │  all changes are atomic additions, at the GPU's scope
+                 └──────┴──────────────┴─ left its share ────┘
+
+Why every row is merged once, from all parts, in whatever order programs run, also one behind the other:
+
+- Additions to a word have one order. In it one program is the last to come, and learns so from the word before its own.
+- A part is stored, then comes a barrier, then the addition that counts it, which releases. Who merges has read, by an
+  operation that acquires, that all have come; what stands between is additions, which pass on what was released (the
+  observation order of PTX's memory model). The word goes to the other threads through a barrier, before they load.
+- To leave is an addition too. Before the last has come, the last reads the bit and takes that share; after, who leaves
+  reads that all have come, and takes the share itself. So no program waits for one that does not run.
+- Who takes a share whose bit is set takes the bit back. Bits are distinct, so nothing is carried into the upper bits,
+  and the word ends as 0: for the next layer, a graph's replay, or a call with other SPLITS. Those begin with a wait for
+  the end of this grid (`wait_for_prior_kernels`). Programs without tiles, or with rows of padding alone, count as well.
 
 Exponentials are of base 2, log2(e) folded into the scale of the scores. FP8 pages are converted to q's type before the
 products, as in `from_pages`, so a row's K/V are the same before and after its commit. WIDEN is for the interpreter,
 whose products of bf16 are wrong. Triton compiles this file's functions; mypy does not know their types.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator,import-untyped,import-not-found"
+# mypy: disable-error-code="assignment,misc"
 
 from __future__ import annotations
 
@@ -39,6 +57,9 @@ import triton.language as tl
 
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import in_fp8_range
+
+#: How often a program reads whether all parts of its tile are there, a latency of the L2 cache each, before it leaves.
+POLLS = tl.constexpr(16)
 
 
 @triton.jit
@@ -50,12 +71,17 @@ def _product(a, b, WIDEN: tl.constexpr):
 
 
 @triton.jit
-def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
+def _widened(pages, scale, TYPE: tl.constexpr):
+    """Tile of FP8 pages in q's type: times its scale, rounded once."""
+    return (pages.to(tl.float32) * scale).to(TYPE)
+
+
+@triton.jit
+def _fold(scores, values, best, total, sums, SCALE: tl.constexpr, WIDEN: tl.constexpr):
     """Add one tile of keys to the online softmax: running maximum, sum of weights and weighted sum of values.
 
     Maxima are those of q · k. Scaled with the subtraction, an exponent is one operation of its own.
     """
-    scores = tl.where(seen, _product(queries, tl.trans(keys), WIDEN), float("-inf"))
     new_best = tl.maximum(best, tl.max(scores, 1))
     # A row without any key so far has the maximum -inf, and -inf - -inf is NaN.
     floor = tl.where(new_best == float("-inf"), 0.0, new_best) * SCALE
@@ -67,17 +93,100 @@ def _fold(queries, keys, values, seen, best, total, sums, SCALE: tl.constexpr, W
 
 
 @triton.jit
-def _widened(pages, scale, FP8: tl.constexpr, TYPE: tl.constexpr):
-    """Tile of pages in q's type: FP8 times its scale, rounded once."""
-    if FP8:
-        return (pages.to(tl.float32) * scale).to(TYPE)
-    return pages.to(TYPE)
+def _page_ids(table, token, PAGE: tl.constexpr):
+    return tl.load(table + token // PAGE).to(tl.uint32)
 
 
 @triton.jit
-def _page_ids(table, token, end, PAGE: tl.constexpr):
-    """The pages of these tokens; of those past the end 0."""
-    return tl.load(table + token.to(tl.uint32) // PAGE, mask=token < end, other=0)
+def _tiles_of(count, SIZE: tl.constexpr):
+    """ceil(count / SIZE) of a count that is not negative, which saves what a sign costs."""
+    return ((count.to(tl.uint32) + (SIZE - 1)) // SIZE).to(tl.int32)
+
+
+@triton.jit
+def _words(attn_mask, line, start, words, real, NUMBER: tl.constexpr):
+    """Word `NUMBER` of the rows' mask from column `start` on."""
+    place = start // 32 + NUMBER
+    return tl.load(attn_mask + line * words + place, mask=real & (place < words), other=0)
+
+
+@triton.jit
+def _tiles(
+    queries, k, v, k_pages, v_pages, key_scale, value_scale, table, attn_mask, bound, begin, end, context_tiles, front,
+    context, passed, first, rows, row, real, head, best, total, sums,
+    SCALE: tl.constexpr, HKV: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK_N: tl.constexpr, STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr, TYPE: tl.constexpr,
+    PAGES: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """The tiles from `begin` to `end`: `context_tiles` of pages, and behind them those of new rows.
+
+    One loop for both, so that the copies of new rows are on their way while the last of the context are multiplied.
+    PAGES, ROWS: which of the two can be among them.
+    """
+    place, in_head = tl.arange(0, BLOCK_N), tl.arange(0, PADDED) < HEAD
+    lane = head * HEAD + tl.arange(0, PADDED)
+    # Tokens and rows past the end are the last one again, and masked: this costs less than copies under conditions.
+    final = tl.maximum(context - 1, 0).to(tl.uint32)
+    # Ids of pages are read two tiles ahead: copies whose addresses wait for a load of their own turn are not pipelined,
+    # and those that wait for one of the turn before wait for all of its latency.
+    token = (front + begin * BLOCK_N + place).to(tl.uint32)
+    slot, ahead, next = token, token, token
+    if PAGES:
+        next = tl.minimum(token + BLOCK_N, final)
+        ahead = _page_ids(table, next, PAGE)
+        token = tl.minimum(token, final)
+        slot = _page_ids(table, token, PAGE) * PAGE + token % PAGE
+    for tile in tl.range(begin, end, num_stages=STAGES):
+        position = front + tile * BLOCK_N  # of the tile's first token
+        start = passed + (tile - context_tiles) * BLOCK_N  # its first new row
+        fresh = tile >= context_tiles
+        new_slot = first.to(tl.uint32) + tl.minimum(start + place, rows - 1).to(tl.uint32)
+        if PAGES and ROWS:
+            at = tl.where(fresh, new_slot, slot)
+            keys_at, values_at = tl.where(fresh, k, k_pages), tl.where(fresh, v, v_pages)
+        elif PAGES:
+            at, keys_at, values_at = slot, k_pages, v_pages
+        else:
+            at, keys_at, values_at = new_slot, k, v
+        at = at.to(tl.int64)[:, None] * (HKV * HEAD)  # pools exceed 2^31 numbers
+        if HEAD == PADDED:
+            keys, values = tl.load((keys_at + lane)[None, :] + at), tl.load((values_at + lane)[None, :] + at)
+        else:
+            keys = tl.load((keys_at + lane)[None, :] + at, mask=in_head[None, :], other=0.0)
+            values = tl.load((values_at + lane)[None, :] + at, mask=in_head[None, :], other=0.0)
+        if ROWS and not CHUNKS:  # in front of the product, which hides their latency
+            words = tl.cdiv(rows, 32)
+            bits, more = tl.zeros(row.shape, tl.int32), tl.zeros(row.shape, tl.int32)
+            if fresh:
+                bits = _words(attn_mask, first + row, start, words, real, 0)
+                if BLOCK_N > 32:
+                    more = _words(attn_mask, first + row, start, words, real, 1)
+        if FP8 and PAGES:
+            keys, values = _widened(keys, key_scale, TYPE), _widened(values, value_scale, TYPE)
+        scores = _product(queries, tl.trans(keys), WIDEN)
+        if PAGES and bound is not None and not fresh:
+            scores = tl.where((position + place)[None, :] - bound[:, None] >= 0, scores, float("-inf"))
+        if PAGES and position + BLOCK_N > context and not fresh:
+            scores = tl.where((place < context - position)[None, :], scores, float("-inf"))
+        if ROWS and fresh:
+            column = start + place
+            if CHUNKS:
+                seen = column[None, :] - row[:, None] <= 0  # compared, they spill where registers are short
+                if bound is not None:
+                    seen = seen & (column[None, :] >= (bound - context)[:, None])
+            else:
+                word = bits[:, None] if BLOCK_N <= 32 else tl.where((place < 32)[None, :], bits[:, None], more[:, None])
+                seen = ((word >> (column % 32)[None, :]) & 1) != 0
+            scores = tl.where(seen, scores, float("-inf"))
+        best, total, sums = _fold(scores, values, best, total, sums, SCALE, WIDEN)
+        if PAGES:
+            if not ROWS:  # saves registers
+                next = tl.minimum((position + BLOCK_N + place).to(tl.uint32), final)
+            slot = ahead * PAGE + next % PAGE
+            next = tl.minimum((position + 2 * BLOCK_N + place).to(tl.uint32), final)
+            if tile + 2 < end:  # in a branch: it would be pipelined too, and each turn wait for it
+                ahead = _page_ids(table, next, PAGE)
+    return best, total, sums
 
 
 @triton.jit
@@ -90,35 +199,63 @@ def store_result(out, at, result, mask, scale, TYPE: tl.constexpr):
 
 
 @triton.jit
-def _merge(
-    out, scale, partial, lse, tile, first, head, rows, lines, HKV: tl.constexpr, GROUP: tl.constexpr,
-    HEAD: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, TYPE: tl.constexpr,
-):  # fmt: skip
-    """Weighs the parts of a tile, whose packed rows begin with `tile`, by their sums, adds and stores them.
-
-    `first` is the request's first row.
+def _shares(arrived, SPLITS: tl.constexpr):
+    """Announces that this program's part is stored, and gives the shares of the tile's rows that it is to merge, a bit
+    each: its own, which is its place in the order in which they came, those of others that left, or none.
     """
-    CHUNK: tl.constexpr = min(BLOCK_M, 32 if SPLITS <= 8 else 16)  # more rows at a time would spill
+    STEP: tl.constexpr = 16 // SPLITS
+    COME: tl.constexpr = (STEP if STEP < 8 else STEP - 16) << 28  # 8 has the sign's bit
+    word = tl.atomic_add(arrived, COME, sem="acq_rel")
+    mine = ((word >> 28) & 15) // STEP
+    shares = 1 << mine
+    word += COME
+    if mine == SPLITS - 1:
+        left = word & 65535
+        if left != 0:
+            tl.atomic_add(arrived, -left, sem="relaxed")
+        shares = shares | left
+    else:
+        polls = 0
+        while ((word >> 28) != 0) & (polls < POLLS):
+            word = tl.atomic_add(arrived, 0, sem="acquire")
+            polls += 1
+        if (word >> 28) != 0:
+            word = tl.atomic_add(arrived, shares, sem="acq_rel")
+            if (word >> 28) != 0:
+                shares = 0
+            else:
+                tl.atomic_add(arrived, -shares, sem="relaxed")
+    return shares
+
+
+@triton.jit
+def _merge(
+    out, scale, partial, lse, base, tile, rows, lines, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr,
+    PADDED: tl.constexpr, SPLITS: tl.constexpr, SHARE: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Weighs the parts of SHARE packed rows, from `tile` on, by their sums, adds and stores them."""
+    packed = (tile + tl.arange(0, SHARE)).to(tl.uint32)
+    real = packed // GROUP < rows
+    line = packed // GROUP * (HKV * GROUP) + packed % GROUP
     lane = tl.arange(0, PADDED)
-    for start in tl.range(0, BLOCK_M, CHUNK, num_stages=1):
-        packed = tile + start + tl.arange(0, CHUNK)
-        row = packed // GROUP
-        real = row < rows
-        in_tile = real[:, None] & (lane < HEAD)[None, :]
-        line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
-        best = tl.full([CHUNK], float("-inf"), tl.float32)
-        for part in tl.static_range(SPLITS):
-            best = tl.maximum(best, tl.load(lse + part * lines + line, mask=real, other=float("-inf")))
-        floor = tl.where(best == float("-inf"), 0.0, best)
-        total, sums = tl.zeros([CHUNK], tl.float32), tl.zeros([CHUNK, PADDED], tl.float32)
-        for part in tl.static_range(SPLITS):
-            at = part * lines + line
-            weights = tl.exp2(tl.load(lse + at, mask=real, other=float("-inf")) - floor)
-            values = tl.load(partial + at[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0).to(tl.float32)
-            total += weights
-            sums += weights[:, None] * values
-        result = sums * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-        store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
+    at, mask = line[:, None] * HEAD + lane[None, :], real[:, None] & (lane < HEAD)[None, :]
+    partial, lse = partial + base * HEAD, lse + base
+    sums, values = (), ()
+    for part in tl.static_range(SPLITS):
+        logs = tl.load(lse + part * lines + line, mask=real, other=float("-inf"))
+        tile_part = tl.load(partial + part * lines * HEAD + at, mask=mask, other=0.0)
+        sums, values = sums + (logs,), values + (tile_part,)  # noqa: RUF005  # Triton has no starred tuples
+    best = sums[0]
+    for part in tl.static_range(1, SPLITS):
+        best = tl.maximum(best, sums[part])
+    floor = tl.where(best == float("-inf"), 0.0, best)
+    total, result = tl.zeros([SHARE], tl.float32), tl.zeros([SHARE, PADDED], tl.float32)
+    for part in tl.static_range(SPLITS):
+        weights = tl.exp2(sums[part] - floor)
+        total += weights
+        result += weights[:, None] * values[part].to(tl.float32)
+    result = result * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    store_result(out, base * HEAD + at, result, mask, scale, TYPE)
 
 
 @dependent_kernel(do_not_specialize=["rows", "columns"])
@@ -126,7 +263,7 @@ def cascade_attention_kernel(
     q, k, v, k_pages, v_pages, page_table, context_len, attn_mask, starts, bounds, sinks, k_scale, v_scale, out, scale,
     partial, lse, arrived, rows, columns,
     SCALE: tl.constexpr, HKV: tl.constexpr, GROUP: tl.constexpr, HEAD: tl.constexpr, PADDED: tl.constexpr,
-    PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
+    PAGE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr, FP8: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
     """Grid (row tiles, B·Hkv, SPLITS): the tiles of one K/V head run side by side and share it in the L2 cache.
@@ -146,15 +283,18 @@ def cascade_attention_kernel(
         first = tl.load(starts + request)
         rows = (tl.load(starts + request + 1) - first).to(tl.int32)
 
+    context = tl.load(context_len + request).to(tl.int32)
     # Queries: the packed rows of this tile; those past T·GROUP are masked and not stored.
-    packed = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = packed // GROUP
+    packed = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.uint32)
+    row = (packed // GROUP).to(tl.int32)
     real = row < rows
     lane = tl.arange(0, PADDED)
     in_head = lane < HEAD
-    line = (first + row) * (HKV * GROUP) + head * GROUP + packed % GROUP
+    base = first * (HKV * GROUP) + head * GROUP  # of lines, 64 bits; those of a request are counted in 32
+    line = packed // GROUP * (HKV * GROUP) + packed % GROUP
     in_tile = real[:, None] & in_head[None, :]
-    queries = tl.load(q + line[:, None] * HEAD + lane[None, :], mask=in_tile, other=0.0)
+    at = line[:, None] * HEAD + lane[None, :]
+    queries = tl.load(q + base * HEAD + at, mask=in_tile, other=0.0)
 
     best = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -167,77 +307,54 @@ def cascade_attention_kernel(
     if FP8:
         key_scale, value_scale = tl.load(k_scale), tl.load(v_scale)
 
-    # Context: this split's share. Masked lanes load 0, so NaN in unused slots and page ids past the end are ignored.
-    context = tl.load(context_len + request).to(tl.int32)
-    if bounds is None:
-        share = tl.cdiv(tl.cdiv(context, BLOCK_N), SPLITS) * BLOCK_N
-        begin, end = split * share, tl.minimum((split + 1) * share, context)
-    else:
+    # Tiles of the context, then of the new rows; of both this split's share.
+    bound, front, passed, seen_rows = None, 0, 0, rows
+    if bounds is not None:
         bound = tl.load(bounds + first + row, mask=real, other=2147483647).to(tl.int32)
         least = tl.min(bound, 0)  # of this tile's rows
-        skipped = tl.minimum(least, context)
-        share = tl.cdiv(tl.cdiv(context - skipped, BLOCK_N), SPLITS) * BLOCK_N
-        begin = skipped + split * share
-        end = tl.minimum(begin + share, context)
-    seen_rows = rows
+        front = tl.minimum(least, context)
+        if starts is not None:  # rows of a chunk in front of all windows
+            passed = tl.maximum(tl.minimum(least - context, rows), 0) // BLOCK_N * BLOCK_N
+    context_tiles = _tiles_of(context - front, BLOCK_N)
     if starts is not None:  # up to the last row of the tile, if it has one
-        seen_rows = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tl.minimum(rows, tl.max(row, 0) + 1), 0)
-        end = tl.where(seen_rows > 0, end, 0)
-    # Ids of pages are read a tile ahead: copies whose addresses wait for a load of their own turn are not pipelined.
+        seen_rows = tl.minimum(rows, tl.max(row, 0) + 1)
+    tiles = context_tiles + _tiles_of(tl.maximum(seen_rows - passed, 0), BLOCK_N)
+    if starts is not None:
+        tiles = tl.where(tl.program_id(0) * BLOCK_M < rows * GROUP, tiles, 0)
+    begin, end = _tiles_of(split * tiles, SPLITS), _tiles_of((split + 1) * tiles, SPLITS)
     table = page_table + request * columns
-    page = _page_ids(table, begin + tl.arange(0, BLOCK_N), end, PAGE)
-    for start in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        token = start + tl.arange(0, BLOCK_N)
-        known = token < end
-        inside = token.to(tl.uint32) % PAGE
-        slot = ((page.to(tl.int64) * PAGE + inside) * HKV + head) * HEAD  # 64 bits: pools exceed 2^31 numbers
-        at, mask = slot[:, None] + lane[None, :], known[:, None] & in_head[None, :]
-        keys = _widened(tl.load(k_pages + at, mask=mask, other=0.0), key_scale, FP8, TYPE)
-        values = _widened(tl.load(v_pages + at, mask=mask, other=0.0), value_scale, FP8, TYPE)
-        seen = known[None, :] if bounds is None else known[None, :] & (token[None, :] - bound[:, None] >= 0)
-        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
-        page = _page_ids(table, token + BLOCK_N, end, PAGE)
-
-    # New rows: in the last split only, at most one mask word a row at a time. One stage: they are few, and in L2.
-    words = tl.cdiv(rows, 32)
-    if bounds is None or starts is None:
-        passed = 0
-    else:  # rows of a chunk in front of all windows
-        passed = tl.maximum(tl.minimum(least - context, rows), 0) // BLOCK_T * BLOCK_T
-    for start in tl.range(passed, tl.where(split == SPLITS - 1, seen_rows, 0), BLOCK_T, num_stages=STAGES):
-        if starts is None:
-            bits = tl.load(attn_mask + (first + row) * words + start // 32, mask=real, other=0)
-        column = start + tl.arange(0, BLOCK_T)
-        at = ((first + column) * HKV + head)[:, None] * HEAD + lane[None, :]
-        mask = (column < rows)[:, None] & in_head[None, :]
-        keys, values = tl.load(k + at, mask=mask, other=0.0), tl.load(v + at, mask=mask, other=0.0)
-        if starts is None:
-            seen = ((bits[:, None] >> (column % 32)[None, :]) & 1) != 0
-        else:
-            seen = column[None, :] - row[:, None] <= 0  # compared, they spill where registers are short
-            if bounds is not None:
-                seen = seen & (column[None, :] >= (bound - context)[:, None])
-        best, total, sums = _fold(queries, keys, values, seen, best, total, sums, SCALE, WIDEN)
+    APART: tl.constexpr = FP8 or starts is not None  # one loop reads one type; of chunks it would spill
+    for part in tl.static_range(2 if APART else 1):
+        best, total, sums = _tiles(
+            queries, k, v, k_pages, v_pages, key_scale, value_scale, table, attn_mask, bound,
+            begin if part == 0 else tl.maximum(begin, context_tiles),
+            tl.minimum(end, context_tiles) if APART and part == 0 else end,
+            context_tiles, front, context, passed, first.to(tl.int32), rows, row, real, head, best, total, sums,
+            SCALE, HKV, HEAD, PADDED, PAGE, BLOCK_N, STAGES, FP8, WIDEN, TYPE, part == 0, not APART or part == 1,
+            starts is not None,
+        )  # fmt: skip
 
     # Store: an empty share would give 0 / 0, and NaN times the merge's weight of 0 is NaN.
     total = tl.where(total == 0.0, 1.0, total)
     result = sums * (1.0 / total)[:, None]
     if SPLITS == 1:
-        store_result(out, line[:, None] * HEAD + lane[None, :], result, in_tile, scale, TYPE)
+        store_result(out, base * HEAD + at, result, in_tile, scale, TYPE)
     else:
         requests = (tl.num_programs(1) // HKV).to(tl.int64)
         lines = (requests * rows if starts is None else tl.load(starts + requests)) * (HKV * GROUP)
-        mine = split * lines + line
-        tl.store(partial + mine[:, None] * HEAD + lane[None, :], result.to(TYPE), mask=in_tile)
-        tl.store(lse + mine, best * SCALE + tl.log2(total), mask=real)
+        mine = split * lines + base
+        tl.store(lse + mine + line, best * SCALE + tl.log2(total), mask=real)
+        tl.store(partial + mine * HEAD + at, result.to(TYPE), mask=in_tile)
         tl.debug_barrier()  # one thread announces the stores of all
         place = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(arrived + place, 1, sem="acq_rel") == SPLITS - 1:
-            _merge(
-                out, scale, partial, lse, tl.program_id(0) * BLOCK_M, first, head, rows, lines,
-                HKV, GROUP, HEAD, PADDED, SPLITS, BLOCK_M, TYPE,
-            )  # fmt: skip
-            tl.store(arrived + place, 0)
+        shares = _shares(arrived + place, SPLITS)
+        SHARE: tl.constexpr = BLOCK_M // SPLITS
+        for share in tl.range(0, SPLITS, num_stages=1):
+            if ((shares >> share) & 1) != 0:
+                _merge(
+                    out, scale, partial, lse, base, tl.program_id(0) * BLOCK_M + share * SHARE, rows, lines,
+                    HKV, GROUP, HEAD, PADDED, SPLITS, SHARE, TYPE,
+                )  # fmt: skip
 
 
 @dependent_kernel(do_not_specialize=["rows", "request_stride", "row_stride", "column_stride"])

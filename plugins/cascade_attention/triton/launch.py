@@ -23,6 +23,7 @@ from d2sd.plugins.cascade_attention.triton.tiles import (
     TileConfig,
     choose_splits,
     padded,
+    register_limit,
     resident,
     select_tile,
 )
@@ -137,11 +138,12 @@ def _plan(
     fp8: bool,
     bounded: bool,
 ) -> tuple[TileConfig, dict[str, Any]]:
-    """Tile and compile-time constants."""
+    """Tile, and compile-time constants and options of the launch."""
     group = heads // kv_heads
     tile = select_tile(rows * group, size, itemsize, capability, fp8=fp8, bounded=bounded, splits=splits)
     fixed = constants(tile, size, kv_heads, group, page_size, fp8=fp8)
-    return tile, fixed | {"SPLITS": splits, "BLOCK_T": tile.new}
+    limit = register_limit(tile, size, itemsize, capability, fp8=fp8)
+    return tile, fixed | {"SPLITS": splits, "num_warps": tile.warps, "maxnreg": limit}
 
 
 def launch(
@@ -158,10 +160,13 @@ def launch(
     out: Tensor | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """The kernel with the context cut into `splits` parts; of an `AttnMask` come its words and its `first`.
+    """The kernel with keys cut into `splits` parts, a power of two up to 16.
+
+    Of an `AttnMask` come its words and its `first`.
 
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
     """
+    assert splits in (1, 2, 4, 8, 16), "a word of `arrived` counts to 16, and each split merges as many rows"
     heads, size = q.shape[2:]
     rows, kv_heads = _rows(q, mask), k.shape[2]
     words, starts, bounds = (None, mask.starts, mask.first) if isinstance(mask, ChunkMask) else (mask, None, first)
@@ -189,7 +194,7 @@ def launch(
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
             bounds, None if sinks is None else sinks.contiguous(), context.k_scale, context.v_scale, out, scale,
-            partial, lse, arrived, rows, page_table.shape[1], **fixed, num_warps=tile.warps,
+            partial, lse, arrived, rows, page_table.shape[1], **fixed,
         )  # fmt: skip
     return out
 

@@ -1,7 +1,7 @@
 """Tile sizes of the fused kernel by architecture, head size and type, and the splits of the context. No triton here.
 
 `benchmarks/compile_kernels.py` compiles every line of the table for each architecture and holds shared memory and
-registers to bounds. docs/attention_time.md says what the choices cost. None has been timed: **not yet run** on a GPU.
+registers to bounds. docs/kernel-times.md says what the choices cost. None has been timed: **not yet run** on a GPU.
 """
 
 from __future__ import annotations
@@ -10,13 +10,15 @@ from dataclasses import dataclass
 
 from d2sd.plugins.dispatch import HEAD_STEP
 
-#: Above this, the merge reads more than the splits save.
+#: Above this, the merge reads more than the splits save; the kernel's counter goes up to it.
 MOST_SPLITS = 16
 #: Least tokens of context in a split: reading fewer costs less than writing and merging a partial result.
 LEAST_SHARE = 128
-#: Most splits of a tile of 128 rows. The merge is one program that reads its rows of every split: with more, half the
-#: rows in twice the programs are done sooner.
+#: Most splits of a tile of 128 rows. With more, half the rows in twice the programs are done sooner, by counting: warps
+#: of one block multiply at the same time, and take their exponentials at the same time.
 MOST_TALL_SPLITS = 2
+#: Of a thread, on every architecture.
+MOST_REGISTERS = 255
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +26,7 @@ class TileConfig:
     """Tile of one program, with its warps and pipeline stages."""
 
     rows: int  # query rows, heads of one K/V head packed: at least 16, the least that a tensor core takes
-    columns: int  # context tokens an iteration
-    new: int  # new rows an iteration: a divisor of 32, the columns of a mask word
+    columns: int  # tokens of the context, or new rows, an iteration: at most 64, two words of a mask
     warps: int
     stages: int  # K and V of so many iterations are in shared memory: one is multiplied, the others are on their way
 
@@ -75,7 +76,7 @@ def select_tile(
     """
     wide, two_groups = padded(size), capability // 10 in (9, 10)
     if itemsize == 4:
-        return TileConfig(rows=16, columns=32 if wide <= 64 else 16, new=16, warps=4, stages=3)
+        return TileConfig(rows=16, columns=32 if wide <= 64 else 16, warps=4, stages=3)
     heights = [16, 32, 64]
     if wide == 256:
         heights = [16, 64] if two_groups and fp8 else [16, 32] if most_shared(capability) < 100 * 1024 else heights
@@ -86,15 +87,34 @@ def select_tile(
     converts = fp8 and not two_groups  # by registers
     tall = rows == 128 or (rows == 64 and (wide == 256 or (wide == 128 and converts)))
     tall = tall or (rows == 32 and wide == 256 and converts)
-    return TileConfig(rows, columns, new=32, warps=8 if tall else 4, stages=3)
+    return TileConfig(rows, columns, warps=8 if tall else 4, stages=3)
 
 
 def resident(tile: TileConfig, size: int, itemsize: int, capability: int, *, fp8: bool) -> int:
     """Blocks that an SM runs at the same time, by their shared memory; registers allow two of 4 warps."""
+    return max(1, min(_fit_registers(tile), _fit_memory(tile, size, itemsize, capability, fp8=fp8)))
+
+
+def register_limit(tile: TileConfig, size: int, itemsize: int, capability: int, *, fp8: bool) -> int | None:
+    """Registers that a thread may have; None: ptxas chooses.
+
+    It does not know what shared memory holds, and spills a few bytes for a third block: of heads of 256, and of few
+    rows over FP8 pages. Elsewhere nothing spills.
+    """
+    held = _fit_memory(tile, size, itemsize, capability, fp8=fp8)
+    spills = tile.rows <= 32 and (fp8 or padded(size) == 256)
+    return MOST_REGISTERS if spills and held <= _fit_registers(tile) else None
+
+
+def _fit_registers(tile: TileConfig) -> int:
+    return 2 if tile.warps == 4 else 1
+
+
+def _fit_memory(tile: TileConfig, size: int, itemsize: int, capability: int, *, fp8: bool) -> int:
     wide, pages = padded(size), 1 if fp8 else itemsize
     held = tile.rows * wide * itemsize + tile.stages * 2 * tile.columns * wide * pages
     held += 2 * tile.columns * wide * itemsize if fp8 else 0  # converted
-    return max(1, min(2 if tile.warps == 4 else 1, (most_shared(capability) + 1024) // (held + 1024)))
+    return (most_shared(capability) + 1024) // (held + 1024)
 
 
 def choose_splits(programs: int, context_slots: int, places: int) -> int:
