@@ -26,6 +26,7 @@ from d2sd.plugins.delta_rule import (
     commit_chunk_inputs,
     commit_convolution,
     commit_delta_rule,
+    last_rows,
     tree_convolution,
     tree_delta_rule,
 )
@@ -128,6 +129,7 @@ class StatePass:
         self._slots = torch.zeros_like(rows.context_len) if slots is None else slots
         # Compiled or not, the recurrence is the form on a CPU: plain decoding and speculation have the same bits.
         self._exact = exact or pool.recurrent.device.type == "cpu"
+        self._last: tuple[Tensor, Tensor] | None = None  # of chunks, the rows whose inputs are kept
 
     def convolved(self, layer: int, x: Tensor, weight: Tensor) -> Tensor:
         """silu of the convolution of x [B, T, C], of chunks [1, N, C], by weight [C, W]."""
@@ -143,7 +145,9 @@ class StatePass:
         states, rows = self._pool.convolution[layer], (into.inputs, into.delta)
         q = delta_inputs(product, gates, heads, states, self._slots, self._mask, *rows)
         if not isinstance(self._mask, AttnMask):
-            commit_chunk_inputs(into.inputs, states, self._slots, self._mask)
+            if self._last is None:  # once for all layers
+                self._last = last_rows(self._mask, states.shape[-1], into.inputs.shape[1])
+            commit_chunk_inputs(into.inputs, states, self._slots, self._last)
         return q
 
     def outputs(self, layer: int, q: Tensor, rows: DeltaRows) -> Tensor:

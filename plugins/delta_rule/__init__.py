@@ -46,8 +46,7 @@ from d2sd.plugins.dispatch import Implementation
 
 __all__ = [
     "DeltaRows", "chunk_convolution", "chunk_delta_rule", "commit_chunk_inputs", "commit_convolution",
-    "commit_delta_rule", "tree_convolution",
-    "tree_delta_rule",
+    "commit_delta_rule", "last_rows", "tree_convolution", "tree_delta_rule",
 ]  # fmt: skip
 
 # Shape letters: B requests, T rows, N rows of all chunks, P slots in the pool, Hk/Hv heads of keys and of values, Dk/Dv
@@ -201,14 +200,17 @@ def chunk_convolution(
     else:
         convolve = convolution_cpu if picked is Implementation.LIBRARY else chunk_convolution_reference
         out = convolve(x, weight, states, slots, chunks, bias)
-    commit_chunk_inputs(x, states, slots, chunks)
+    commit_chunk_inputs(x, states, slots, last_rows(chunks, states.shape[-1], x.shape[1]))
     return out
 
 
-def commit_chunk_inputs(x: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask) -> None:
-    """Keep the last W - 1 inputs of chunks x [1, N, C] in `states` [P, C, W - 1] of one layer, in place."""
-    kept = states.shape[-1]
+def last_rows(chunks: ChunkMask, kept: int, rows: int) -> tuple[Tensor, Tensor]:
+    """Path [B, kept] and count [B] of `commit_convolution`: of each chunk among `rows` of all its last `kept`."""
     count = chunks.starts.diff().clamp(max=kept)
-    path = (chunks.starts[1:] - count)[:, None] + torch.arange(kept, device=x.device)
-    inputs = x.expand(len(slots), -1, -1)[None]
-    commit_convolution(inputs, states[None], slots, path.clamp(max=x.shape[1] - 1), count)
+    path = (chunks.starts[1:] - count)[:, None] + torch.arange(kept, device=count.device)
+    return path.clamp(max=rows - 1), count
+
+
+def commit_chunk_inputs(x: Tensor, states: Tensor, slots: Tensor, last: tuple[Tensor, Tensor]) -> None:
+    """Keep the `last_rows` of chunks x [1, N, C] in `states` [P, C, W - 1] of one layer, in place."""
+    commit_convolution(x.expand(len(slots), -1, -1)[None], states[None], slots, *last)

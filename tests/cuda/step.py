@@ -21,7 +21,7 @@ from benchmarks.gpu.steps import Step, count
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DeltaConfig, ExpertsConfig
 from d2sd.plugins.cascade_attention.triton import exact
-from d2sd.policies import NAMES, PolicyName
+from d2sd.policies import NAMES, DrafterRole, PolicyName
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.staging import Staging
 from tests.cuda import guard
@@ -196,13 +196,14 @@ def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> Non
     assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches
 
 
-def test_prompts_of_any_number_are_one_pass() -> None:
+@pytest.mark.parametrize(("layers", "changes", "each"), [(2, {}, 8), (8, HYBRID, 10)], ids=["dense", "hybrid"])
+def test_prompts_of_any_number_are_one_pass(layers: int, changes: dict[str, Any], each: int) -> None:
     """As many launches, one attention a layer among them; one copy goes in, and nothing is read back."""
     found = []
     with fake_gpu(watch := Watch()):
-        made = runner(2, 2, fp8=False)
+        made = runner(layers, 2, fp8=False, roles=() if changes else tuple(DrafterRole), **changes)
         made.staging = Staging("cuda", lambda: lambda: None)
-        made.allocate(64, 16)
+        made.allocate(64, 16, slots=4)
         for lengths in ([40], [40], [5, 70, 1]):
             count = torch.zeros(len(lengths), dtype=torch.long)
             table = torch.zeros(len(lengths), 8, dtype=torch.long)
@@ -210,11 +211,13 @@ def test_prompts_of_any_number_are_one_pass() -> None:
             watch.launches.clear()
             watch.copies.clear()
             with watch:
-                hidden, _ = made.prefill(tokens, lengths, table, count)
+                slots = torch.zeros_like(count) if changes else None
+                hidden, _ = made.prefill(tokens, lengths, table, count, slots=slots)
             assert hidden.shape[0] == sum(lengths)
             found.append(watch.launches.total())
             assert watch.copies == ["aten.copy_.default in other"]
-    assert found[1] == found[2] > 2 * 8
+    assert found[1] == found[2] > layers * each
+    assert found[1] < layers * (each + 1) + 30, "and a commit of inputs in gated delta nets"
 
 
 @pytest.mark.parametrize("fp8", [False, pytest.param(True, marks=pytest.mark.full)])
