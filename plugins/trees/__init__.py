@@ -126,7 +126,12 @@ def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
     """
     # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
     inner = first.part(slice(None), slice(-1))  # after slot S nothing is left to draft
-    return branches_of_nodes(best_first_tree(anchor, [Source(inner)], count + first.top1.shape[1]), first, count)
+    tree = best_first_tree(anchor, [Source(inner)], count + first.top1.shape[1])
+    if _pick(first.tokens, count) is Implementation.TRITON:
+        from d2sd.plugins.trees.triton.launch import restarts_triton
+
+        return Branches(*restarts_triton(tree, first.top1, first.confidence, count))
+    return branches_of_nodes(tree, first, count)
 
 
 def restart_blocks(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:

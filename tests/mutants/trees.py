@@ -10,6 +10,20 @@ ACCEPTED, MERGED = interpreted("trees", k="accept"), interpreted("trees", k="tes
 
 MUTANTS = [
     Mutant(
+        "a node behind a token beside the chain counts as one of the chain",
+        BRANCHES,
+        "tl.max(tl.where(seen, differs[None, :], 0), axis=1) == 0",
+        "differs == 0",
+        OF_BRANCHES,
+    ),
+    Mutant(
+        "the root is a node to restart from",
+        BRANCHES,
+        "mask=inside, other=0) != 0) & (level > 0)",
+        "mask=inside, other=0) != 0)",
+        OF_BRANCHES,
+    ),
+    Mutant(
         "no boundary behind the last slot",
         BRANCHES,
         "best = largest(tl.where(i <= S, pack_entry",

@@ -1,7 +1,7 @@
 """Branches of a first draft: where they restart, what the second pass is given, and the tree of both drafts.
 
-The specifications: `chain_branches`, `restart_blocks` and `merged_branches` of `d2sd.plugins.trees`. Sums of
-log-probabilities are fp64, as PyTorch's on a CPU.
+The specifications: `chain_branches`, `tree_branches`, `restart_blocks` and `merged_branches` of `d2sd.plugins.trees`.
+Sums of log-probabilities are fp64, as PyTorch's on a CPU.
 Shape letters as there: B requests, K branches, S slots after the anchor; capitals with P are powers of two.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
@@ -86,6 +86,47 @@ def boundaries_kernel(
     token = tl.load(top1 + request * top1_stride + length, mask=inside & (length < S), other=-1)
     tl.store(prefix_len + request * K + k, length, mask=inside)
     tl.store(rejected + request * K + k, token, mask=inside)
+
+
+@dependent_kernel
+def restarts_kernel(
+    tokens, depth, valid, score, attn_mask, top1, confidence, kept, prefix_len, rejected,
+    top1_stride, top1_slot, confidence_stride, confidence_slot,
+    S: tl.constexpr, SP: tl.constexpr, N: tl.constexpr, NP: tl.constexpr, K: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Grid (B). A tree [B, N] grown from top1, confidence [B, S] without the last slot; kept: tokens [B, K, S];
+    prefix_len, rejected: [B, K].
+    """
+    wait_for_prior_kernels()
+    request = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, NP)
+    inside = n < N
+    token = tl.load(tokens + request * N + n, mask=inside, other=0)
+    level = tl.load(depth + request * N + n, mask=inside, other=0).to(tl.int32)
+    usable = inside & (tl.load(valid + request * N + n, mask=inside, other=0) != 0) & (level > 0)
+    drafted = tl.load(top1 + request * top1_stride + (level - 1) * top1_slot, mask=inside & (level > 0), other=0)
+    differs = ((level > 0) & (token != drafted)).to(tl.int32)
+    ancestors = attn_mask + request * N * N
+    seen = tl.load(ancestors + n[:, None] * N + n[None, :], mask=inside[:, None] & inside[None, :], other=0) != 0
+    on_chain = tl.max(tl.where(seen, differs[None, :], 0), axis=1) == 0
+    behind = tl.minimum(level, S - 1) * confidence_slot
+    next_one = tl.load(confidence + request * confidence_stride + behind).to(tl.float32)
+    own = tl.load(score + request * N + n, mask=inside, other=0.0)
+    own += tl.where(on_chain, log(-expm1(tl.minimum(next_one, -1e-7))), 0.0)
+    own = tl.where(usable, own, float("-inf"))
+    node = place_of(largest(tl.where(inside, pack_entry(own, n), ABSENT), KP))
+
+    k = tl.arange(0, KP)
+    chosen = node[:, None] == n[None, :]
+    reached = tl.sum(tl.where(chosen, level[None, :], 0), axis=1)
+    is_usable = tl.sum((chosen & usable[None, :]).to(tl.int32), axis=1) > 0
+    tl.store(prefix_len + request * K + k, tl.where(is_usable, reached, S).to(tl.int64), mask=k < K)
+    tl.store(rejected + request * K + k, (k * 0 - 1).to(tl.int64), mask=k < K)
+    at = kept + (request * K + k[:, None]) * S
+    path = tl.load(ancestors + node[:, None] * N + n[None, :], mask=(k < K)[:, None] & inside[None, :], other=0) != 0
+    tl.store(at + level[None, :] - 1, tl.broadcast_to(token[None, :], [KP, NP]), mask=path & (level > 0)[None, :])
+    s = tl.arange(0, SP)[None, :]
+    tl.store(at + s, tl.zeros([KP, SP], tl.int64), mask=(k < K)[:, None] & (s >= reached[:, None]) & (s < S))
 
 
 @dependent_kernel

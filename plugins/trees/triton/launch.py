@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, restarts_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from d2sd.plugins.trees.types import PATH_BITS, ROW_BITS, Accepted, Source, Tree, lanes, path_bits
@@ -150,6 +150,35 @@ def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Ten
             num_warps=1,
         )
     return prefix_len, rejected
+
+
+def restarts_triton(tree: Tree, top1: Tensor, confidence: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`branches_of_nodes`: kept tokens [B, K, S], prefix lengths and rejected tokens [B, K], all int64."""
+    (batch, nodes), slots = tree.tokens.shape, top1.shape[1]
+    kept = torch.empty(batch, count, slots, dtype=torch.long, device=top1.device)
+    prefix_len, rejected = torch.empty(2, batch, count, dtype=torch.long, device=top1.device).unbind(0)
+    with torch.cuda.device_of(top1):  # type: ignore[no-untyped-call]
+        restarts_kernel[(batch,)](
+            tree.tokens,
+            tree.depth,
+            tree.valid,
+            tree.score,
+            tree.attn_mask,
+            top1,
+            confidence,
+            kept,
+            prefix_len,
+            rejected,
+            *top1.stride(),
+            *confidence.stride(),
+            **restarts_constants(nodes, slots, count),
+            num_warps=1 if nodes <= 32 else 4,
+        )
+    return kept, prefix_len, rejected
+
+
+def restarts_constants(nodes: int, slots: int, count: int) -> dict[str, int]:
+    return {"S": slots, "SP": power(slots), "N": nodes, "NP": power(nodes), "K": count, "KP": power(count)}
 
 
 def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: int) -> Tensor:

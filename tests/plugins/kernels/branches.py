@@ -15,10 +15,22 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.trees import Branches, Draft, chain_branches, merged_branches, restart_blocks
+from d2sd.plugins import trees
+from d2sd.plugins.trees import (
+    Branches,
+    Draft,
+    Source,
+    Tree,
+    best_first_tree,
+    chain_branches,
+    merged_branches,
+    restart_blocks,
+    tree_branches,
+)
 from d2sd.runtime.decode import sources_of
 from tests.plugins.kernels.calls import INTERPRETED
 from tests.plugins.kernels.trees import assert_equal, both, specification, stable_topk
+from tests.plugins.on_kernels import run_kernels
 
 __all__ = ["specification", "stable_topk"]
 #: Slots, branches, node budget, vocabulary: all merge and few do; more room than nodes, and less.
@@ -101,6 +113,49 @@ def test_boundaries(slots: int, width: int, monkeypatch: pytest.MonkeyPatch) -> 
         assert found.prefix_len.tolist() == loops
         top1 = [[*row, -1] for row in first.top1.tolist()]
         assert found.rejected.tolist() == [[row[i] for i in at] for row, at in zip(top1, loops, strict=True)]
+
+
+def restarts(tree: Tree, first: Draft, row: int, count: int) -> list[tuple[list[int], int]]:
+    """Kept tokens and prefix lengths of one request's best nodes, whose paths are followed parent by parent."""
+    top1, confidence = first.top1[row].tolist(), first.confidence[row].tolist()
+    found = []
+    for n in range(tree.tokens.shape[1]):
+        path, at = list[int](), n
+        while tree.valid[row, n] and at:
+            path.insert(0, int(tree.tokens[row, at]))
+            at = int(tree.parent[row, at])
+        score = float(tree.score[row, n]) if path else -math.inf
+        if path and path == top1[: len(path)]:
+            score = f32(score + f32(log(f32(-math.expm1(min(confidence[len(path)], f32(-1e-7)))))))
+        found.append((path, score))
+    best = sorted(found, key=lambda node: -node[1])[:count]
+    slots = len(top1)
+    return [(path + [0] * (slots - len(path)), len(path) or slots) for path, _ in best]
+
+
+@pytest.mark.parametrize(
+    ("slots", "count", "width"),
+    [
+        (5, 3, 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1, 1), (2, 2, 3), (15, 4, 4), (15, 30, 2))),
+    ],
+)
+def test_restarts(slots: int, count: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind nodes on the best chain and beside it; fewer nodes than branches where nothing is proposed."""
+    round_once(monkeypatch)
+    draw = torch.Generator().manual_seed(slots)
+    tokens = torch.randint(0, 99, (9, slots, width), generator=draw)
+    first = Draft(tokens, confidences(draw, 9, slots, width).sort(-1, descending=True).values)
+    anchor = torch.arange(9)
+    expected, found = both(monkeypatch, tree_branches, anchor, first, count)
+    for name in ("tokens", "prefix_len", "rejected"):
+        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    run_kernels(monkeypatch, trees.OP, on=False)
+    tree = best_first_tree(anchor, [Source(first.part(slice(None), slice(-1)))], count + slots)
+    for row in range(9):
+        loops = restarts(tree, first, row, count)
+        assert list(zip(found.tokens[row].tolist(), found.prefix_len[row].tolist(), strict=True)) == loops
+    assert (found.rejected == -1).all()
 
 
 def tree_of(anchor: int, first: Draft, branches: Branches, second: Draft, row: int, budget: int) -> dict[str, Any]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from functools import partial
 
-from d2sd.plugins.trees import Branches, Draft, Source
+from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.plugins.trees.triton import launch as trees
-from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel
+from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, restarts_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from tests.plugins.cases import Check, Kernel, some
@@ -57,6 +57,11 @@ def boundaries(count: int) -> None:
     trees.boundaries_triton(some("i64", 2, SLOTS), some("fp32", 2, SLOTS), count)
 
 
+def restarts(count: int) -> None:
+    tree = Tree.empty(2, SLOTS + count, some("i64", 2).device)
+    trees.restarts_triton(tree, some("i64", 2, SLOTS), some("fp32", 2, SLOTS), count)
+
+
 def blocks(count: int) -> None:
     trees.blocks_triton(some("i64", 2), some("i64", 2, count, SLOTS), some("i64", 2, count), 99)
 
@@ -94,6 +99,11 @@ KERNELS = (
         ("prefix_len", "rejected"),
         {f"boundaries {count}": partial(boundaries, count) for count in (4, 15)},
     ),
+    Kernel(
+        restarts_kernel,
+        ("kept", "prefix_len", "rejected"),
+        {f"restarts {count}": partial(restarts, count) for count in (4, 15, 49)},
+    ),
     Kernel(blocks_kernel, ("blocks",), {f"blocks {count}": partial(blocks, count) for count in (4, 15)}),
     Kernel(
         branches_kernel,
@@ -116,6 +126,7 @@ CHECKS = {
     "sources": Check("grow", "trees.test_sources", (2, (2, 1, 1), (0, 0, 1), 5, True), barriers=False),
     "acceptance": Check("accept", "trees.test_acceptance", (5, 6, 13), barriers=False),
     "boundaries": Check("boundaries", "branches.test_boundaries", (4, 2), barriers=False),
+    "restarts": Check("restarts grow", "branches.test_restarts", (5, 3, 2), barriers=False),
     "blocks": Check("blocks", "branches.test_blocks", (5,), barriers=False),
     "branches": Check("branches", "branches.test_branches", (5, 3, 13, 2)),
 }
