@@ -55,7 +55,7 @@ LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
     },
     ("hybrid", False, False): {
         "draft_first": 51,
-        "pick_boundaries": 30,
+        "pick_boundaries": 2,
         "draft_second": 51,
         "build_tree": 1,
         "verify": 327,

@@ -103,7 +103,7 @@ def drafting(name: PolicyName, patch: pytest.MonkeyPatch, *, lookup: bool = Fals
 
 @pytest.mark.parametrize(
     ("name", "lookup", "context", "draft"),
-    [("chain", False, 41, 95), ("ddtree", True, 43, 92), ("d2sd", False, 49, 120), ("hybrid", True, 51, 150)],
+    [("chain", False, 41, 95), ("ddtree", True, 43, 92), ("d2sd", False, 49, 120), ("hybrid", True, 51, 122)],
 )
 def test_generations_read_nothing_back(
     name: PolicyName, lookup: bool, context: int, draft: int, monkeypatch: pytest.MonkeyPatch
