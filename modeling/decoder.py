@@ -172,8 +172,9 @@ class Decoder(TargetModel):
     def _full_chunks(self, tokens: Tensor, nothing: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
         """`full_pass` of a hybrid: each text is one chunk, whose states are not kept, and not a tree of its length."""
         count, weight = tokens.shape[1], self.embed_tokens.weight
-        scratch = KVPool(self.config.body, 1, count, weight.dtype, str(weight.device))
-        rows = Chunks.of([count] * len(tokens), nothing[:, None], nothing, count, slots=nothing)
+        slots = torch.arange(1, 1 + len(tokens), device=weight.device)
+        scratch = KVPool(self.config.body, 1, count, weight.dtype, str(weight.device), slots=1 + len(tokens))
+        rows = Chunks.of([count] * len(tokens), nothing[:, None], nothing, count, slots=slots)
         out: DecoderOutput = self(tokens.reshape(1, -1), rows, scratch, aux_layer_ids)
         hidden, features = (part.view(*tokens.shape, -1) for part in (out.hidden, out.features))
         k, v = (part.view(len(part), *tokens.shape, *part.shape[3:]) for part in (out.k, out.v))

@@ -11,6 +11,7 @@ import torch
 
 from d2sd.modeling import state_pool
 from d2sd.modeling.config import Family
+from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.plugins import delta_rule, dispatch, layer_ops
 from tests.modeling.test_fused_hybrids import TREE
@@ -20,6 +21,18 @@ from tests.plugins.on_kernels import run_kernels
 from tests.tiny import random_tokens, tiny_decoder
 
 pytestmark = pytest.mark.interpreter
+
+
+def over_kernels(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
+    """A copy with fused layers, whose kernels run in the interpreter from now on."""
+    run_kernels(monkeypatch, "attention", layer_ops.OP, delta_rule.OP)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    model = deepcopy(model)
+    fuse(model)
+    assert isinstance(model.compiled, FusedLayers)
+    return model
 
 
 @torch.inference_mode()
@@ -41,16 +54,27 @@ def test_a_hybrid_over_kernels_is_the_model(family: Family, monkeypatch: pytest.
         return [*found, out.hidden, out.k, out.v, requests.decode(tokens[:, 18]), requests.states.recurrent[:, 1:3]]
 
     expected = [x.nan_to_num() for x in outputs()]
-    run_kernels(monkeypatch, "attention", layer_ops.OP, delta_rule.OP)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    model = deepcopy(model)
-    fuse(model)
-    assert isinstance(model.compiled, FusedLayers)
+    model = over_kernels(model, monkeypatch)
     for exact in (False, True):
         for name in ("tree_delta_rule", "chunk_delta_rule"):
             op = getattr(delta_rule, name)
             monkeypatch.setattr(state_pool, name, lambda *a, op=op, exact_=exact, exact: op(*a, exact=exact_))
         for found, wanted in zip(outputs(), expected, strict=True):
             torch.testing.assert_close(found.nan_to_num(), wanted, rtol=1e-4, atol=2e-5)
+
+
+@torch.inference_mode()
+def test_texts_without_pages_of_more_rows_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states go on from tile to tile, in slots that the pass has for itself."""
+    model = tiny_decoder("qwen3_5_text", head_dim=16)
+    delta = model.config.body.delta
+    assert delta is not None
+    model = tiny_decoder("qwen3_5_text", head_dim=16, delta=replace(delta, key_size=16, value_size=16))
+    tokens = random_tokens(model, 2, 40)
+    expected = model.full_pass(tokens, (0, 1))
+    for name in ("tree_delta_rule", "chunk_delta_rule"):
+        op = getattr(delta_rule, name)
+        monkeypatch.setattr(state_pool, name, lambda *a, op=op, exact: op(*a, exact=False))
+    found = over_kernels(model, monkeypatch).full_pass(tokens, (0, 1))
+    for name in ("hidden", "features", "k", "v"):
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-5)
