@@ -14,8 +14,10 @@ from d2sd.plugins.trees import Branches
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.plugins.kernels.calls import there
+from tests.plugins.kernels.trees import stable_topk
 from tests.plugins.on_kernels import run_kernels
 
+__all__ = ["stable_topk"]
 SAMPLED = SamplingParams(0.6, seed=3)
 
 
