@@ -85,6 +85,8 @@ EXCEPTIONS = (
     ("tree rule fp16 ", "spills", "fp16 rows are multiplied in fp32: every published model of this kind is bf16"),
     ("merge 8x128 to 1024", "spills", "8 bytes on sm_100, of 80 registers, in the largest tree: the choice of ptxas"),
     ("embed+norm+rope bf16 ", "spills", "8 bytes on sm_80, of 32 registers a thread: ptxas's choice"),
+    (" filtered", "width", "a request's parameter is loaded under the line of the logits, whose loads are of 16 bytes"),
+    ("delta inputs bf16/fp8 sums", "spills", "8 bytes on sm_90, of 128 registers: ptxas's choice"),
     ("grow 1024 of 3 sources", "spills", "8 bytes on sm_120, of 128 registers, in the largest tree: ptxas's choice"),
 )
 
