@@ -12,9 +12,10 @@
     tree_convolution, commit_convolution, chunk_convolution: the same, of the inputs of the convolution
 
 Rounding. Commits of trees are the recurrence everywhere, so a state's bits depend on the committed tokens alone, not on
-how many were committed at once. Outputs of a tree are the closed form, which reads the state once for all rows and differs from
-plain decoding by rounding; with `exact`, and always by the compiled library, they are the recurrence along each row's
-path, bit for bit what plain decoding computes. The same holds of chunks, whose states are committed in the same form.
+how many were committed at once. Outputs of a tree are the closed form, which reads the state once for all rows and
+differs from plain decoding by rounding; with `exact`, and always by the compiled library, they are the recurrence along
+each row's path, bit for bit what plain decoding computes. The same holds of chunks, whose states are committed in the
+same form.
 
 Slot 0 of the states takes padding: nothing is written there, and the outputs of its requests are undefined.
 """
