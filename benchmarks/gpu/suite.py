@@ -7,9 +7,10 @@
 3. Choice of tokens and trees, exact mode, peers, the tests, training, TensorRT-RTX.
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
-it. `gpu.json` grows case by case, and another call with the same --out, or one that resumes from its folder, goes on
-with what is missing. Fallbacks are forbidden throughout, and what would not have run kernels is refused. The exit
-status is 0 where everything was measured, REFUSED where something was refused, else 1.
+it. Parts of a call that time nothing run first, side by side: they wait for compilers most of the time. `gpu.json`
+grows case by case, and another call with the same --out, or one that resumes from its folder, goes on with what is
+missing. Fallbacks are forbidden throughout, and what would not have run kernels is refused. The exit status is 0 where
+everything was measured, REFUSED where something was refused, else 1.
 **Not yet run** on a GPU; `--dry` runs every case without one, but for its launches (`benchmarks.gpu.dry`).
 """
 
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -36,7 +38,7 @@ import torch
 from benchmarks.gpu import brought, dry, evidence
 from benchmarks.gpu.cases import LOST, Case, run_cases
 from benchmarks.gpu.predicted import compare
-from benchmarks.gpu.record import Record
+from benchmarks.gpu.record import Record, Row
 from benchmarks.gpu.table import render
 from d2sd.errors import D2SDError
 
@@ -47,22 +49,23 @@ REFUSED = 4
 @dataclass(frozen=True)
 class Part:
     """A share of a call. `kernels`: it is refused where the dispatcher takes none; `launches`: so is each of its cases
-    that launched none.
+    that launched none. `timed`: its figures are times, so nothing runs beside it.
     """
 
     call: int
     seconds: float
     kernels: bool = True
     launches: bool = True
+    timed: bool = True
 
 
 #: Their most seconds exceed a call's budget: a part that needs less leaves its time to the later ones.
 PARTS = {
     "copy": Part(1, 40, kernels=False, launches=False),
-    "checks": Part(1, 110),
-    "replay": Part(1, 40),
-    "layers": Part(1, 90),
-    "captured": Part(1, 120),
+    "checks": Part(1, 110, timed=False),
+    "replay": Part(1, 40, timed=False),
+    "layers": Part(1, 90, timed=False),
+    "captured": Part(1, 120, timed=False),
     "first_steps": Part(1, 170),
     "times": Part(2, 190),
     "products": Part(2, 60, launches=False),  # PyTorch's alone for many rows
@@ -72,8 +75,8 @@ PARTS = {
     "choices": Part(3, 140),
     "exact": Part(3, 100),
     "flex": Part(3, 100),
-    "pytest": Part(3, 150, launches=False),  # its processes launch them
-    "training": Part(3, 70, kernels=False, launches=False),
+    "pytest": Part(3, 150, launches=False, timed=False),  # its processes launch them
+    "training": Part(3, 70, kernels=False, launches=False, timed=False),
     "probe": Part(3, 100, kernels=False, launches=False),
 }
 CALLS = (1, 2, 3)
@@ -99,6 +102,9 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
     parser.add_argument("--call", type=int, choices=CALLS, help="one of the three; else all, each with the budget")
+    parser.add_argument(
+        "--only", choices=("checks", "times"), help="the parts of a call that time nothing, or those that do"
+    )
     parser.add_argument("--resume", type=Path, help="the folder of an earlier call, where --out is a new one")
     parser.add_argument("--budget", type=float, default=480, help="seconds of a call")
     parser.add_argument("--dry", action="store_true", help="without a GPU and without launches; figures stay empty")
@@ -130,8 +136,13 @@ def main(arguments: list[str]) -> int:
         record.write()
     for call in [chosen.call] if chosen.call else CALLS:
         deadline = time.time() + (dry.SECONDS if chosen.dry else chosen.budget)
-        for part in [name for name, one in PARTS.items() if one.call == call]:
-            run_part(part, chosen.out, chosen.engines, deadline, dry=chosen.dry)
+        parts = {name: one for name, one in PARTS.items() if one.call == call}
+        if chosen.only != "times":
+            checks = [name for name, one in parts.items() if not one.timed]
+            run_side_by_side(checks, chosen.out, chosen.engines, deadline, dry=chosen.dry)
+        if chosen.only != "checks":
+            for part in [name for name, one in parts.items() if one.timed]:
+                run_part(part, chosen.out, chosen.engines, deadline, dry=chosen.dry)
     return report(Record(chosen.out), chosen.out)
 
 
@@ -165,6 +176,23 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     make = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
     given = {"probe": (engines,), "pytest": (out, until), "training": (out, until)}.get(part, ())
     return make(*given)  # type: ignore[no-any-return]
+
+
+def run_side_by_side(parts: list[str], out: Path, engines: Path, deadline: float, *, dry: bool = False) -> None:
+    """`run_part` of several at once, each into a record of its own, which ends in the one of `out`."""
+
+    def run(part: str) -> dict[str, Row]:
+        own = Record(out / part)
+        own.environment, own.rows = record.environment, dict(record.rows)
+        own.write()
+        run_part(part, own.path.parent, engines, deadline, dry=dry)
+        return Record(own.path.parent).rows
+
+    record = Record(out)
+    with ThreadPoolExecutor(max(1, len(parts))) as pool:
+        for rows in pool.map(run, parts):
+            record.rows |= rows
+            record.write()
 
 
 def run_part(part: str, out: Path, engines: Path, deadline: float, *, dry: bool = False) -> None:
