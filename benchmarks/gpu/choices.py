@@ -120,10 +120,12 @@ class Inputs:
         values = -self.tokens(3, *shape) / 2 if ties else self.uniform(*shape).log()
         return values.masked_fill(self.uniform(*shape) < 0.125, float("-inf"))
 
-    def logits(self, *shape: int) -> Tensor:
-        """bf16, so many tie; one row of -inf but for a token, one of zeros of both signs."""
+    def logits(self, *shape: int, ties: bool) -> Tensor:
+        """bf16, so many are equal; with ties one row of -inf but for a token, and one of zeros of both signs."""
         x = torch.empty(shape, dtype=torch.bfloat16, device=self.device).normal_(0, 3, generator=self._draw)
         rows = x.view(-1, shape[-1])
+        if not ties:
+            return x
         rows[0, :-1] = float("-inf")
         if len(rows) > 1:
             rows[1, ::2], rows[1, 1::2] = 0.0, -0.0
@@ -175,9 +177,9 @@ def acceptance(inputs: Inputs, ties: bool) -> Both:
     return Both(lambda: trees.accept(tree, chosen, SIZE), same)
 
 
-def draft(inputs: Inputs, vocab: int, width: int, params: SamplingParams) -> Both:
+def draft(inputs: Inputs, ties: bool, vocab: int, width: int, params: SamplingParams) -> Both:
     """The second pass's candidates. The specification takes an fp32 copy, as it does today."""
-    logits = inputs.logits(inputs.batch, BRANCHES, SLOTS, vocab)
+    logits = inputs.logits(inputs.batch, BRANCHES, SLOTS, vocab, ties=ties)
     sampling, context = inputs.sampling(params, vocab), inputs.context()
 
     def run() -> Draft:
@@ -187,11 +189,11 @@ def draft(inputs: Inputs, vocab: int, width: int, params: SamplingParams) -> Bot
     return Both(run, partial(same_draft, 0.0 if sampling.is_argmax else NEAR_TIES))
 
 
-def target(inputs: Inputs, vocab: int, params: SamplingParams) -> Both:
+def target(inputs: Inputs, ties: bool, vocab: int, params: SamplingParams) -> Both:
     """The target's choice along a tree that agrees with it here and there; the specification's copy as above."""
     with on_kernels(False):
         tree = merge(inputs, False).run()
-    logits = inputs.logits(inputs.batch, NODES, vocab)
+    logits = inputs.logits(inputs.batch, NODES, vocab, ties=ties)
     likely = torch.where(inputs.uniform(*tree.tokens.shape) < 0.8, tree.tokens.roll(-1, 1), 1)
     logits.scatter_(2, likely[..., None], 30.0)
     sampling, context = inputs.sampling(params, vocab), inputs.context()
@@ -223,7 +225,7 @@ def cases() -> Iterator[Case]:
                 partial(measure, [partial(make, ties=ties) for ties in (False, True)], batch),
             )
     for vocab in VOCABS:
-        made: dict[str, Callable[[Inputs], Both]] = {
+        made: dict[str, Callable[..., Both]] = {
             "choose greedy": partial(target, vocab=vocab, params=GREEDY),
             "choose T=1": partial(target, vocab=vocab, params=SAMPLED),
             "choose top-p": partial(target, vocab=vocab, params=NUCLEUS),
@@ -234,7 +236,8 @@ def cases() -> Iterator[Case]:
         }
         for name, build in made.items():
             for batch in BATCHES:
-                yield f"choices/{name} V={vocab} x{batch}", partial(measure, [build], batch)
+                both = [partial(build, ties=ties) for ties in (False, True)]
+                yield f"choices/{name} V={vocab} x{batch}", partial(measure, both, batch)
 
 
 def measure(make: Sequence[Callable[[Inputs], Both]], batch: int, _: Note, device: str = "cuda") -> dict[str, Any]:

@@ -211,7 +211,12 @@ def without_gpu(meter: Meter) -> Iterator[None]:
             (product, "_equal", lambda _: True),
             (cascade_attention, "pack_mask_bits", pack_mask_triton),
             (JITFunction, "run", launched),
-            (torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=PROCESSORS)),
+            # the capability too: where there is a GPU, PyTorch asks for it while models are made
+            (
+                torch.cuda,
+                "get_device_properties",
+                lambda _: SimpleNamespace(multi_processor_count=PROCESSORS, major=9, minor=0),
+            ),
             (torch.cuda, "device_of", lambda _: nullcontext()),
         ):
             stack.enter_context(patch.object(owner, name, value))

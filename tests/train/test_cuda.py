@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_sparse_attention_gives_the_plain_states_and_gradients(
     length: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    decoder = tiny_decoder("qwen3", layers=4)
+    decoder = tiny_decoder("qwen3", layers=4, head_dim=16)  # the least that FlexAttention takes
     drafter = tiny_drafter(decoder.config, block_size=8).requires_grad_(True).cuda()
     generator = torch.Generator().manual_seed(length)
     width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size

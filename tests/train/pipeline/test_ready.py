@@ -48,7 +48,7 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
     def noted(self: Trainer, *args: Any) -> None:
         init(self, *args)
         made.append(self)
-        weights = {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}
+        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.drafter.state_dict().items()}
         ready = DFLASH.load(project / "ready", torch.float32).state_dict()
         assert weights.keys() == ready.keys()
         assert all(torch.equal(weights[name], ready[name]) for name in ready), "it starts from the first"
