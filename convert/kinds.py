@@ -51,7 +51,7 @@ Model = TypeVar("Model", bound=DraftModel)
 
 
 def _nothing(_model: DraftModel, _target: Decoder) -> None:
-    """Such a drafter shares no layers with the target."""
+    """Such a drafter shares nothing with the target but its tables."""
 
 
 def _same(name: str) -> str:
@@ -80,7 +80,7 @@ class DrafterKind(Generic[Config, Model]):
     graph_body: Callable[[Model], nn.Module]
     #: Names of the layers that can be FP8.
     fp8_layers: Callable[[Model], list[str]] = linear_names
-    #: Takes what a drafter shares with the target's layers, which are not packed yet; comes before any pass.
+    #: Takes what a drafter shares with the target, whose layers are not packed yet; comes before any pass.
     attach: Callable[[Model, Decoder], None] = _nothing
     #: Names of tensors: of a file -> of the module, None where it is unused; and back.
     our_name: Rename = _same
@@ -187,6 +187,7 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     geometry=dflash.geometry,
     graph_body=DrafterBody,
     fp8_layers=dflash.drafter_linears,
+    attach=Drafter.join,
     our_name=dflash.our_name,
     file_name=dflash.file_name,
 )

@@ -211,6 +211,41 @@ class FlexSettings(TrainSettings):
     head: FlexGeometry
 
 
+class PairSettings(Part):
+    """Training of pair heads, on drafters that do not change: what a candidate is worth behind its parent."""
+
+    #: Rank of the scores; 128 is 221 thousand numbers a drafter at a hidden size of 576.
+    rank: Positive = 128
+    #: Candidates of a slot, among which a head chooses.
+    candidates: Annotated[int, Field(ge=2)] = 16
+    #: Number of optimizer steps.
+    steps: Positive
+    #: Sequences per step.
+    batch: Positive = 8
+    #: Blocks per sequence, at random anchors.
+    blocks: Positive = 32
+    #: Share of the loss that is the cross-entropy on the target's distribution; the others' is on the response's token.
+    kl: Share = 0.5
+    #: Constant of the slots' weights exp(-distance / decay).
+    decay: Above0 = 4.0
+    #: adamw, or muon.
+    optimizer: Literal["muon", "adamw"] = "adamw"
+    #: Peak learning rate.
+    learning_rate: Above0 = 2e-3
+    #: Share of the steps in which the learning rate rises.
+    warmup: Share = 0.04
+    #: Weight decay.
+    weight_decay: Weight = 0.01
+    #: Largest gradient norm; larger gradients are scaled down to it.
+    clip: Above0 = 1.0
+    #: Random seed; the same recipe gives the same heads.
+    seed: Annotated[int, Field(ge=0)] = 0
+    #: Type of the drafters' products; heads are fp32.
+    precision: Literal["bf16", "fp32"] = "bf16"
+    #: Steps between two saved states.
+    save_every: Positive = 100
+
+
 class Evaluation(Part):
     """Evaluation of a drafter during and after training: held-out prompts, greedy decoding, on the serving runtime."""
 
@@ -239,10 +274,14 @@ class TrainRecipe(RecipeFile):
     data: Data
     #: Training of the first drafter; absent with ready_first and with flex.
     first: TrainSettings | None = None
-    #: A trained first drafter in the DFlash layout; it is copied, and only the second drafter is trained.
+    #: A trained first drafter in the DFlash layout; it is copied, and what follows is trained behind it.
     ready_first: DrafterSource | None = None
+    #: A trained second drafter, with a ready first one: only their heads are trained.
+    ready_second: DrafterSource | None = None
     #: Training of the second drafter, initialised from the first; without it only the first is trained.
     second: SecondSettings | None = None
+    #: Training of a pair head of each drafter, after the drafters, which it leaves as they are.
+    head: PairSettings | None = None
     #: Training of a FlexDraft head, in place of drafters.
     flex: FlexSettings | None = None
     #: Evaluation of the drafters.
@@ -270,8 +309,12 @@ class TrainRecipe(RecipeFile):
             raise ValueError("second extends a first drafter, and `flex` has none; remove either")
         if self.flex is not None and self.flex.precision == "fp32" and self.precision != "fp32":
             raise ValueError("flex.precision fp32 trains through the target's MLPs; set precision to fp32 too")
-        if self.ready_first is not None and self.second is None:
-            raise ValueError("ready_first leaves nothing to train without `second`; add it")
+        if self.flex is not None and self.head is not None:
+            raise ValueError("head scores the candidates of a DFlash drafter, and `flex` has none; remove either")
+        if self.ready_first is not None and self.second is None and self.head is None:
+            raise ValueError("ready_first leaves nothing to train without `second` or `head`; add one")
+        if self.ready_second is not None and (self.ready_first is None or self.second is not None or not self.head):
+            raise ValueError("ready_second needs `ready_first` and `head`, and no `second`")
         if self.ready_first is not None and self.shape.draft_vocab_size is not None:
             raise ValueError("drafter.draft_vocab_size: a ready first drafter has its own; remove it")
         return self
@@ -286,6 +329,12 @@ class TrainRecipe(RecipeFile):
     @property
     def block_size(self) -> int:
         return self.shape.block_size
+
+    @property
+    def ready(self) -> dict[DrafterRole, DrafterSource]:
+        """Drafters that are trained already, in the order of their roles."""
+        parts = {DrafterRole.FIRST: self.ready_first, DrafterRole.SECOND: self.ready_second}
+        return {role: source for role, source in parts.items() if source is not None}
 
     @property
     def trained(self) -> dict[DrafterRole, TrainSettings]:

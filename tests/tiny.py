@@ -23,12 +23,13 @@ from d2sd.modeling.config import (
     RopeConfig,
 )
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
-from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.dflash import DFlashModel, Drafter
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
 from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import RMSNorm
@@ -75,6 +76,7 @@ HEADS: dict[str, HeadConfig] = {
     "markov": MarkovConfig(rank=6),
     "gated markov": MarkovConfig(rank=6, gated=True, confidence=True, confidence_with_markov=True),
     "selector": SelectorConfig(rank=5, candidates=16, taps=2, group=8),
+    "pair": PairConfig(rank=5, candidates=16),
 }
 
 
@@ -228,6 +230,9 @@ def prepared(
 ) -> tuple[TargetModel, dict[DrafterRole, DraftModel]]:
     """The arguments of a runner: models that have been prepared, as a bundle's are, and drafters by role."""
     drafters = {role: one for role, one in zip(DrafterRole, (first, second, flex), strict=True) if one is not None}
+    for drafter in drafters.values():
+        if isinstance(drafter, DFlashModel):
+            drafter.join(target)
     prepare_for_inference(target, drafters.values(), exact=exact)
     return target, drafters
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -22,7 +21,7 @@ from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
-from d2sd.train.state import Optimizer, load_state, save_state
+from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, save_state
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.
@@ -59,7 +58,7 @@ class Trainer:
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(cast("Any", drafter.config)),
             "data": {"sha256": data.digest},
-            "first drafter": {"sha256": None if first is None else _digest(first)},
+            "first drafter": {"sha256": None if first is None else digest_of(first)},
         }
 
     def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
@@ -104,7 +103,7 @@ class Trainer:
                 found=f"loss {total['loss']}, gradient norm {norm}, responses {', '.join(self._names(numbers))}",
                 fix="lower the learning rate, or look for damaged responses",
             )
-        rate = settings.learning_rate * self._schedule()
+        rate = settings.learning_rate * rate_factor(settings, self.step)
         self._optimizer.update(rate)
         return total | {"gradient norm": norm, "learning rate": rate}
 
@@ -148,19 +147,3 @@ class Trainer:
 
     def _autocast(self) -> torch.autocast:
         return torch.autocast(self._head.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
-
-    def _schedule(self) -> float:
-        """Learning-rate factor: linear warm-up, then cosine decay to 5 %."""
-        warm = max(1, round(self.settings.warmup * self.settings.steps))
-        if self.step < warm:
-            return (self.step + 1) / warm
-        done = (self.step - warm) / max(1, self.settings.steps - warm)
-        return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
-
-
-def _digest(drafter: DraftModel) -> str:
-    """SHA-256 of a drafter's weights: a second drafter is trained on the rejections of one first drafter."""
-    digest = hashlib.sha256()
-    for parameter in drafter.parameters():
-        digest.update(parameter.detach().float().cpu().numpy().tobytes())
-    return digest.hexdigest()

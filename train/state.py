@@ -8,30 +8,33 @@ a resumed run must share.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from pydantic import BaseModel, JsonValue, NonNegativeInt
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from d2sd.convert.checkpoint.weights import open_tensors
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.kinds import trained_kind
-from d2sd.train_recipe import TrainSettings
+from d2sd.train_recipe import PairSettings, TrainSettings
 
 
 class Optimizer:
-    """Optimizer of one drafter."""
+    """Optimizer of one drafter, or of a head of it."""
 
-    def __init__(self, drafter: DraftModel, settings: TrainSettings) -> None:
+    def __init__(self, drafter: nn.Module, settings: TrainSettings | PairSettings) -> None:
         self._drafter = drafter
         parameters = list(drafter.parameters())
-        heads = trained_kind(drafter).token_rows  # AdamW, as is usual for heads
+        # AdamW, as is usual for heads
+        heads = trained_kind(drafter).token_rows if isinstance(drafter, DraftModel) else ()
         matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name not in heads]
         muon = matrices if settings.optimizer == "muon" else []
         adamw = [p for p in parameters if not any(p is other for other in muon)]
@@ -69,6 +72,24 @@ class Optimizer:
             owners[parameter].state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
 
 
+def rate_factor(settings: TrainSettings | PairSettings, step: int) -> float:
+    """Factor of the learning rate in a step: linear warm-up, then cosine decay to 5 %."""
+    warm = max(1, round(settings.warmup * settings.steps))
+    if step < warm:
+        return (step + 1) / warm
+    done = (step - warm) / max(1, settings.steps - warm)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done))
+
+
+def digest_of(*modules: nn.Module) -> str:
+    """SHA-256 of weights, as fp32: what is trained behind a drafter depends on them."""
+    digest = hashlib.sha256()
+    for module in modules:
+        for parameter in module.parameters():
+            digest.update(parameter.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
 #: Everything that determines the result, by name.
 Identity = Mapping[str, Mapping[str, object]]
 _NAME = "state.safetensors"
@@ -83,7 +104,7 @@ class _Saved(BaseModel):
     identity: dict[str, dict[str, JsonValue]]
 
 
-def save_state(folder: Path, step: int, drafter: DraftModel, optimizer: Optimizer, identity: Identity) -> None:
+def save_state(folder: Path, step: int, drafter: nn.Module, optimizer: Optimizer, identity: Identity) -> None:
     """Write the folder's checkpoint, atomically."""
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {f"drafter.{k}": v.detach().cpu().contiguous() for k, v in drafter.named_parameters()}
@@ -92,7 +113,7 @@ def save_state(folder: Path, step: int, drafter: DraftModel, optimizer: Optimize
         save_file(tensors, partial, {_KEY: json.dumps({"step": step, "identity": identity})})
 
 
-def load_state(folder: Path, drafter: DraftModel, optimizer: Optimizer, identity: Identity) -> int:
+def load_state(folder: Path, drafter: nn.Module, optimizer: Optimizer, identity: Identity) -> int:
     """Load drafter and optimizer; returns the step, 0 if nothing was saved. Raises D2SDError if anything that
     determines the result changed, or for a damaged file.
     """

@@ -296,7 +296,7 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
         **body_fields(config.body),
         **rope_fields(config.body.rope),
         **(stated if config.body.windows or causal else {}),  # first in the order in which vLLM looks
-        "architectures": [layout.architectures[0] if layout else heads.PLAIN],
+        "architectures": [(*layout.architectures, heads.PLAIN)[0] if layout else heads.PLAIN],
         "block_size": config.block_size,
         "dflash_config": {
             "block_size": config.block_size,

@@ -39,10 +39,10 @@ class HeadLayout:
 
     name: str
     config: type[HeadConfig]
-    #: The name of the architecture that is written, then others that are read.
+    #: The name of the architecture that is written, then others that are read; none: they have a plain drafter's.
     architectures: tuple[str, ...]
-    #: `speculators_model_type` of checkpoints in the format of speculators.
-    speculators_type: str
+    #: `speculators_model_type` of checkpoints in the format of speculators; None: it has no such drafters.
+    speculators_type: str | None
     #: The key whose value is a size of such a head; drafters without one have None or 0.
     mark: str
     #: All its keys: in `dflash_config`, at the top level, or in both if they agree. Some concern training alone.

@@ -14,11 +14,12 @@ from torch import Tensor
 from d2sd.convert.checkpoint.dflash2 import DFLASH2
 from d2sd.convert.checkpoint.dspark import DSPARK
 from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
+from d2sd.convert.checkpoint.pair import PAIR
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.heads import HeadConfig
 
-HEADS = (DSPARK, DFLASH2)
+HEADS = (DSPARK, DFLASH2, PAIR)
 #: The architecture of a drafter without a head.
 PLAIN = "DFlashDraftModel"
 #: Keys of config.json that `find_head` checks, wherever they are; and those of the rows that propose.

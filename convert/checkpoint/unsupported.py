@@ -60,7 +60,7 @@ _KINDS = (
     ),
     Kind(
         "drafter with a projector", "its head is not only the target's", (),
-        {"projector_type": (None, "none", "dspark")},  # the last is read by `heads.py`
+        {"projector_type": (None, "none", "dspark", "d2sd_pair")},  # the last is read by `heads.py`
     ),
     Kind(
         "drafter with another attention", "d2sd runs plain grouped-query attention", (),

@@ -85,7 +85,7 @@ _TOP = (
 #: Kinds of speculators, by `speculators_model_type`, and their architectures: the one that is written, and others.
 KINDS: Mapping[str, tuple[str, ...]] = {
     "dflash": ("DFlashSpeculator", heads.PLAIN),
-    **{layout.speculators_type: (*layout.architectures, heads.PLAIN) for layout in heads.HEADS},
+    **{one.speculators_type: (*one.architectures, heads.PLAIN) for one in heads.HEADS if one.speculators_type},
 }
 _NESTED = READ | INERT | KEYS | ATTENTION | {"architectures"}
 _OWN = {"num_target_layers", "training_mode", "prefix_weight_base"}
@@ -105,7 +105,7 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
     head = heads.find_head(places)
     if head and head.speculators_type != kind:
         what = f"This kind of speculator has no {head.name} head."
-        raise config.refuse(what, "speculators_model_type", head.speculators_type)
+        raise config.refuse(what, "speculators_model_type", head.speculators_type or "the layout of z-lab")
     config.only("architectures", *([name] for name in KINDS[kind]), None)
     of_kind = next((one for one in heads.HEADS if one.speculators_type == kind), None)
     from_anchor = heads.read_slots(places, of_kind)
@@ -144,7 +144,7 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
     scaling: Any = rope["rope_scaling"] or {"rope_type": "default"}
     vocabulary = config.draft_vocabulary
     head = heads.layout_of(config.head) if config.head else None
-    kind = head.speculators_type if head else "dflash"
+    kind = head.speculators_type or "dflash" if head else "dflash"
     fields = {
         **(head.fields(config.head) if head else {}),
         "architectures": [KINDS[kind][0]],
@@ -193,7 +193,9 @@ def check_writable(config: DrafterConfig, where: str) -> None:
     """
     body = config.body
     by_window = tuple(window is not None for window in body.windows)
+    head = heads.layout_of(config.head) if config.head else None
     for what, there in (
+        (f"with a {head.name} head" if head else "", head is not None and head.speculators_type is None),
         ("whose layers without a window are causal", bool(body.causal) and body.causal != by_window),
         ("with attention sinks", body.sinks),
         ("with a mask embedding of its own", config.mask_embedding),

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DrafterConfig
+from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.heads import Head, conditioned
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.inference import ContextLayers, InferenceLayers, input_of
@@ -40,6 +41,11 @@ class DFlashModel(DraftModel):
     def head(self) -> Head | None:
         """Scores candidates behind their parents, if it has such a head."""
         return next((module for module in self.children() if isinstance(module, Head)), None)
+
+    def join(self, target: TargetModel) -> None:
+        """Let its head take what it needs of the target it drafts for; comes before any pass."""
+        if self.head is not None:
+            self.head.join(target.embedding.detach())
 
     @property
     def mask_token_id(self) -> int:  # type: ignore[override]

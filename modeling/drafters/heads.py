@@ -50,6 +50,9 @@ class Head(nn.Module, ABC):
     def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         """hidden [..., E] and parents [..., P], the target's ids -> [..., P, R]; its product with a row above is δ."""
 
+    def join(self, embedding: Tensor) -> None:
+        """Take what it needs of the target's embedding [V, E]; comes before any pass."""
+
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
         return self.predecessors(hidden, parents).float() @ self.successors[candidates].float().mT
@@ -118,7 +121,12 @@ def conditioned(
 
 
 def _normalised(logprob: Tensor, added: Tensor) -> Tensor:
-    """Log-probabilities [..., M] of candidates, and what is added behind each parent [..., P, M] -> [..., P, M]."""
-    rest = torch.log1p(-logprob.logsumexp(-1, keepdim=True).exp().clamp(max=_MOST))[..., None]
-    scores = (logprob[..., None, :] + added).nan_to_num(-math.inf, posinf=-math.inf, neginf=-math.inf)
-    return scores - torch.logaddexp(rest, scores.logsumexp(-1, keepdim=True))
+    """Log-probabilities [..., M] of candidates, and what is added behind each parent [..., P, M] -> [..., P, M].
+
+    Behind a parent of which the head says nothing they stay as they are, to the bit.
+    """
+    before = logprob[..., None, :]
+    rest = torch.log1p(-before.logsumexp(-1, keepdim=True).exp().clamp(max=_MOST))
+    scores = (before + added).nan_to_num(-math.inf, posinf=-math.inf, neginf=-math.inf)
+    normalised = scores - torch.logaddexp(rest, scores.logsumexp(-1, keepdim=True))
+    return normalised.where((added != 0).any(-1, keepdim=True), before)

@@ -12,6 +12,7 @@ from torch import Tensor
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.trees import Draft
@@ -21,7 +22,8 @@ from tests.tiny import HEADS, tiny_decoder, tiny_drafter
 
 # Shape letters: K blocks, G block size, S slots, V vocabulary.
 
-TARGET = tiny_decoder().config
+DECODER = tiny_decoder()
+TARGET = DECODER.config
 MASK, VOCABULARY, BLOCK = 63, 64, 5
 #: δ(p, c) of all c behind p, of the slot whose hidden state is h; tensors by their names in checkpoints.
 Pair = Callable[[dict[str, Tensor], Tensor, int], list[float]]
@@ -50,7 +52,27 @@ def selected(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
     return product(tensors["candidate_selector.successor_codebook"], both)
 
 
-PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated, "selector": selected}
+def paired(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
+    a, b, g = (
+        tensors[f"pair_head.{name}"].tolist()
+        for name in ("predecessor_projection", "successor_projection", "hidden_projection.weight")
+    )
+    rank = len(a)
+
+    def unit(token: int) -> list[float]:
+        row: list[float] = DECODER.embedding[token].tolist()
+        rms = math.sqrt(sum(x * x for x in row) / len(row))
+        return [x / rms for x in row]
+
+    def along(matrix: list[list[float]], r: int, vector: list[float]) -> float:
+        return sum(x * y for x, y in zip(matrix[r], vector, strict=True))
+
+    of_parent, hidden = unit(p), h.tolist()
+    both = [along(a, r, of_parent) * along(g, r, hidden) for r in range(rank)]
+    return [sum(x * along(b, r, unit(c)) for r, x in enumerate(both)) / math.sqrt(rank) for c in range(VOCABULARY)]
+
+
+PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated, "selector": selected, "pair": paired}
 
 
 def test_every_head_has_its_reference() -> None:
@@ -58,7 +80,9 @@ def test_every_head_has_its_reference() -> None:
 
 
 def headed(head: HeadConfig, seed: int = 1) -> Drafter:
-    return tiny_drafter(TARGET, block_size=BLOCK, head=head, seed=seed)
+    drafter = tiny_drafter(TARGET, block_size=BLOCK, head=head, seed=seed)
+    drafter.join(DECODER)
+    return drafter
 
 
 def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,17 +168,30 @@ def test_chains_are_given_the_walk(name: str) -> None:
     assert not torch.equal(one.top1, draft.top1)
 
 
-def test_a_head_of_zeros_changes_nothing() -> None:
-    drafter = headed(MarkovConfig(rank=4))
-    drafter.get_parameter("markov_head.markov_w2.weight").zero_()
-    logits, hidden, blocks = passed(5, [[7]])
-    sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
+#: What is zero where a head adds nothing.
+ZEROS = {MarkovConfig(rank=4): "markov_head.markov_w2.weight", PairConfig(rank=4): "pair_head.successor_projection"}
+
+
+@pytest.mark.parametrize("config", ZEROS, ids=lambda config: config.name)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("width", [1, 4, 16])
+def test_a_head_of_zeros_changes_nothing(config: HeadConfig, temperature: float, width: int) -> None:
+    """To the bit, where equal candidates and slots without proposals stand too."""
+    drafter = headed(config)
+    drafter.get_parameter(ZEROS[config]).zero_()
+    drafter.join(DECODER)
+    logits, hidden, blocks = passed(5, [[7], [9, 2]])
+    logits[:, :, 1] = logits[:, :, 1].round()
+    logits[:, 1, 2, 5] = 1e4
+    sampling = Sampling.of([SamplingParams(temperature=temperature, seed=3)], VOCABULARY, "cpu")
     draft = candidates(logits, torch.tensor([3]), sampling, 16)
-    found = drafter.conditioned(draft, hidden, blocks, sampling.temperature, 16)
-    assert found.behind is not None
-    assert torch.equal(found.tokens, draft.tokens)
-    torch.testing.assert_close(found.logprob, draft.logprob, atol=2e-5, rtol=0)
-    torch.testing.assert_close(found.behind, draft.logprob[..., None, :].expand_as(found.behind), atol=2e-5, rtol=0)
+    draft.logprob[:, 0, 3, 9:] = -torch.inf
+    found = drafter.conditioned(draft, hidden, blocks, sampling.temperature, width)
+    assert torch.equal(found.tokens, draft.tokens[..., :width])
+    assert torch.equal(found.logprob, draft.logprob[..., :width])
+    if width > 1:
+        assert found.behind is not None
+        assert torch.equal(found.behind, found.logprob[..., None, :].expand_as(found.behind))
 
 
 def test_no_child_is_likelier_than_certain_and_nothing_is_nan() -> None:

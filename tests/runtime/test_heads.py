@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -15,10 +16,10 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dspark import MarkovConfig
-from d2sd.plugins.trees import Branches, Draft
+from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import policy_class
@@ -140,6 +141,35 @@ def test_nothing_is_read_back(head: str, policy: PolicyName) -> None:
     for row, temperature in enumerate((0.0, 1.0, 0.7)):
         engine.submit(Request((row + 1, 7, 2 * row), 30, SamplingParams(temperature=temperature, seed=row)))
     check_same(record(engine, 3))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Node for node, greedy and sampled: the drafter's body was trained without it."""
+    trees: list[tuple[list[int], ...]] = []
+    verify = ModelRunner.verify
+
+    def watched(self: ModelRunner, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+        trees.append(tuple(part.flatten().tolist() for part in (tree.tokens, tree.parent, tree.valid)))
+        return verify(self, batch, tree, ahead)
+
+    monkeypatch.setattr(ModelRunner, "verify", watched)
+    target, (first, second) = models()[0], drafters("pair")
+    made = []
+    for with_head in (False, True):
+        pair = []
+        for drafter in (first, second):
+            tensors = dict(drafter.state_dict())
+            tensors["pair_head.successor_projection"] = torch.zeros_like(tensors["pair_head.successor_projection"])
+            one = Drafter(drafter.config if with_head else replace(drafter.config, head=None))
+            one.load_state_dict({name: tensors[name] for name in one.state_dict()})
+            pair.append(one.eval().requires_grad_(False))
+        engine = WAYS["in flight"].engine(ModelRunner(*prepared(deepcopy(target), *pair)), policy)
+        WAYS["in flight"].run(engine, some_requests())
+        made.append(trees[:])
+        trees.clear()
+    assert len(made[0]) > 10
+    assert made[0] == made[1]
 
 
 @cache

@@ -68,7 +68,8 @@ def finish(
             "temperature": 0,
             "prompts": evaluator.prompts,
             "max_new_tokens": recipe.evaluation.max_new_tokens,
-            "settings": {role.key: settings.model_dump() for role, settings in recipe.trained.items()},
+            "settings": {role.key: settings.model_dump() for role, settings in recipe.trained.items()}
+            | ({"head": recipe.head.model_dump()} if recipe.head else {}),
             "target": {"sha256 before and after training": target},
         },
     )

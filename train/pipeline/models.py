@@ -1,4 +1,4 @@
-"""The models that a training begins with: its target, and a pretrained first drafter if the recipe names one.
+"""The models that a training begins with: its target, and the pretrained drafters that the recipe names.
 
 The target is pinned as a bundle without drafters in the work folder when the training begins. A pretrained drafter is
 checked against recipe and target, and not trained.
@@ -18,6 +18,7 @@ from d2sd.errors import CheckpointError, D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress
 from d2sd.recipe import Drafters, Limits, Recipe, Sampling, Tree
@@ -67,17 +68,20 @@ def plain_recipe(recipe: TrainRecipe) -> Recipe:
 
 
 def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
-    """Raise D2SDError if what the recipe trains does not fit the target, or if its pretrained first drafter does not
-    match the target or the recipe; called early, hours before the drafter is used.
+    """Raise D2SDError if what the recipe trains does not fit the target, or if a pretrained drafter does not match the
+    target or the recipe; called early, hours before the drafter is used.
     """
     for role in recipe.trained:
         TRAINED[role].config(recipe.shape, target)
+    for role, source in recipe.ready.items():
+        _check_ready(recipe, role, obtained(recipe, source), target)
+
+
+def _check_ready(recipe: TrainRecipe, role: DrafterRole, folder: Path, target: DecoderConfig) -> None:
     geometry = recipe.drafter
-    if recipe.ready_first is None or geometry is None:
-        return
-    folder = _folder(recipe)
+    assert geometry is not None, "validated"
     ready = DFLASH.read_config(folder)
-    DFLASH.check(ready, target, DrafterRole.FIRST, ready.block_size, folder)
+    DFLASH.check(ready, target, role, ready.block_size, folder)
     for key, found, expected in (
         ("num_hidden_layers", ready.body.num_layers, geometry.layers),
         ("block_size", ready.block_size, geometry.block_size),
@@ -86,25 +90,27 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
     ):
         if found != expected:
             raise CheckpointError(
-                "The pretrained first drafter does not match the recipe's geometry.",
+                f"The pretrained {role.key} drafter does not match the recipe's geometry.",
                 where=f"{folder / 'config.json'}: {key}",
                 found=found,
                 expected=expected,
                 fix="copy the drafter's value to `drafter` in the recipe",
             )
+    if recipe.head is not None and ready.head is not None and not isinstance(ready.head, PairConfig):
+        raise CheckpointError(
+            f"The pretrained {role.key} drafter has a head already.",
+            where=folder / "config.json",
+            found=ready.head.name,
+            fix="remove `head` from the recipe",
+        )
     if DFLASH.check_tensors(folder, ready) is not None:
         raise CheckpointError(
-            "The pretrained first drafter is quantized, so the second cannot be initialised from it.",
+            f"The pretrained {role.key} drafter is quantized, so nothing can be trained behind it.",
             where=folder,
             fix="name the drafter before quantization",
         )
 
 
-def load_ready(recipe: TrainRecipe) -> Drafter:
-    """The pretrained first drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
-    return DFLASH.load(_folder(recipe), torch.float32)
-
-
-def _folder(recipe: TrainRecipe) -> Path:
-    assert recipe.ready_first is not None
-    return obtained(recipe, recipe.ready_first)
+def load_ready(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
+    """A pretrained drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
+    return DFLASH.load(obtained(recipe, recipe.ready[role]), torch.float32)

@@ -23,17 +23,19 @@ from d2sd.train_recipe import TrainRecipe, TrainSettings
 def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]]:
     """(stage, its state) in order. Raises the D2SDErrors of a run, also for damaged work files."""
     target = make_plan(plain_recipe(recipe)).target
-    ready = located(recipe, recipe.ready_first) if recipe.ready_first is not None else None
-    if target is not None and (recipe.ready_first is None or ready is not None):
+    ready = {role: located(recipe, source) for role, source in recipe.ready.items()}
+    if target is not None and None not in ready.values():
         assert isinstance(target.config, DecoderConfig)
         check_geometry(recipe, target.config)
     yield "target", f"{_named(recipe.target)}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}"
     yield from _prompts(recipe, work)
     yield "features", _features(recipe, work, target)
-    if recipe.ready_first is not None:
-        yield "first drafter", f"ready: {ready}" if ready is not None else "ready, to be fetched"
+    for role, folder in ready.items():
+        yield f"{role.key} drafter", f"ready: {folder}" if folder is not None else "ready, to be fetched"
     for role, settings in recipe.trained.items():
         yield f"{role.key} drafter", _training(role.key, settings, work)
+    if recipe.head is not None:
+        yield "heads", f"{recipe.head.steps:,} steps each"
     yield "evaluation", f"{recipe.evaluation.prompts} held-out prompts, {recipe.evaluation.max_new_tokens} tokens each"
     yield "calibration", f"{recipe.data.held_out} held-out prompts"
     yield "out", f"{out}, work in {work}"

@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import cast
 
+import torch
+
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.kinds import KINDS
 from d2sd.extras import require_plots
@@ -15,6 +17,7 @@ from d2sd.io import check_writable, claim, digest, disk_space
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.runtime.evaluation import Evaluation
@@ -24,12 +27,13 @@ from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
 from d2sd.train.kinds import METHODS, TRAINED
 from d2sd.train.loop import Trainer
+from d2sd.train.pair_head import PairTrainer, with_pair_head
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each
 from d2sd.train.pipeline.models import check_geometry, load_ready, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
-from d2sd.train_recipe import Geometry, SecondSettings, TrainRecipe, TrainSettings
+from d2sd.train_recipe import Geometry, Objective, PairSettings, SecondSettings, TrainRecipe, TrainSettings
 from d2sd.viz.training import plot_training
 
 
@@ -60,17 +64,22 @@ class Run:
         bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
-        ready = load_ready(self.recipe).to(self.dist.device) if self.recipe.ready_first else None
+        drafters: dict[DrafterRole, DraftModel] = {}
+        for role in self.recipe.ready:
+            drafters[role] = load_ready(self.recipe, role).to(self.dist.device)
+            KINDS[role].attach(drafters[role], bundle.target)
+            self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
+        ready = drafters.get(DrafterRole.FIRST)
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
         training = Training(self, bundle.target, data, vocabulary, evaluator)
         before = weights_digest(bundle.target)
-        drafters: dict[DrafterRole, DraftModel] = {}
-        if ready is not None:
-            drafters[DrafterRole.FIRST] = ready
-            self._write(DrafterRole.FIRST, ready, vocabulary)
         for role, settings in self.recipe.trained.items():
             drafters[role] = training.train(role, settings, drafters)
             self._write(role, drafters[role], vocabulary)
+        if self.recipe.head is not None and self.dist.is_main:
+            for role in drafters:
+                drafters[role] = training.train_head(role, self.recipe.head, drafters, held_out)
+                self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         assert weights_digest(bundle.target) == before, "training changed the target"
         if self.dist.is_main:
             finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
@@ -170,6 +179,42 @@ class Training:
             return [(evaluated if role in FACTS[name].drafters else baseline)(name) for name in METHODS[role]]
 
         self._train(role.key, settings, drafter, first, evaluate)
+        return drafter
+
+    def train_head(
+        self,
+        role: DrafterRole,
+        settings: PairSettings,
+        drafters: Mapping[DrafterRole, DraftModel],
+        held_out: TrainingData,
+    ) -> Drafter:
+        """The drafter of a place with a pair head that is trained; a second one's on the rejections of the first."""
+        first, plain = (cast("Drafter", drafters[each]) for each in (DrafterRole.FIRST, role))
+        is_second = role is DrafterRole.SECOND
+        prefixes = self.run.recipe.second or SecondSettings(steps=1, objective=Objective(ce=1))
+        vocabulary = plain.config.draft_vocabulary if role in self.run.recipe.ready else self.vocabulary
+        config = PairConfig(settings.rank, settings.candidates)
+        drafter = with_pair_head(plain, config, vocabulary, torch.Generator().manual_seed(settings.seed + role))
+        of_second = (first, prefixes) if is_second else (None, None)
+        trainer = PairTrainer(self.target, drafter, self.data, settings, *of_second)
+        with self.run.progress(f"training the {role.key} head", settings.steps) as advance:
+            shown = 0
+
+            def report(step: int, _loss: float) -> None:
+                nonlocal shown
+                advance(step - shown)
+                shown = step
+
+            trainer.run(self.run.work / f"{role.key}-head", report)
+            advance(settings.steps - shown)
+        KINDS[role].attach(drafter, self.target)
+        told = trainer.figures(held_out)
+        self.run.say(
+            f"{role.key} head: of held-out slots behind the right token {told['right']:.1%} are right, "
+            f"{told['right without']:.1%} without it; {told['recall']:.1%} are candidates, "
+            f"{told['rest']:.1%} is left to others; {told['nats']:.3f} nats, {told['nats without']:.3f} without it",
+            err=True,
+        )
         return drafter
 
     def _report(self, name: DrafterName, step: int, steps: int, evaluations: list[Evaluation]) -> None:

@@ -21,6 +21,7 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
 from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.modeling.drafters.pair import PairConfig
 from tests.convert.formats.helpers import (
     IDS,
     ROPE,
@@ -37,6 +38,7 @@ DECODER = tiny_decoder(layers=6, rope=ROPE, tie=False)
 VANILLA = MarkovConfig(rank=8, confidence=True, confidence_with_markov=True)
 GATED = MarkovConfig(rank=8, gated=True, confidence=True)
 SELECTOR = SelectorConfig(rank=8, candidates=16, taps=2, group=16)
+PAIR = PairConfig(rank=8, candidates=12)
 #: Names and shapes beside a DFlash body, of hidden size 32 and 64 tokens, as they are published.
 MARKOV = {
     "markov_head.markov_w1.weight": (64, 8),
@@ -45,6 +47,10 @@ MARKOV = {
     "confidence_head.proj.bias": (1,),
 }
 OF_GATE = {"markov_head.gate_proj.weight": (8, 40), "markov_head.gate_proj.bias": (8,)}
+OF_PAIR = {
+    f"pair_head.{name}": (8, 32)
+    for name in ("predecessor_projection", "successor_projection", "hidden_projection.weight")
+}
 OF_SELECTOR = {
     "candidate_selector.predecessor_codebook": (64, 8),
     "candidate_selector.successor_codebook": (64, 8),
@@ -68,6 +74,8 @@ def drafter_of(head: Any, *, from_anchor: bool = False, windows: tuple[int, ...]
 DSPARK, GATED_DSPARK = (drafter_of(head, from_anchor=True) for head in (VANILLA, GATED))
 DFLASH2 = drafter_of(SELECTOR, windows=(16, 16))
 SHIFTED = drafter_of(None, from_anchor=True)
+PAIRED = drafter_of(PAIR)
+PAIR_KEYS = {"projector_type": "d2sd_pair", "pair_rank": 8, "pair_top_k": 12}
 
 
 def markov_keys(config: MarkovConfig) -> dict[str, Any]:
@@ -174,6 +182,7 @@ RELEASED = {
         lambda: windowed(speculators(DFLASH2, "dflash2", SELECTOR_KEYS | {"architectures": ["DFlash2DraftModel"]})),
         OF_SELECTOR,
     ),
+    "pair": Released(PAIRED, lambda: with_keys(PAIRED, PAIR_KEYS, {}), OF_PAIR),
 }
 
 
@@ -197,9 +206,13 @@ def test_is_read_as_published_and_written_as_our_own(tmp_path: Path, target: Pat
     DFLASH.write(tmp_path / "ours", one.drafter.config, one.drafter.state_dict())
     convert(source, "z-lab", tmp_path / "b", target=target)
     assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "ours")
-    convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
-    convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
-    assert tree_bytes(tmp_path / "d") == tree_bytes(tmp_path / "ours")
+    if name == "pair":  # d2sd's own
+        with pytest.raises(CheckpointError, match=r"does not support a drafter with a pair head"):
+            convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
+    else:
+        convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
+        convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
+        assert tree_bytes(tmp_path / "d") == tree_bytes(tmp_path / "ours")
 
     config = DFLASH.read_config(tmp_path / "b")  # as a recipe does
     DFLASH.check_tensors(tmp_path / "b", config)
@@ -222,6 +235,7 @@ def test_what_is_written_says_what_it_is(tmp_path: Path) -> None:
     for drafter, architecture, projector in (
         (DSPARK, "DSparkDraftModel", "dspark"),
         (DFLASH2, "DFlash2DraftModel", None),
+        (PAIRED, "DFlashDraftModel", "d2sd_pair"),
     ):
         folder = tmp_path / architecture
         DFLASH.write(folder, drafter.config, drafter.state_dict())
@@ -282,6 +296,14 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "another kind of speculator": ("DSpark, speculators", {"speculators_model_type": "dflash2"}, r"no DSpark head"),
     "the embedding's output": ("DSpark, DeepSpec", {"target_layer_ids": [-1, 2, 4]}, r"target_layer_ids(.|\n)*0 to 5"),
+    "no rank of a pair head": ("pair", {"dflash_config.pair_rank": ...}, r"size of the pair head is missing"),
+    "no candidates": ("pair", {"dflash_config.pair_top_k": ...}, r"missing(.|\n)*pair_top_k"),
+    "another rank of a pair head": ("pair", {"dflash_config.pair_rank": 4}, r"wrong shape(.|\n)*pair_head"),
+    "another projector of a pair head": (
+        "pair", {"dflash_config.projector_type": "dspark"}, r"size of the DSpark head is missing",
+    ),
+    "a pair head in a selector's layout": ("DFlash 2, z-lab", {"pair_top_k": 16}, r"a pair head(.|\n)*pair_top_k"),
+    "a pair head of speculators": ("DSpark, speculators", {"markov_rank": ..., "pair_rank": 8}, r"pair head|DSpark"),
     "scaled embeddings": ("DFlash 2, z-lab", {"dflash_config.input_embedding_scale": 2.0}, r"scaled embeddings"),
 }  # fmt: skip
 

@@ -158,6 +158,7 @@ def test_a_graph_with_a_head_writes_the_text_of_plain_decoding(tmp_path: Path, n
     plain = [tiny_drafter(target.config, target_layer_ids=TAPS, role=role, head=HEADS[name]) for role in roles]
     graphs = []
     for drafter in plain:
+        drafter.join(target)
         file = tmp_path / drafter.config.role / "drafter.onnx"
         export_drafter(DFLASH.graph_body(drafter), drafter.config, torch.float32, PAGE, file)
         graphs.append(GraphDrafter(drafter, OnnxSession(file), PAGE))

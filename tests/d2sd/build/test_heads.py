@@ -52,7 +52,7 @@ def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [("markov", "selector"), ("selector", "gated markov")])
+@pytest.mark.parametrize(("first", "second"), [("markov", "selector"), ("selector", "gated markov"), ("pair", "pair")])
 def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str) -> None:
     """Every check of a build, the same bytes, and the text of plain decoding by every policy."""
     recipe = project(tmp_path / "project", first, second)
@@ -63,7 +63,7 @@ def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str
         assert files.items() <= tree_bytes(bundle.path).items()
     manifest = load_manifest(bundle.path)
     told = {name: drafter.model_dump() for name, drafter in manifest.drafters.items()}
-    heads = {"markov": "dspark", "gated markov": "dspark", "selector": "dflash2"}
+    heads = {"markov": "dspark", "gated markov": "dspark", "selector": "dflash2", "pair": "pair"}
     assert [told[name]["head"] for name in ("first", "second")] == [heads[first], heads[second]]
     assert [told[name].get("sample_from_anchor", False) for name in told] == [
         heads[n] == "dspark" for n in (first, second)

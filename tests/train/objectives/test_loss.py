@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.pair import PairHead
 from d2sd.train.data.packing import Packed, pack_blocks
 from d2sd.train.dflash import block_hidden
 from d2sd.train.kinds import DFLASH
@@ -250,9 +251,11 @@ def test_rejections_are_the_first_drafters_first_errors(monkeypatch: pytest.Monk
 def test_the_first_draft_is_the_walk_of_its_head(head: str) -> None:
     """Slot by slot: the best token behind the right one, of all; until one is wrong."""
     shape: dict[str, Any] = {"layers": 1, "block_size": BLOCK, "target_layer_ids": TAPS, "head": HEADS[head]}
-    first = tiny_drafter(target().config, **shape, sample_from_anchor=head != "selector")
+    first = tiny_drafter(target().config, **shape, sample_from_anchor=head not in ("selector", "pair"))
     assert first.head is not None
-    first.head.successors.mul_(4)  # or it would hardly ever be heard
+    successors = first.head.successor_projection if isinstance(first.head, PairHead) else first.head.successors
+    successors.mul_(4)  # or it would hardly ever be heard
+    first.join(target())
     tensors, packed = first.state_dict(), everywhere()
     errors, drafted = first_rejections(first, EMBEDDING, packed, whole_vocabulary())
     visible = torch.ones(packed.tokens.shape[:2], dtype=torch.long)

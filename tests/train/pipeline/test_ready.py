@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.weights import stored_as
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.train.loop import Trainer
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
@@ -76,6 +78,58 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
     assert not (project / "work" / "first.jsonl").exists()
     assert [row["step"] for row in rows(project, "second.jsonl") if "cells" in row] == [3, 4]
     assert trained(project) == files, "a second run ends in the same bytes"
+
+
+HEAD = {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4}
+
+
+def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
+    """What is written are the ready drafters, and heads; evaluated and calibrated with them."""
+    ready = DFLASH.load(project / "ready", torch.float32)
+    config = replace(ready.config, role="variable_prefix", prefix_weight_base=0.9)
+    DFLASH.write(project / "ready-second", config, ready.bfloat16().state_dict())
+    edit(project, "second", ...)
+    edit(project, "ready_second", {"path": "ready-second"})
+    edit(project, "head", HEAD)
+    files = trained(project)
+    for name, source in (("first", "ready"), ("second", "ready-second")):
+        made, before = (DFLASH.load(folder, torch.float32) for folder in (project / "out" / name, project / source))
+        assert made.config == replace(before.config, head=PairConfig(4, 6))
+        for key, tensor in before.state_dict().items():
+            assert torch.equal(made.state_dict()[key], tensor)
+        assert made.get_parameter("pair_head.successor_projection").any()
+        assert load_calibration(project / "out" / "calibration.json").drafters[name] == DFLASH.fingerprint(made)
+    said = json.loads(files["evaluation.json"])
+    assert said["settings"].keys() == {"head"}
+    assert said["methods"].keys() == {"chain", "reanchor", "d2sd"}
+    assert trained(project) == files, "a second run ends in the same bytes"
+
+    shutil.copytree(project / "out" / "first", project / "first with a head")
+    edit(project, "ready_first", {"path": "first with a head"})
+    shutil.rmtree(project / "out")
+    again = trained(project)
+    name = "first/model.safetensors"
+    assert again[name] == files[name], "a pair head that a ready drafter has is replaced"
+
+
+def test_heads_are_trained_after_the_drafters(project: Path) -> None:
+    trained(project)
+    second = DFLASH.load(project / "out" / "second", torch.float32)
+    edit(project, "head", HEAD)
+    shutil.rmtree(project / "out")
+    trained(project)
+    with_head = DFLASH.load(project / "out" / "second", torch.float32)
+    assert with_head.config == replace(second.config, head=PairConfig(4, 6))
+    for key, tensor in second.state_dict().items():
+        assert torch.equal(with_head.state_dict()[key], tensor)
+    assert "heads           3 steps each" in train(project, "--plan").stdout
+
+
+def test_another_head_is_refused_before_any_work(project: Path) -> None:
+    ready = tiny_drafter(tiny_decoder().config, mask_token_id=62, target_layer_ids=(0, 2), head=HEADS["markov"])
+    DFLASH.write(project / "ready", ready.config, ready.state_dict())
+    edit(project, "head", HEAD)
+    refused(project, ["has a head already", "dspark"])
 
 
 @pytest.mark.parametrize(
@@ -190,6 +244,7 @@ def test_a_plan_names_it(project: Path) -> None:
         ({"first": {"steps": 4, "objective": {"ce": 1}}}, "exactly one of `first`, `ready_first` and `flex`"),
         ({"ready_first": None}, "exactly one of `first`, `ready_first` and `flex`"),
         ({"second": None}, "leaves nothing to train"),
+        ({"ready_second": {"path": "ready"}}, "ready_second needs"),
         ({"drafter": GEOMETRY | {"draft_vocab_size": 12}}, "draft_vocab_size"),
     ],
 )
