@@ -20,7 +20,7 @@ from d2sd.train.data.packing import pack_blocks
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
-from d2sd.train.state import Optimizer
+from d2sd.train.state import Optimizer, rate_factor
 from tests.train.helpers import (
     BLOCK,
     TAPS,
@@ -194,9 +194,7 @@ def test_a_first_drafter_sees_its_anchor_alone() -> None:
 
 
 def test_learning_rate_warms_up_then_falls_to_a_twentieth() -> None:
-    made, rates = trainer(steps=100, warmup=0.1), []
-    for made.step in range(100):
-        rates.append(made._schedule())
+    rates = [rate_factor(settings(steps=100, warmup=0.1), step) for step in range(100)]
     assert rates[:10] == pytest.approx([(i + 1) / 10 for i in range(10)])
     assert rates[10] == pytest.approx(1)
     assert rates[55] == pytest.approx(0.525)
