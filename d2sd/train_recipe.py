@@ -74,8 +74,9 @@ class Data(Part):
     sampled: SampledResponses | None = None
     #: Number of responses held out of training; evaluations use their prompts.
     held_out: Positive = 48
-    #: Whether the target's features are stored once (cached) or computed when needed (online), for large targets.
-    features: Literal["cached", "online"] = "cached"
+    #: Whether the target's features are stored once in a file (cached) or in the memory of the device (device: the
+    #: fastest on a GPU that has room), or computed when needed (online), for large targets.
+    features: Literal["cached", "device", "online"] = "cached"
 
 
 class Geometry(Part):
@@ -139,6 +140,9 @@ class Objective(Part):
     focal: Weight = 0
     #: Weight of the expected accepted share of a block (block term).
     chain: Weight = 0
+    #: What chain is a share of: the slots behind the visible tokens, or all that a block drafts, so that blocks with
+    #: many visible tokens count less, as they are rarer when serving.
+    chain_over: Literal["used", "block"] = "used"
 
     @property
     def terms(self) -> dict[str, float]:
@@ -153,6 +157,8 @@ class Objective(Part):
         for key, slots in (("decay", "decay"), ("smoothing", "dpace")):
             if key in self.model_fields_set and self.slots != slots:
                 raise ValueError(f"{key} has no effect with slots: {self.slots}")
+        if "chain_over" in self.model_fields_set and not self.chain:
+            raise ValueError("chain_over has no effect without chain")
         return self
 
 
@@ -193,6 +199,14 @@ class TrainSettings(Part):
     evaluate_every: Positive = 500
 
 
+class FirstSettings(TrainSettings):
+    """Additional settings of a first drafter's training."""
+
+    #: A trained drafter in the DFlash layout to start from, in place of the target's last layers; a quarter of the
+    #: usual learning rate keeps what it has learnt.
+    start: DrafterSource | None = None
+
+
 class SecondSettings(TrainSettings):
     """Additional settings of a variable-prefix drafter's training."""
 
@@ -200,8 +214,19 @@ class SecondSettings(TrainSettings):
     prefix_base: Above0 = 0.9
     #: Share of blocks that start at the first drafter's first wrong token, as blocks do when serving.
     on_rejection: Share = 0.5
+    #: Share of blocks that also see the right token in that slot, as branches of another candidate do.
+    on_correction: Share = 0.0
     #: Mask the first drafter's wrong token in the softmax at that slot, as drafting does.
     mask_rejected: bool = True
+    #: Whose wrong tokens: the first drafter's, or those of its earlier self that errs on the training responses as
+    #: often as the trained one does on held-out responses, since it knows the training responses by heart.
+    rejections: Literal["final", "matched"] = "final"
+
+    @model_validator(mode="after")
+    def _shares(self) -> SecondSettings:
+        if self.on_rejection + self.on_correction > 1:
+            raise ValueError("on_rejection and on_correction are shares of the same blocks: their sum is above 1")
+        return self
 
 
 class FlexSettings(TrainSettings):
@@ -273,7 +298,7 @@ class TrainRecipe(RecipeFile):
     #: Prompts and responses.
     data: Data
     #: Training of the first drafter; absent with ready_first and with flex.
-    first: TrainSettings | None = None
+    first: FirstSettings | None = None
     #: A trained first drafter in the DFlash layout; it is copied, and what follows is trained behind it.
     ready_first: DrafterSource | None = None
     #: A trained second drafter, with a ready first one: only their heads are trained.
@@ -315,6 +340,8 @@ class TrainRecipe(RecipeFile):
             raise ValueError("ready_first leaves nothing to train without `second` or `head`; add one")
         if self.ready_second is not None and (self.ready_first is None or self.second is not None or not self.head):
             raise ValueError("ready_second needs `ready_first` and `head`, and no `second`")
+        if self.first is None and self.second is not None and self.second.rejections == "matched":
+            raise ValueError("second.rejections: matched needs a first drafter that is trained; remove it")
         if self.ready_first is not None and self.shape.draft_vocab_size is not None:
             raise ValueError("drafter.draft_vocab_size: a ready first drafter has its own; remove it")
         return self

@@ -16,6 +16,7 @@ from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
+from d2sd.train.dense_attention import attend_dense, takes
 from d2sd.train.objectives.head import Added
 from d2sd.train_recipe import FlexGeometry
 
@@ -90,7 +91,12 @@ def _projection(target: Decoder, data: TrainingData) -> Tensor:
 
 def flex_hidden(head: FlexHead, embedding: Tensor, packed: Packed, _visible: Tensor) -> Tensor:
     """[B, A, G, E]: hidden states of the mask rows; the anchor is the one real token of a block."""
-    attend = attend_packed(head, packed.features, packed.positions)
+    if packed.features.is_cuda and takes(head):
+        batch, length = packed.features.shape[:2]
+        places = torch.arange(length, device=packed.features.device).expand(batch, -1)
+        attend = attend_dense(head, packed, *head.context_keys_values(packed.features, places))
+    else:
+        attend = attend_packed(head, packed.features, packed.positions)
     x = head.blocks(_anchors(embedding, packed)).flatten(1, 2)
     hidden: Tensor = head(x, packed.positions.flatten(1), attend)
     return hidden.view(*packed.tokens.shape, -1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.train.data.draws import SeededOrder, choose_prefixes
+from d2sd.train.data.draws import PrefixDraws, SeededOrder, choose_prefixes, draw_kinds
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.dist import Dist
@@ -26,6 +26,15 @@ from d2sd.train_recipe import SecondSettings, TrainSettings
 
 #: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.
 Report = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """The data of one step, on the training's device."""
+
+    step: int
+    batches: list[tuple[Packed, PrefixDraws | None]]  # of each micro-batch
+    candidates: Candidates
 
 
 class Trainer:
@@ -54,6 +63,7 @@ class Trainer:
         self._wrapped = self.dist.wrap_ddp(self._loss)
         self._optimizer = Optimizer(drafter, settings)
         self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
+        self._next: Drawn | None = None
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(cast("Any", drafter.config)),
@@ -81,63 +91,73 @@ class Trainer:
         self.dist.barrier()
 
     def _update(self) -> dict[str, float]:
-        settings, numbers = self.settings, self._draws.numbers(self.step)
-        size = settings.micro_batch
-        batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
-        candidates = self._candidates(batches)
-        total: dict[str, float] = {}
-        for index, (packed, generators) in enumerate(batches):
-            packed = packed.to(str(self._head.device))
-            share = len(packed.tokens) / len(numbers)  # the last micro-batch may be smaller
-            with self._accumulate(last=index == len(batches) - 1), self._autocast():
-                terms = self._wrapped(packed, *self._visible(packed, candidates, generators), candidates)
+        settings = self.settings
+        drawn = self._next if self._next is not None and self._next.step == self.step else self._prepare(self.step)
+        sequences = sum(len(packed.tokens) for packed, _ in drawn.batches)
+        total: dict[str, Tensor] = {}
+        for index, (packed, draws) in enumerate(drawn.batches):
+            share = len(packed.tokens) / sequences  # the last micro-batch may be smaller
+            with self._accumulate(last=index == len(drawn.batches) - 1), self._autocast():
+                terms = self._wrapped(packed, *self._visible(packed, drawn.candidates, draws), drawn.candidates)
                 loss = sum((settings.objective.terms[name] * value for name, value in terms.items()), start=0.0)
                 (loss * share).backward()  # type: ignore[union-attr]
             for name, value in {"loss": loss, **terms}.items():
-                total[name] = total.get(name, 0.0) + float(value.detach()) * share
-        norm = float(torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip))
-        if not (math.isfinite(total["loss"]) and math.isfinite(norm)):
+                total[name] = total.get(name, 0.0) + value.detach() * share
+        total["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip)
+        rate = settings.learning_rate * rate_factor(settings, self.step)
+        self._optimizer.update(rate)
+        if self._head.is_cuda and self.step + 1 < settings.steps:
+            self._next = self._prepare(self.step + 1)  # while the GPU works on this step
+        metrics = dict(zip(total, torch.stack([value.float() for value in total.values()]).tolist(), strict=True))
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient norm"])):
+            names = ", ".join(self._names(self._draws.numbers(self.step)))
             raise D2SDError(
                 "the loss is not finite",
                 where=f"step {self.step + 1}",
-                found=f"loss {total['loss']}, gradient norm {norm}, responses {', '.join(self._names(numbers))}",
+                found=f"loss {metrics['loss']}, gradient norm {metrics['gradient norm']}, responses {names}",
                 fix="lower the learning rate, or look for damaged responses",
             )
-        rate = settings.learning_rate * rate_factor(settings, self.step)
-        self._optimizer.update(rate)
-        return total | {"gradient norm": norm, "learning rate": rate}
+        return metrics | {"learning rate": rate}
 
     def _names(self, numbers: range) -> list[str]:
         return [self.data.name(self._draws.index(number)) for number in numbers]
 
-    def _draw(self, numbers: range) -> tuple[Packed, list[torch.Generator]]:
-        """The blocks of a micro-batch, and for each sequence the generator for drawing prefixes."""
+    def _prepare(self, step: int) -> Drawn:
+        numbers, size, device = self._draws.numbers(step), self.settings.micro_batch, self._head.device
+        batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
+        candidates = self._candidates([packed for packed, _ in batches], step)
+        return Drawn(step, [(packed.to(device), draws) for packed, draws in batches], candidates)
+
+    def _draw(self, numbers: range) -> tuple[Packed, PrefixDraws | None]:
+        """The blocks of a micro-batch, and what is drawn for their prefixes."""
         sequences, anchors = [], []
         for number in numbers:
             sequences.append(self.data[self._draws.index(number)])
             anchors.append(draw_anchors(sequences[-1], self.settings.blocks, self._draws.generator("anchors", number)))
         packed = pack_blocks(sequences, anchors, self.drafter.config.block_size)
-        return packed, [self._draws.generator("prefixes", number) for number in numbers]
+        if self.first is None:
+            return packed, None
+        assert isinstance(self.settings, SecondSettings)
+        generators = [self._draws.generator("prefixes", number) for number in numbers]
+        return packed, draw_kinds(self.settings, self.drafter.config.block_size, generators).to(self._head.device)
 
-    def _candidates(self, batches: list[tuple[Packed, list[torch.Generator]]]) -> Candidates:
+    def _candidates(self, batches: list[Packed], step: int) -> Candidates:
         always = self._frequent.clone()
-        for packed, _ in batches:
+        for packed in batches:
             always[packed.tokens[packed.inside]] = True
         always = self.dist.all_reduce_any(always)  # so that all processes draw the same negatives
         dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
-        generator = self._draws.generator("candidates", self.step)
+        generator = self._draws.generator("candidates", step)
         return Candidates.draw(self._head, always, self.settings.negatives, dtype, generator)
 
-    def _visible(
-        self, packed: Packed, candidates: Candidates, generators: list[torch.Generator]
-    ) -> tuple[Tensor, Tensor]:
+    def _visible(self, packed: Packed, candidates: Candidates, draws: PrefixDraws | None) -> tuple[Tensor, Tensor]:
         """Length of each block's prefix of real tokens [B, A], and the id masked in the next slot (-1: none)."""
         shape, device = packed.tokens.shape[:2], packed.tokens.device
-        if self.first is None:
+        if self.first is None or draws is None:
             return torch.ones(shape, dtype=torch.long, device=device), torch.full(shape, -1, device=device)
         assert isinstance(self.settings, SecondSettings)
         errors, drafted = first_rejections(self.first, self._embedding, packed, candidates)
-        return choose_prefixes(errors, drafted, packed.tokens.shape[-1], self.settings, generators)
+        return choose_prefixes(errors, drafted, packed.tokens.shape[-1], self.settings, draws)
 
     def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
         """Gradients are all-reduced once a step, in its last micro-batch."""

@@ -27,7 +27,7 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.pair import PairConfig, PairHead, unit_rms
-from d2sd.train.data.draws import SeededOrder, choose_prefixes
+from d2sd.train.data.draws import SeededOrder, choose_prefixes, draw_kinds
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.dflash import block_hidden
@@ -166,7 +166,7 @@ class PairTrainer:
             draw_anchors(sequence, settings.blocks, draws.generator("anchors", number))
             for sequence, number in zip(sequences, numbers, strict=True)
         ]
-        packed = pack_blocks(sequences, anchors, self.drafter.config.block_size).to(str(self._embedding.device))
+        packed = pack_blocks(sequences, anchors, self.drafter.config.block_size).to(self._embedding.device)
         generators = [draws.generator("prefixes", number) for number in numbers]
         with torch.no_grad():
             return self._slots(packed, generators)
@@ -177,7 +177,8 @@ class PairTrainer:
         if self.first is not None and self._prefixes is not None:
             with self._autocast():
                 errors, drafted = first_rejections(self.first, self._embedding, packed, self._drafted)
-            visible, rejected = choose_prefixes(errors, drafted, shape[-1], self._prefixes, generators)
+            draws = draw_kinds(self._prefixes, shape[-1], generators).to(device)
+            visible, rejected = choose_prefixes(errors, drafted, shape[-1], self._prefixes, draws)
         place = torch.arange(shape[-1], device=device)
         used = (place >= visible[..., None]) & packed.inside
         distance = (place - visible[..., None]).clamp(min=0)

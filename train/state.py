@@ -24,6 +24,7 @@ from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.kinds import trained_kind
+from d2sd.train.muon import BatchedMuon
 from d2sd.train_recipe import PairSettings, TrainSettings
 
 
@@ -41,7 +42,11 @@ class Optimizer:
         decay = settings.weight_decay
         self._parts: list[torch.optim.Optimizer] = [torch.optim.AdamW(adamw, betas=(0.9, 0.95), weight_decay=decay)]
         if muon:
-            self._parts.append(torch.optim.Muon(muon, weight_decay=decay, adjust_lr_fn="match_rms_adamw"))
+            self._parts.append(
+                BatchedMuon(muon, decay)
+                if muon[0].is_cuda
+                else torch.optim.Muon(muon, weight_decay=decay, adjust_lr_fn="match_rms_adamw")
+            )
 
     def update(self, rate: float) -> None:
         """One step at this learning rate; clears the gradients."""

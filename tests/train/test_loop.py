@@ -14,13 +14,14 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.train.data.draws import first_errors
+from d2sd.train.data.draws import draw_kinds, first_errors
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
 from d2sd.train.loop import Trainer
 from d2sd.train.state import Optimizer, rate_factor
+from d2sd.train_recipe import SecondSettings
 from tests.train.helpers import (
     BLOCK,
     TAPS,
@@ -123,9 +124,9 @@ def test_every_step_and_every_seed_draws_anew() -> None:
     for seed in (0, 1):
         made = trainer(exact_features(greedy_responses()[:1]), batch=1, seed=seed)
         for made.step in range(3):
-            packed, generators = made._draw(made._draws.numbers(made.step))
+            packed, _ = made._draw(made._draws.numbers(made.step))
             anchors.add(tuple(packed.positions[0, :, 0].tolist()))
-            ids.add(tuple(made._candidates([(packed, generators)]).ids.tolist()))
+            ids.add(tuple(made._candidates([packed], made.step).ids.tolist()))
     assert len(anchors) == len(ids) == 6
 
 
@@ -133,7 +134,7 @@ def test_candidates_hold_the_labels_of_all_micro_batches() -> None:
     """And the most frequent ids of the data, whether this step has them or not."""
     made = trainer(batch=4, frequent=5)
     batches = [made._draw(made._draws.numbers(made.step)[i : i + 1]) for i in range(4)]
-    found = made._candidates(batches)
+    found = made._candidates([packed for packed, _ in batches], made.step)
     labels = set(torch.cat([packed.tokens.flatten() for packed, _ in batches]).tolist())
     frequent = set(made.data.frequent(5, VOCAB).nonzero()[:, 0].tolist())
     assert labels | frequent <= set(found.ids.tolist())
@@ -148,9 +149,10 @@ def test_prefixes_on_rejection_end_where_the_first_drafter_errs(
     made = trainer(data, first, on_rejection=share, blocks=260)
     anchors = torch.arange(4, 17).repeat(20)
     packed = pack_blocks([data[0], data[2]], [anchors, anchors], BLOCK)
-    candidates = made._candidates([(packed, [])])
+    candidates = made._candidates([packed], made.step)
     generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
-    visible, rejected = made._visible(packed, candidates, generators)
+    assert isinstance(made.settings, SecondSettings)
+    visible, rejected = made._visible(packed, candidates, draw_kinds(made.settings, BLOCK, generators))
     said = target().logits(block_hidden(first, made._embedding, packed, torch.ones_like(visible)))
     drafted = candidates.ids[said[..., candidates.ids].argmax(-1)].flatten(0, 1)
     tokens = packed.tokens.flatten(0, 1)
@@ -174,21 +176,21 @@ def test_what_a_sequence_is_packed_with_changes_nothing_that_is_drawn(first: Dra
     made = trainer(exact_features(answers), first, batch=4, blocks=9)
     alone = [made._draw(made._draws.numbers(made.step)[i : i + 1]) for i in range(4)]
     wrap_ddp = made._draw(made._draws.numbers(made.step))
-    candidates = made._candidates(alone)
-    assert torch.equal(candidates.ids, made._candidates([wrap_ddp]).ids)
+    candidates = made._candidates([packed for packed, _ in alone], made.step)
+    assert torch.equal(candidates.ids, made._candidates([wrap_ddp[0]], made.step).ids)
     visible, rejected = made._visible(wrap_ddp[0], candidates, wrap_ddp[1])
-    for row, (packed, generators) in enumerate(alone):
+    for row, (packed, draws) in enumerate(alone):
         blocks = packed.tokens.shape[1]
         assert torch.equal(packed.positions[0], wrap_ddp[0].positions[row, :blocks])
-        found, names = made._visible(packed, candidates, generators)
+        found, names = made._visible(packed, candidates, draws)
         assert torch.equal(found[0], visible[row, :blocks])
         assert torch.equal(names[0], rejected[row, :blocks])
 
 
 def test_a_first_drafter_sees_its_anchor_alone() -> None:
     made = trainer()
-    packed, generators = made._draw(made._draws.numbers(made.step))
-    visible, rejected = made._visible(packed, made._candidates([(packed, generators)]), generators)
+    packed, draws = made._draw(made._draws.numbers(made.step))
+    visible, rejected = made._visible(packed, made._candidates([packed], made.step), draws)
     assert (visible == 1).all()
     assert (rejected == -1).all()
 
@@ -238,10 +240,10 @@ def test_a_step_is_the_mean_of_its_sequences_clipped(tmp_path: Path) -> None:
     made = trainer(batch=2, micro_batch=1, clip=0.5, learning_rate=0.125, warmup=0.0, steps=1)
     before = parameters(made)
     batches = [made._draw(made._draws.numbers(made.step)[i : i + 1]) for i in range(2)]
-    candidates = made._candidates(batches)
+    candidates = made._candidates([packed for packed, _ in batches], made.step)
     losses = []
-    for packed, generators in batches:
-        terms = made._loss(packed, *made._visible(packed, candidates, generators), candidates)
+    for packed, draws in batches:
+        terms = made._loss(packed, *made._visible(packed, candidates, draws), candidates)
         losses.append(0.3 * terms["ce"] + 0.7 * terms["kl"])
     mean = torch.stack(losses).mean()
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(made.drafter.parameters()))])

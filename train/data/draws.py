@@ -2,24 +2,27 @@
 
 So neither an interruption nor the number of processes changes the training data.
 
-Prefix lengths for the training of a second drafter are of two kinds:
+Prefix lengths for the training of a second drafter are of three kinds:
 
 - Variable prefix (D²SD, arXiv 2606.04446 Eq. 6-7): n visible tokens, anchor included, Pr(n) ∝ base^n. We draw n from
   {1, …, γ-1}: the published code leaves n = 1 out although inference picks boundary 0.
 - Rejection-conditioned variable prefix (ours): a second drafter only ever runs from a position whose first-draft token
   is assumed rejected. So for a share of the blocks n is the first slot where the first draft is wrong, and the rejected
   token is masked out of that slot's softmax, as at inference.
+- Correction (ours): one token more, and nothing masked, as behind another candidate in the rejected token's place.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 
 import torch
 from torch import Tensor
 
+from d2sd.train.data.packing import moved
 from d2sd.train.dist import Dist
 from d2sd.train_recipe import SecondSettings
 
@@ -66,17 +69,37 @@ def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
     return torch.where(wrong.any(1), wrong.int().argmax(1), tokens.shape[1])
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixDraws:
+    """What decides the prefixes of a micro-batch, drawn before the first drafter's errors are known."""
+
+    length: Tensor  # [B, A] int64, visible tokens of blocks of a variable prefix
+    chance: Tensor  # [B, A] in [0, 1), decides between the kinds
+
+    def to(self, device: torch.device) -> PrefixDraws:
+        """Copy to a device, without waiting for it."""
+        return PrefixDraws(moved(self.length, device), moved(self.chance, device))
+
+
+def draw_kinds(settings: SecondSettings, block_size: int, generators: Sequence[torch.Generator]) -> PrefixDraws:
+    """Each sequence's generator draws once per block, so results do not depend on how sequences are batched."""
+    drawn = [draw_prefixes(settings.blocks, block_size, settings.prefix_base, each) for each in generators]
+    chance = [torch.rand(settings.blocks, generator=each) for each in generators]
+    return PrefixDraws(torch.stack(drawn), torch.stack(chance))
+
+
 def choose_prefixes(
-    errors: Tensor, drafted: Tensor, block_size: int, settings: SecondSettings, generators: Sequence[torch.Generator]
+    errors: Tensor, drafted: Tensor, block_size: int, settings: SecondSettings, draws: PrefixDraws
 ) -> tuple[Tensor, Tensor]:
     """(prefix length of each block [B, A], the id masked in the slot after it, -1 for none [B, A]).
 
-    errors, drafted [B, A]: first slot where the first drafter is wrong (γ: none), and its token there. Each sequence's
-    generator draws once per block, so results do not depend on how sequences are batched.
+    errors, drafted [B, A]: first slot where the first drafter is wrong (γ: none), and its token there. Blocks without
+    an error, and those in which a correction leaves no slot, have a variable prefix.
     """
-    width, device = errors.shape[1], errors.device
-    drawn = torch.stack([draw_prefixes(settings.blocks, block_size, settings.prefix_base, g) for g in generators])
-    chance = torch.stack([torch.rand(settings.blocks, generator=g) for g in generators])
-    take = (chance[:, :width] < settings.on_rejection).to(device) & (errors < block_size)
+    width, rejected = errors.shape[1], settings.on_rejection
+    length, chance = draws.length[:, :width], draws.chance[:, :width]
+    take = (chance < rejected) & (errors < block_size)
     banned = take & settings.mask_rejected
-    return torch.where(take, errors, drawn[:, :width].to(device)), torch.where(banned, drafted, -1)
+    corrected = (chance >= rejected) & (chance < rejected + settings.on_correction) & (errors + 1 < block_size)
+    visible = torch.where(corrected, errors + 1, torch.where(take, errors, length))
+    return visible, torch.where(banned, drafted, -1)

@@ -1,4 +1,5 @@
-"""The frozen target's hidden states on every training sequence: cached in one memory-mapped file, or computed online.
+"""The frozen target's hidden states on every training sequence: cached in one memory-mapped file, kept in the memory of
+the device, or computed online.
 
 A token takes (n + 1)·E bf16 numbers: the n auxiliary layers' outputs and the final normed hidden state, from which the
 target's next-token distribution is recomputed where it is needed. With the cache, later epochs run no target forward.
@@ -138,6 +139,45 @@ def cache_features(
         progress(1)
         if count % 50 == 0 or count == len(responses):
             write_json(progress_file, identity | {"done": count})
+    return TrainingData(responses, len(aux_layer_ids), lambda index: storage[offsets[index] : offsets[index + 1]])
+
+
+#: Tokens of one pass of `device_features`.
+_TOGETHER = 1 << 14
+
+
+@torch.no_grad()
+def device_features(
+    target: Decoder, aux_layer_ids: tuple[int, ...], responses: Sequence[Response], progress: Callable[[int], None]
+) -> TrainingData:
+    """Keep the features of all responses in the memory of the target's device, in its dtype: many sequences take one
+    pass, and no step copies any. An interrupted training computes them anew.
+
+    `progress` is called with the number of newly finished sequences. Raises D2SDError if the device has no room.
+    """
+    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
+    offsets = list(accumulate(lengths, initial=0))
+    weight = target.embed_tokens.weight
+    shape = offsets[-1], target.config.body.hidden_size * (len(aux_layer_ids) + 1)
+    try:
+        storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
+    except torch.OutOfMemoryError:
+        raise D2SDError(
+            "the features do not fit in the memory of the device",
+            where="data.features: device",
+            found=f"{shape[0]:,} tokens, {shape[0] * shape[1] * weight.element_size() / 1e9:,.1f} GB",
+            fix="set data.features to online, or to cached if the disk has room",
+        ) from None
+    start = 0
+    while start < len(responses):
+        end = start + 1
+        while end < len(responses) and offsets[end + 1] - offsets[start] <= _TOGETHER:
+            end += 1
+        ids = [r.prompt_ids + r.response_ids for r in responses[start:end]]
+        out = target.full_chunks(ids, aux_layer_ids)
+        torch.cat([out.features[0], out.hidden[0]], -1, out=storage[offsets[start] : offsets[end]])
+        progress(end - start)
+        start = end
     return TrainingData(responses, len(aux_layer_ids), lambda index: storage[offsets[index] : offsets[index + 1]])
 
 

@@ -15,7 +15,7 @@ so the same mask hides it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -37,11 +37,19 @@ class Packed:
     inside: Tensor  # [B, A, G] bool, slots inside the sequence
     features: Tensor  # [B, S, n·E]
     target_hidden: Tensor  # [B, A, G, E]: the target's hidden state that predicts each slot, row p - 1 for position p
+    real: Tensor  # [N] int64, the rows of features [B·S] that are tokens: the others are padding
 
-    def to(self, device: str) -> Packed:
-        """Copy to a device."""
-        parts = (self.positions, self.tokens, self.inside, self.features, self.target_hidden)
-        return Packed(*(part.to(device) for part in parts))
+    def to(self, device: torch.device) -> Packed:
+        """Copy to a device, without waiting for it."""
+        parts = (getattr(self, field.name) for field in fields(self))
+        return Packed(*(moved(part, device) for part in parts))
+
+
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to a device. A GPU goes on with earlier work meanwhile: it would wait for memory that is not pinned."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def draw_anchors(sequence: TrainingSequence, count: int, generator: torch.Generator) -> Tensor:
@@ -51,16 +59,23 @@ def draw_anchors(sequence: TrainingSequence, count: int, generator: torch.Genera
 
 
 def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor], block_size: int) -> Packed:
-    """Build the blocks anchored at the given tokens of each sequence."""
-    columns: list[tuple[Tensor, ...]] = []
-    for sequence, starts in zip(sequences, anchors, strict=True):
-        positions = starts[:, None] + torch.arange(block_size)
-        last = len(sequence.tokens) - 1
-        known = sequence.hidden[(positions - 1).clamp(0, last)]
-        columns.append((positions, sequence.tokens[positions.clamp(max=last)], positions <= last, known))
-    padded = (pad_sequence(list(column), batch_first=True) for column in zip(*columns, strict=True))
-    positions, tokens, inside, known = padded
-    return Packed(positions, tokens, inside, pad_sequence([s.features for s in sequences], batch_first=True), known)
+    """Build the blocks anchored at the given tokens of each sequence. Hidden states stay where they are."""
+    lengths = torch.tensor([len(sequence.tokens) for sequence in sequences])
+    longest = int(lengths.max())
+    tokens = pad_sequence([sequence.tokens for sequence in sequences], batch_first=True)
+    starts = pad_sequence(list(anchors), batch_first=True)
+    counts = torch.tensor([len(each) for each in anchors])
+    drawn = (torch.arange(starts.shape[1]) < counts[:, None])[..., None]  # the others are padding, with zeros
+    positions = torch.where(drawn, starts[..., None] + torch.arange(block_size), 0)
+    last = (lengths - 1)[:, None, None]
+    first = torch.arange(len(sequences))[:, None, None] * longest
+    blocks = torch.where(drawn, tokens.flatten()[first + positions.minimum(last)], 0)
+    hidden = pad_sequence([sequence.hidden for sequence in sequences], batch_first=True)
+    before = first + (positions - 1).clamp(min=0).minimum(last)
+    known = hidden.flatten(0, 1)[moved(before, hidden.device)]
+    features = pad_sequence([sequence.features for sequence in sequences], batch_first=True)
+    real = (torch.arange(longest) < lengths[:, None]).flatten().nonzero()[:, 0]
+    return Packed(positions, blocks, drawn & (positions <= last), features, known, real)
 
 
 def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> Attend:

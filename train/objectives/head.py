@@ -5,12 +5,14 @@ target. Every objective uses five numbers per row of it, so these are computed f
 of them. Two implementations compute them:
 
     head_stats        plain autograd; keeps several [N, C] tensors until the backward pass: the reference
-    head_stats_fused  in chunks of rows, recomputes the logits in the backward pass: used in training
+    head_stats_fused  in chunks of rows, recomputes the logits in the backward pass: used in training; its rows are
+                      those of head_triton.py on a GPU
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -23,6 +25,8 @@ from torch.nn import functional as F
 _NEVER = -1e30
 #: Logits per chunk of `head_stats_fused`, 64 MB of fp32.
 _CHUNK = 1 << 24
+#: The same on a GPU, where they are bf16 and small chunks would cost more launches than work.
+_CUDA_CHUNK = 1 << 28
 
 
 class HeadStats(NamedTuple):
@@ -52,7 +56,7 @@ class Head(NamedTuple):
 
     def best(self, hidden: Tensor) -> Tensor:
         """[N, E] -> [N] int64, the argmax over candidates of the logits without `correction`."""
-        rows = _chunks(len(hidden), len(self.weight))
+        rows = _chunks(len(hidden), len(self.weight), cuda=hidden.is_cuda)
         return torch.cat([F.linear(hidden[part].to(self.weight.dtype), self.weight).argmax(-1) for part in rows])
 
 
@@ -64,8 +68,8 @@ class Added(NamedTuple):
     bias: Tensor  # [C]
 
     def of(self, rows: Tensor, ids: Tensor) -> Added:
-        """A part of one that has inner [B, A, G, R] and the whole vocabulary: rows [B·A, G] bool, candidate ids [C]."""
-        return Added(self.inner.flatten(0, 1)[rows], self.weight[ids], self.bias[ids])
+        """A part of one that has inner [B, A, G, R] and the whole vocabulary: rows [N] of B·A·G, candidate ids [C]."""
+        return Added(self.inner.flatten(0, 2)[rows], self.weight[ids], self.bias[ids])
 
     def logits(self, dtype: torch.dtype) -> Tensor:
         """[N, C] fp32; the product is in `dtype`."""
@@ -124,14 +128,22 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, target_hidden, labels, forbidden, *added)  # type: ignore[arg-type]
         ctx.head = head  # type: ignore[attr-defined]
-        parts = []
-        for rows in _chunks(len(hidden), len(head.weight)):
+        parts, norms = [], []
+        for rows in _chunks(len(hidden), len(head.weight), cuda=hidden.is_cuda):
             banned = None if forbidden is None else forbidden[rows]
             correction = _rows_of(added, rows)
-            parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction))
-        stats = [torch.cat(column) for column in zip(*parts, strict=True)]
-        ctx.mark_non_differentiable(*stats[3:])
-        return tuple(stats)
+            if hidden.is_cuda:
+                stats, *both = _triton().stats_triton(
+                    *_inputs(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction)
+                )
+                parts.append(stats)
+                norms.append(both)
+            else:
+                parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction))
+        ctx.norms = norms  # type: ignore[attr-defined]
+        out = [torch.cat(column) for column in zip(*parts, strict=True)]
+        ctx.mark_non_differentiable(*out[3:])
+        return tuple(out)
 
     @staticmethod
     def backward(ctx: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -139,30 +151,67 @@ class _Fused(torch.autograd.Function):
         of_added = tuple(None if part is None else torch.zeros_like(part, dtype=torch.float32) for part in added)
         head: Head = ctx.head  # type: ignore[attr-defined]
         out = torch.empty_like(hidden)
-        for rows in _chunks(len(hidden), len(head.weight)):
-            of_log_q, of_cross, of_overlap = (gradient[rows, None] for gradient in gradients[:3])
+        for index, rows in enumerate(_chunks(len(hidden), len(head.weight), cuda=hidden.is_cuda)):
             banned = None if forbidden is None else forbidden[rows]
             correction = _rows_of(added, rows)
-            logits = head.logits(hidden[rows], banned)
-            q = (logits if correction is None else logits + correction.logits(head.weight.dtype)).softmax(-1)
-            p = head.logits(target_hidden[rows], banned).softmax(-1)
-            # overlap grows with q where q < p; at equality the derivative is 0.5, as in autograd
-            below = torch.where(q == p, 0.5, (q < p).float())
-            dz = of_overlap * below
-            dz -= (q * dz).sum(-1, keepdim=True)
-            dz += of_cross - of_log_q
-            dz *= q
-            dz -= of_cross * p
-            dz.scatter_add_(1, labels[rows, None], of_log_q)
-            dz = dz.to(head.weight.dtype)
+            given = hidden[rows], target_hidden[rows], labels[rows], head, banned, correction
+            of_log_q, of_cross, of_overlap = (gradient[rows].contiguous() for gradient in gradients[:3])
+            slopes = of_log_q, of_cross, of_overlap
+            if hidden.is_cuda:
+                dz = _triton().gradient_triton(*_inputs(*given), ctx.norms[index], slopes, head.weight.dtype)  # type: ignore[attr-defined]
+            else:
+                dz = _gradient(*given, slopes)
             out[rows] = (dz @ head.weight).to(out.dtype)
             if correction is not None:
                 of_inner, of_weight, of_bias = of_added
                 of_inner[rows] = dz @ correction.weight.to(dz.dtype)  # type: ignore[index]
-                of_weight += dz.T @ correction.inner.to(dz.dtype)  # type: ignore[operator]
-                of_bias += dz.sum(0)  # type: ignore[operator]
+                of_weight += dz.T @ correction.inner.to(dz.dtype)
+                of_bias += dz.sum(0)
         learnt = (None if of is None else of.to(part.dtype) for of, part in zip(of_added, added, strict=True))
         return out, None, None, None, None, *learnt
+
+
+def _gradient(
+    hidden: Tensor,
+    target_hidden: Tensor,
+    labels: Tensor,
+    head: Head,
+    forbidden: Tensor | None,
+    added: Added | None,
+    gradients: tuple[Tensor, Tensor, Tensor],
+) -> Tensor:
+    """dz [N, C] in the head's type."""
+    of_log_q, of_cross, of_overlap = (gradient[:, None] for gradient in gradients)
+    logits = head.logits(hidden, forbidden)
+    q = (logits if added is None else logits + added.logits(head.weight.dtype)).softmax(-1)
+    p = head.logits(target_hidden, forbidden).softmax(-1)
+    # overlap grows with q where q < p; at equality the derivative is 0.5, as in autograd
+    below = torch.where(q == p, 0.5, (q < p).float())
+    dz = of_overlap * below
+    dz -= (q * dz).sum(-1, keepdim=True)
+    dz += of_cross - of_log_q
+    dz *= q
+    dz -= of_cross * p
+    dz.scatter_add_(1, labels[:, None], of_log_q)
+    return dz.to(head.weight.dtype)
+
+
+def _triton() -> ModuleType:
+    """The kernels; a CPU need not have Triton."""
+    from d2sd.train.objectives import head_triton
+
+    return head_triton
+
+
+def _inputs(
+    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None, added: Added | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """What the kernels take first: logits of both without the head's correction, the correction, labels, forbidden."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        drafted, target = (F.linear(part.to(head.weight.dtype), head.weight) for part in (hidden, target_hidden))
+    if added is not None:
+        drafted = drafted.float() + added.logits(head.weight.dtype)
+    return drafted, target, head.correction, labels, torch.full_like(labels, -1) if forbidden is None else forbidden
 
 
 def _rows_of(added: Sequence[Tensor | None], rows: slice) -> Added | None:
@@ -171,6 +220,6 @@ def _rows_of(added: Sequence[Tensor | None], rows: slice) -> Added | None:
     return None if inner is None or weight is None or bias is None else Added(inner[rows], weight, bias)
 
 
-def _chunks(rows: int, width: int) -> list[slice]:
-    step = max(1, _CHUNK // width)
+def _chunks(rows: int, width: int, *, cuda: bool = False) -> list[slice]:
+    step = max(1, (_CUDA_CHUNK if cuda else _CHUNK) // width)
     return [slice(start, start + step) for start in range(0, max(rows, 1), step)]  # no rows: one empty chunk

@@ -19,6 +19,9 @@ Slot weights, at distance d = k - n after n visible tokens:
     decay    exp(-d / decay)                                                          DFlash, D²SD
     dpace    Σ_{k>=j} ∏_{i<=k} (a + (1 - a) q_i(y_i)), detached                       D-PACE, arXiv 2605.18810
 
+D-PACE's terms are sums over a block's slots, about 7 times as large as a mean at block 8: beside it, chain needs 5 to
+10 where it has 40 beside decay.
+
 D-PACE's weights with a = 0 are the gradient of chain: ∂R/∂log q_j = mean_k 1[k >= j] ∏_{i<=k} q_i. So combine
 `chain` with a slot term: its gradient vanishes when the first q of a block are tiny.
 """
@@ -34,7 +37,7 @@ from torch import Tensor, nn
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.draws import first_errors
-from d2sd.train.data.packing import Packed
+from d2sd.train.data.packing import Packed, moved
 from d2sd.train.kinds import trained_kind
 from d2sd.train.objectives.head import Head, HeadStats, head_stats_fused
 from d2sd.train_recipe import Objective
@@ -67,9 +70,8 @@ class Candidates:
             correction[len(always_ids) :] = math.log(len(others) / len(drawn))
         index = torch.full((len(always),), -1)
         index[ids] = torch.arange(len(ids))
-        device = head.device
-        weight = head[ids.to(device)].to(dtype)
-        return Candidates(ids.to(device), index.to(device), Head(weight, correction.to(device)))
+        ids, index, correction = (moved(part, head.device) for part in (ids, index, correction))
+        return Candidates(ids, index, Head(head[ids].to(dtype), correction))
 
 
 class BlockLoss(nn.Module):
@@ -89,24 +91,25 @@ class BlockLoss(nn.Module):
         size = packed.tokens.shape[-1]
         slots = torch.arange(size, device=visible.device)
         used = ((slots >= visible[..., None]) & packed.inside).flatten(0, 1)  # [B·A, G]
+        rows = used.flatten().nonzero()[:, 0]  # before the drafter: the device is waited for here
         kind = trained_kind(self.drafter)
         hidden = kind.hidden(self.drafter, self._embedding, packed, visible)
         added = None
         if kind.added is not None:
-            added = kind.added(self.drafter, hidden, self._embedding, packed).of(used, candidates.ids)
-        hidden = hidden.flatten(0, 1)
+            added = kind.added(self.drafter, hidden, self._embedding, packed).of(rows, candidates.ids)
         labels = candidates.index[packed.tokens.flatten(0, 1)]
-        banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten(0, 1)
+        banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten()
         stats = head_stats_fused(
-            hidden[used],
-            packed.target_hidden.flatten(0, 1)[used],
-            labels[used],
+            hidden.flatten(0, 2)[rows],
+            packed.target_hidden.flatten(0, 2)[rows],
+            labels.flatten()[rows],
             candidates.head,
-            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[used],
+            torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[rows],
             added,
         )
-        spread = (torch.zeros(used.shape, dtype=column.dtype, device=used.device) for column in stats)
-        blocks = HeadStats(*(out.masked_scatter(used, column) for out, column in zip(spread, stats, strict=True)))
+        blocks = HeadStats(
+            *(column.new_zeros(used.numel()).index_copy(0, rows, column).view_as(used) for column in stats)
+        )
         return objective(blocks, labels, visible.flatten(), used, self.wanted)
 
 
@@ -153,7 +156,7 @@ def objective(stats: HeadStats, labels: Tensor, visible: Tensor, used: Tensor, w
     if wanted.focal:
         out["focal"] = focal(stats.log_q, weights, used & (stats.guess != labels))
     if wanted.chain:
-        out["chain"] = 1 - chain(stats.log_q, used)
+        out["chain"] = 1 - chain(stats.log_q, used, whole=wanted.chain_over == "block")
     return out
 
 
@@ -175,11 +178,13 @@ def focal(log_q: Tensor, weights: Tensor, wrong: Tensor) -> Tensor:
     return -(log_q * weights).sum() / weights.sum().clamp(min=1e-6)
 
 
-def chain(log_q: Tensor, used: Tensor) -> Tensor:
-    """Expected share of the used slots that a chain sampled from q would have accepted: R in [0, 1].
+def chain(log_q: Tensor, used: Tensor, *, whole: bool = False) -> Tensor:
+    """Expected share of the used slots that a chain sampled from q would have accepted: R in [0, 1]; with `whole`, of
+    all slots behind the anchor, so that every slot of every block counts the same.
 
     Summed in log space, so that the gradient of long blocks does not underflow as in a product.
     """
     reached = torch.where(used, log_q, 0.0).cumsum(1).exp()
-    share = (reached * used).sum(1) / used.sum(1).clamp(min=1)
+    slots = used.shape[1] - 1 if whole else used.sum(1).clamp(min=1)
+    share = (reached * used).sum(1) / slots
     return share.sum() / used.any(1).sum().clamp(min=1)

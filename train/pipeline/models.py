@@ -6,6 +6,7 @@ checked against recipe and target, and not trained.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -75,6 +76,8 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
         TRAINED[role].config(recipe.shape, target)
     for role, source in recipe.ready.items():
         _check_ready(recipe, role, obtained(recipe, source), target)
+    if recipe.first is not None and recipe.first.start is not None:
+        _check_ready(recipe, DrafterRole.FIRST, obtained(recipe, recipe.first.start), target)
 
 
 def _check_ready(recipe: TrainRecipe, role: DrafterRole, folder: Path, target: DecoderConfig) -> None:
@@ -114,3 +117,14 @@ def _check_ready(recipe: TrainRecipe, role: DrafterRole, folder: Path, target: D
 def load_ready(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
     """A pretrained drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
     return DFLASH.load(obtained(recipe, recipe.ready[role]), torch.float32)
+
+
+def load_start(recipe: TrainRecipe) -> Drafter:
+    """What the first drafter starts from, in fp32 on the CPU, over the full vocabulary. Call `check_geometry` first."""
+    assert recipe.first is not None
+    assert recipe.first.start is not None
+    before = DFLASH.load(obtained(recipe, recipe.first.start), torch.float32)
+    drafter = Drafter(replace(before.config, draft_vocabulary=None, head=None))
+    weights = before.state_dict()
+    drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
+    return drafter

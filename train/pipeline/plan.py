@@ -24,7 +24,10 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
     """(stage, its state) in order. Raises the D2SDErrors of a run, also for damaged work files."""
     target = make_plan(plain_recipe(recipe)).target
     ready = {role: located(recipe, source) for role, source in recipe.ready.items()}
-    if target is not None and None not in ready.values():
+    found = list(ready.values())
+    if recipe.first is not None and recipe.first.start is not None:
+        found.append(located(recipe, recipe.first.start))
+    if target is not None and None not in found:
         assert isinstance(target.config, DecoderConfig)
         check_geometry(recipe, target.config)
     yield "target", f"{_named(recipe.target)}, {'ready' if (work / 'target' / NAME).is_file() else 'to be built'}"
@@ -63,8 +66,9 @@ def _prompts(recipe: TrainRecipe, work: Path) -> Iterator[tuple[str, str]]:
 
 
 def _features(recipe: TrainRecipe, work: Path, target: Part | None) -> str:
-    if recipe.data.features == "online":
-        return "computed online, nothing is stored"
+    if recipe.data.features != "cached":
+        how = "online" if recipe.data.features == "online" else "in the memory of the device"
+        return f"computed {how}, nothing is stored"
     if target is None:
         return "size unknown: the target is not fetched yet"
     data, vocab_size = recipe.data, getattr(target.config, "vocab_size", 0)

@@ -21,7 +21,7 @@ from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.runtime.evaluation import Evaluation
-from d2sd.train.data.features import TrainingData, cache_features, online_features
+from d2sd.train.data.features import TrainingData, cache_features, device_features, online_features
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
@@ -31,9 +31,18 @@ from d2sd.train.pair_head import PairTrainer, with_pair_head
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each
-from d2sd.train.pipeline.models import check_geometry, load_ready, pinned_target
+from d2sd.train.pipeline.models import check_geometry, load_ready, load_start, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
-from d2sd.train_recipe import Geometry, Objective, PairSettings, SecondSettings, TrainRecipe, TrainSettings
+from d2sd.train.rejections import keep, kept, kept_steps, matched
+from d2sd.train_recipe import (
+    FirstSettings,
+    Geometry,
+    Objective,
+    PairSettings,
+    SecondSettings,
+    TrainRecipe,
+    TrainSettings,
+)
 from d2sd.viz.training import plot_training
 
 
@@ -71,7 +80,7 @@ class Run:
             self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         ready = drafters.get(DrafterRole.FIRST)
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
-        training = Training(self, bundle.target, data, vocabulary, evaluator)
+        training = Training(self, bundle.target, held_out, data, vocabulary, evaluator)
         before = weights_digest(bundle.target)
         for role, settings in self.recipe.trained.items():
             drafters[role] = training.train(role, settings, drafters)
@@ -103,6 +112,9 @@ class Run:
         aux_layer_ids = self.recipe.shape.aux_layer_ids(bundle.target.config.body.num_layers)
         if self.recipe.data.features == "online":
             return online_features(bundle.target, aux_layer_ids, responses)
+        if self.recipe.data.features == "device":
+            with self.progress("features", len(responses)) as advance:
+                return device_features(bundle.target, aux_layer_ids, responses, advance)
 
         def cached(progress: Callable[[int], None]) -> TrainingData:
             return cache_features(bundle.target, aux_layer_ids, responses, self.work / "features.bf16", progress)
@@ -153,6 +165,7 @@ class Training:
 
     run: Run
     target: Decoder  # on `run.dist.device`
+    held_out: TrainingData
     data: TrainingData
     vocabulary: tuple[int, ...] | None
     evaluator: Evaluator
@@ -162,6 +175,8 @@ class Training:
         first = cast("Drafter", before[DrafterRole.FIRST]) if isinstance(settings, SecondSettings) else None
         if isinstance(settings, SecondSettings) and first is not None:
             drafter: DraftModel = second_drafter(first, settings)
+        elif isinstance(settings, FirstSettings) and settings.start is not None:
+            drafter = load_start(self.run.recipe)
         else:
             drafter = TRAINED[role].start(self.run.recipe.shape, self.target, self.data, settings.seed)
         KINDS[role].attach(drafter.to(self.run.dist.device), self.target)
@@ -178,7 +193,11 @@ class Training:
         def evaluate() -> list[Evaluation]:
             return [(evaluated if role in FACTS[name].drafters else baseline)(name) for name in METHODS[role]]
 
-        self._train(role.key, settings, drafter, first, evaluate)
+        rejecting = None
+        if first is not None:
+            assert isinstance(settings, SecondSettings)
+            rejecting = first if settings.rejections == "final" else self._matched(first, settings)
+        self._train(role.key, settings, drafter, rejecting, evaluate)
         return drafter
 
     def train_head(
@@ -217,6 +236,17 @@ class Training:
         )
         return drafter
 
+    def _matched(self, first: Drafter, settings: SecondSettings) -> Drafter:
+        role, trained = DrafterRole.FIRST, self.run.recipe.first
+        assert trained is not None, "validated"
+        earlier = kept(self.run.work / role.key, trained.steps, first)
+        for drafter in earlier.values():
+            KINDS[role].attach(drafter, self.target)
+        found, line = matched(first, earlier, self.target, self.held_out, self.data, settings)
+        if self.run.dist.is_main:
+            self.run.say(line, err=True)
+        return found
+
     def _report(self, name: DrafterName, step: int, steps: int, evaluations: list[Evaluation]) -> None:
         """Print one line per evaluation, also without a terminal, where progress bars are hidden."""
         tau = ", ".join(f"{evaluation.method} {evaluation.tau:.3f}" for evaluation in evaluations)
@@ -234,6 +264,9 @@ class Training:
     ) -> None:
         trainer = Trainer(self.target, drafter, self.data, settings, first, self.run.dist)
         log = TrainLog(self.run.work, name)
+        second = self.run.recipe.second
+        kept_for = second is not None and second.rejections == "matched" and isinstance(settings, FirstSettings)
+        kept_at = kept_steps(settings.steps) if kept_for else set[int]()
         with self.run.progress(f"training {name}", settings.steps) as advance:
             shown = 0
 
@@ -242,6 +275,8 @@ class Training:
                 advance(step - shown)  # the first report after a resume includes the earlier steps
                 shown = step
                 log.add_step(step, metrics)
+                if step in kept_at:
+                    keep(self.run.work / name, step, drafter)
 
             def evaluate(step: int) -> None:
                 if self.run.dist.is_main:

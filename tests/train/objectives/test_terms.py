@@ -197,3 +197,10 @@ def test_blocks_without_a_slot_to_learn_from_teach_nothing(kind: Objective) -> N
     assert all(float(found[name].detach()) == 0 for name in SLOT_TERMS)
     (gradient,) = torch.autograd.grad(torch.stack(list(found.values())).sum(), moved)
     assert not gradient.any()
+
+
+def test_a_chain_over_whole_blocks_counts_every_slot_the_same() -> None:
+    log_q = torch.log(torch.tensor([[1.0, 0.5, 0.5, 0.5], [1.0, 1.0, 1.0, 0.5]]))
+    used = torch.tensor([[False, True, True, True], [False, False, False, True]])
+    assert float(chain(log_q, used)) == pytest.approx(((0.5 + 0.25 + 0.125) / 3 + 0.5) / 2)
+    assert float(chain(log_q, used, whole=True)) == pytest.approx((0.5 + 0.25 + 0.125 + 0.5) / 3 / 2)

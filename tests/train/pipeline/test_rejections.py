@@ -1,0 +1,112 @@
+"""What a second drafter is trained on: rejections of an earlier state, corrections; and a first that starts trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from d2sd.convert.kinds import DFLASH
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.train.data.draws import PrefixDraws, choose_prefixes
+from d2sd.train.loop import Trainer
+from d2sd.train.rejections import kept_steps
+from tests.d2sd.cli.train.helpers import SETTINGS, draw, edit, refused, train, trained, undo, write_training
+from tests.tiny import tiny_decoder, tiny_drafter
+from tests.train.helpers import settings
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr("d2sd.train.pipeline.run.plot_training", draw)
+    return write_training(tmp_path / "project")
+
+
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
+    made: list[Trainer] = []
+    init = Trainer.__init__
+
+    def note(self: Trainer, *args: Any) -> None:
+        init(self, *args)
+        self.began = {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}  # type: ignore[attr-defined]
+        made.append(self)
+
+    monkeypatch.setattr(Trainer, "__init__", note)
+    return made
+
+
+def test_an_earlier_state_of_the_first_rejects(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With features in memory. The second starts from the last state, and a second run ends in the same bytes."""
+    edit(project, "second", SETTINGS | {"rejections": "matched"})
+    edit(project, "data.features", "device")
+    made = noted(monkeypatch)
+    monkeypatch.setattr("d2sd.train.rejections.mean_right", lambda one, *given: float(one is not made[0].drafter))
+    files = trained(project)
+    assert not (project / "work" / "features.bf16").exists()
+    kept = {path.name for path in (project / "work" / "first").glob("step-*")}
+    assert kept == {f"step-{step}.safetensors" for step in kept_steps(SETTINGS["steps"])}
+    one, two = made
+    assert isinstance(two.first, Drafter)
+    assert two.first is one.drafter, "its rate on held-out responses is met by itself alone"
+    began = two.began  # type: ignore[attr-defined]
+    assert all(torch.equal(began[name], tensor) for name, tensor in one.drafter.state_dict().items())
+
+    undo(project, "second")
+    monkeypatch.undo()
+    monkeypatch.setattr("d2sd.train.pipeline.run.plot_training", draw)
+    again = noted(monkeypatch)
+    trained(project)
+    assert trained(project).keys() == files.keys()
+    assert isinstance(again[1].first, Drafter)
+
+
+def test_no_kept_state_is_a_message(project: Path) -> None:
+    trained(project)
+    undo(project, "second")
+    edit(project, "second", SETTINGS | {"rejections": "matched"})
+    result = train(project)
+    assert result.exit_code == 2
+    assert "no earlier state" in result.stderr
+
+
+def test_matched_needs_a_trained_first(project: Path) -> None:
+    edit(project, "first", ...)
+    edit(project, "ready_first", {"path": "ready"})
+    edit(project, "second", SETTINGS | {"rejections": "matched"})
+    assert "matched needs a first drafter that is trained" in refused(project)
+
+
+def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another draft vocabulary than it has."""
+    drafter = tiny_drafter(tiny_decoder().config, mask_token_id=63, target_layer_ids=(0, 1))
+    start = Drafter(replace(drafter.config, draft_vocabulary=tuple(range(9)))).bfloat16()
+    (project / "start").mkdir()
+    DFLASH.write(project / "start", start.config, start.state_dict())
+    layers = start.config.body.num_layers
+    edit(project, "first", SETTINGS | {"start": {"path": "start"}})
+    edit(project, "drafter.layers", layers)
+    edit(project, "drafter.draft_vocab_size", 12)
+    made = noted(monkeypatch)
+    trained(project)
+    stored = DFLASH.load(project / "start", torch.float32).state_dict()
+    began = made[0].began  # type: ignore[attr-defined]
+    assert all(torch.equal(began[name], stored[name]) for name in stored)
+    vocabulary = DFLASH.read_config(project / "out" / "first").draft_vocabulary
+    assert vocabulary is not None
+    assert len(vocabulary) == 12
+
+
+def test_kinds_of_prefixes() -> None:
+    """A rejection, a correction, what neither takes, no error, and an error in the last slot."""
+    errors = torch.tensor([[2, 2, 2, 4, 3, 3]])
+    drafted = torch.tensor([[9, 9, 9, 9, 9, 9]])
+    draws = PrefixDraws(torch.ones(1, 6, dtype=torch.long), torch.tensor([[0.1, 0.6, 0.9, 0.1, 0.6, 0.1]]))
+    chosen = settings(on_rejection=0.5, on_correction=0.25, blocks=6)
+    visible, rejected = choose_prefixes(errors, drafted, 4, chosen, draws)
+    assert visible.tolist() == [[2, 3, 1, 1, 1, 3]]
+    assert rejected.tolist() == [[9, -1, -1, -1, -1, 9]]
+    with pytest.raises(ValueError, match="above 1"):
+        settings(on_rejection=0.8, on_correction=0.3)

@@ -1,0 +1,88 @@
+"""What only a GPU runs, on a CPU against what it replaces: one attention a layer, and Muon of several matrices."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.layers import Attend
+from d2sd.train.data.features import TrainingSequence, device_features, online_features
+from d2sd.train.data.packing import Packed, attend_packed, pack_blocks
+from d2sd.train.dense_attention import attend_dense, takes, token_context
+from d2sd.train.muon import BatchedMuon
+from d2sd.train.state import Optimizer
+from tests.tiny import tiny_decoder, tiny_drafter
+from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtype) -> None:
+    """Of two sequences of different lengths, one with fewer blocks."""
+    decoder = tiny_decoder("qwen3", layers=4)
+    drafter = tiny_drafter(decoder.config, block_size=8).requires_grad_(True)
+    assert takes(drafter)
+    body, draw = drafter.config.body, torch.Generator().manual_seed(0)
+    width, tolerance = body.hidden_size, 1e-4 if dtype is torch.float32 else 0.1
+    sequences = [
+        TrainingSequence(
+            torch.randint(60, (length,), generator=draw),
+            4,
+            torch.randn(length, width * len(drafter.config.target_layer_ids), generator=draw),
+            torch.randn(length, width, generator=draw),
+        )
+        for length in (40, 23)
+    ]
+    packed = pack_blocks(sequences, [torch.tensor([3, 9, 20, 37]), torch.tensor([3, 21])], 8)
+    embedded = torch.randn(2, 32, width, generator=draw)
+    rows = torch.tensor([32, 16])  # the rest is padding
+
+    def plain(packed: Packed) -> Attend:
+        return attend_packed(drafter, packed.features, packed.positions)
+
+    def dense(packed: Packed) -> Attend:
+        return attend_dense(drafter, packed, *token_context(drafter, packed))
+
+    def out(make: object) -> tuple[Tensor, list[Tensor]]:
+        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+            hidden = drafter(embedded, packed.positions.flatten(1), make(packed))  # type: ignore[operator]
+        kept = torch.cat([part[:count] for part, count in zip(hidden.float(), rows.tolist(), strict=True)])
+        return kept.detach(), list(torch.autograd.grad(kept.square().sum(), list(drafter.parameters())))
+
+    (expected, slopes), (found, others) = out(plain), out(dense)
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    for slope, other in zip(slopes, others, strict=True):
+        assert float((slope - other).norm()) <= tolerance * float(slope.norm())
+
+
+def test_muon_of_several_matrices_is_muon() -> None:
+    """In bf16's accuracy, three steps long; the state has the same names."""
+    drafters = [new_drafter(), new_drafter()]
+    optimizers = [Optimizer(drafter, settings(optimizer="muon", weight_decay=0.1)) for drafter in drafters]
+    muon = optimizers[1]._parts[1]
+    optimizers[1]._parts[1] = BatchedMuon(muon.param_groups[0]["params"], 0.1)
+    before = copy.deepcopy(drafters[0])
+    for seed in range(3):
+        for drafter, optimizer in zip(drafters, optimizers, strict=True):
+            draw = torch.Generator().manual_seed(seed)
+            for parameter in drafter.parameters():
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            optimizer.update(1e-2)
+    assert optimizers[0].tensors().keys() == optimizers[1].tensors().keys()
+    for (name, old), one, other in zip(before.named_parameters(), *(d.parameters() for d in drafters), strict=True):
+        way = float((one.detach() - old.detach()).norm())
+        assert float((one.detach() - other.detach()).norm()) <= 0.02 * way, name
+
+
+def test_features_in_memory_are_those_of_single_passes() -> None:
+    answers = greedy_responses() + greedy_responses(3, 7, 9)
+    counted: list[int] = []
+    together, alone = device_features(target(), TAPS, answers, counted.append), online_features(target(), TAPS, answers)
+    assert sum(counted) == len(answers) == len(together)
+    for index in range(len(answers)):
+        one, other = together[index], alone[index]
+        assert torch.equal(one.tokens, other.tokens)
+        torch.testing.assert_close(one.features, other.features, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one.hidden, other.hidden, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,85 @@
+"""`packing.attend_packed` for a GPU, in one attention kernel a layer: it reads the mask below and stores no scores.
+
+    keys      context of the sequence 0 .. S-1      padding      slots of block 0 | block 1 | … | block A-1
+    queries   ┌───────────────────────────────────────────────┬───────────────────────────────────────────┐
+    block a   │ 1 … 1 (before anchor a)  0 … 0                │    0     |    0    | … 1 (block a) … |  0   │
+
+The query heads of a K/V head are rows of their own.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.layers import Attend
+from d2sd.train.data.packing import Packed
+
+# Shape letters: B sequences, A blocks of each, G block size γ, S tokens, N tokens of all sequences, T = A·G rows,
+# L layers, g query heads of each K/V head, Hkv heads, D head size.
+
+#: Keys are padded to a multiple of this, as the kernel needs its mask.
+_ALIGNED = 16
+_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+def takes(drafter: DraftModel) -> bool:
+    """Whether all layers see everything before the block and all of it: no windows, no order, no sinks."""
+    body = drafter.config.body
+    return set(body.views) == {(None, False)} and not body.sinks
+
+
+def token_context(drafter: DraftModel, packed: Packed) -> tuple[Tensor, Tensor]:
+    """Keys and values [L, B, S, Hkv, D] of the context, computed of tokens alone; padding has zeros."""
+    batch, length = packed.features.shape[:2]
+    own = packed.features.flatten(0, 1)[packed.real].float()
+
+    def spread(part: Tensor) -> Tensor:  # [L, 1, N, Hkv, D]
+        out = part.new_zeros(len(part), batch * length, *part.shape[3:])
+        return out.index_copy(1, packed.real, part[:, 0]).view(len(part), batch, length, *part.shape[3:])
+
+    keys, values = drafter.context_keys_values(own[None], (packed.real % length)[None])
+    return spread(keys), spread(values)
+
+
+def attend_dense(drafter: DraftModel, packed: Packed, keys: Tensor, values: Tensor) -> Attend:
+    """Same results as `attend_packed`, for a drafter that `takes`, over a context [L, B, S, Hkv, D]."""
+    blocks, slots = packed.positions.shape[1:]
+    length, rows = keys.shape[2], blocks * slots
+    more = -(length + rows) % _ALIGNED
+    body = drafter.config.body
+    groups = body.num_heads // body.num_kv_heads
+    mask = _mask(packed.positions, length + more, groups)
+
+    def joined(context: Tensor, inner: Tensor) -> Tensor:
+        """Context [B, S, Hkv, D] and the rows' own [B, T, Hkv, D] -> [B, Hkv, S + padding + T, D]."""
+        parts = [context.to(inner.dtype), inner.new_zeros(len(inner), more, *inner.shape[2:]), inner]
+        return torch.cat(parts, 1).transpose(1, 2)
+
+    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+        assert sinks is None, "see `takes`"
+        # cast to one dtype: under autocast norms and products return different ones
+        q, k = q.to(v.dtype), k.to(v.dtype)
+        heads = q.view(len(q), rows, -1, groups, q.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, g·T, D]
+        with sdpa_kernel(_KERNELS):
+            out: Tensor = F.scaled_dot_product_attention(
+                heads, joined(keys[index], k), joined(values[index], v), attn_mask=mask.to(v.dtype)
+            )
+        return out.view(len(q), -1, groups, rows, q.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+    return attend
+
+
+def _mask(positions: Tensor, width: int, groups: int) -> Tensor:
+    """[B, 1, g·T, width + T]: 0 where a row of blocks at `positions [B, A, G]` sees a key, else -inf."""
+    batch, blocks, slots = positions.shape
+    context = torch.arange(width, device=positions.device) < positions[:, :, :1]  # [B, A, width]
+    context = context.repeat_interleave(slots, 1)
+    block = torch.arange(blocks * slots, device=positions.device) // slots
+    inner = (block[:, None] == block).expand(batch, -1, -1)
+    seen = torch.cat([context, inner], -1)
+    mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))
+    return mask.repeat(1, groups, 1)[:, None]
