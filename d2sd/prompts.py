@@ -1,4 +1,4 @@
-"""Prompt files: JSONL of {"id": ..., "turns": [user turn, ...]}."""
+"""Prompt files: JSONL of {"id": ..., "turns": [user turn, ...]}, or of documents that prompts are made of."""
 
 from __future__ import annotations
 
@@ -43,6 +43,22 @@ def last_prompts(path: Path, exclude: Path | None, count: int) -> list[str]:
     if not fresh:
         raise D2SDError("No prompt is left.", where=path, fix="name other prompts, or exclude fewer")
     return fresh
+
+
+def read_documents(path: Path) -> list[tuple[str, dict[str, str]]]:
+    """(id, other fields) of every line of a JSONL file of {id, ...}; raises D2SDError naming file and line."""
+    documents = []
+    for where, row in read_rows(path):
+        fields = {key: text for key, text in row.items() if key != "id"}
+        if not fields or not all(isinstance(text, str) for text in fields.values()):
+            raise D2SDError(
+                "Not a document: its fields must be texts.",
+                where=where,
+                found=fields,
+                expected='{"id": "…", "text": "…"}',
+            )
+        documents.append((_id(row, where), fields))
+    return documents
 
 
 def read_ids(path: Path) -> set[str]:

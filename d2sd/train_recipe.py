@@ -6,6 +6,7 @@ Unknown keys are errors everywhere.
 from __future__ import annotations
 
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -48,6 +49,55 @@ class SelfWritten(Part):
     max_tokens: Positive = 96
 
 
+class Documents(Part):
+    """User turns of one kind, each a template filled with the fields of a document, or of several."""
+
+    #: Name of this kind; it becomes part of the turns' ids.
+    name: Name
+    #: JSONL of documents: {id, ...} with texts as its other fields, which templates name. Relative to the recipe.
+    path: str
+    #: Number of turns. No document is in two of them: kinds of one file share it out, the first kind first.
+    count: Positive
+    #: Turns with {field} where the text of a field goes, and {{ for a brace; drawn at random.
+    templates: list[str] = Field(min_length=1)
+    #: Documents in a turn. Of several, templates show {passages}, and the fields of one of them such as its {question}.
+    passages: Positive = 1
+    #: One document of {passages}: its fields, and {number} from 1.
+    passage: str = "[{number}] {text}"
+
+    @property
+    def fields(self) -> set[str]:
+        """The fields that a template shows."""
+        return set().union(*map(template_fields, self.templates)) - {"passages"}
+
+    @property
+    def passage_fields(self) -> set[str]:
+        """The fields that each of several documents shows; empty if there is one."""
+        return template_fields(self.passage) - {"number"} if self.passages > 1 else set()
+
+    @model_validator(mode="after")
+    def _show_documents(self) -> Documents:
+        for text in (*self.templates, self.passage):
+            template_fields(text)
+        for text in self.templates:
+            if ("passages" in template_fields(text)) != (self.passages > 1):
+                raise ValueError(f"templates: {text!r} needs {{passages}} if and only if passages is above 1")
+        if not self.fields | self.passage_fields:
+            raise ValueError("templates show no field of a document; write {text} where its text goes")
+        return self
+
+
+def template_fields(template: str) -> set[str]:
+    """The names in braces. Raises ValueError for braces of another form."""
+    names = set()
+    for _, name, form, conversion in Formatter().parse(template):
+        if name is not None:
+            if not name.isidentifier() or form or conversion:
+                raise ValueError(f"{template!r}: {{{name}}} is not the name of a field; write {{{{ for a brace")
+            names.add(name)
+    return names
+
+
 class SampledResponses(Part):
     """A part of the responses is sampled; drafters that saw greedy text alone lose acceptance when users sample."""
 
@@ -66,6 +116,8 @@ class Data(Part):
     exclude: list[str] = Field(default=[])
     #: Prompts that the target generates itself, in addition to the files.
     self_written: list[SelfWritten] = Field(default=[])
+    #: Prompts made of documents by templates, in addition to the files.
+    documents: list[Documents] = Field(default=[])
     #: Longest prompt in tokens; longer ones are left out.
     max_prompt_tokens: Positive = 224
     #: Longest response in tokens; short responses leave room for more prompts.

@@ -22,6 +22,7 @@ MINIMAL: dict[str, Any] = {
     "data": {"prompts": [{"path": "prompts.jsonl"}]},
     "first": {"steps": 10, "objective": {"ce": 0.3, "kl": 0.7}},
 }
+DOCUMENTS: dict[str, Any] = {"name": "a", "path": "a.jsonl", "count": 3, "templates": ["{text}"]}
 
 
 def load(folder: Path, **changes: object) -> TrainRecipe:
@@ -80,6 +81,14 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("drafter__layer", 2, "drafter.layer"),
         ("data__prompts", [{"path": "a", "number": 1}], "data.prompts.0.number"),
         ("data__self_written", [{"name": "a", "count": 3, "opening": "x"}], "data.self_written.0.opening"),
+        ("data__documents", [DOCUMENTS | {"templates": []}], "data.documents.0.templates"),
+        ("data__documents", [DOCUMENTS | {"templates": ["Summarize."]}], "show no field of a document"),
+        ("data__documents", [DOCUMENTS | {"templates": ["{text:>9}"]}], "{text} is not the name of a field"),
+        ("data__documents", [DOCUMENTS | {"templates": ["{0}"]}], "{0} is not the name of a field"),
+        ("data__documents", [DOCUMENTS | {"templates": ["a } b {text}"]}], "data.documents.0"),
+        ("data__documents", [DOCUMENTS | {"templates": ["{passages}"]}], "if and only if passages is above 1"),
+        ("data__documents", [DOCUMENTS | {"passages": 2}], "if and only if passages is above 1"),
+        ("data__documents", [DOCUMENTS | {"passage": "{text!r}"}], "{text} is not the name of a field"),
         ("first__steps", "10", "first.steps"),
         ("first__steps", 10.0, "first.steps"),
         ("first__steps", 0, "first.steps"),

@@ -49,20 +49,21 @@ def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], 
     `self_written.count` is the number of turns tried, before filtering, so the plan is known before the target has
     run. Raises D2SDError if an id is not unique.
     """
-
-    def order(name: str) -> int:
-        return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
-
     jobs = []
     for prompts, count in files:
-        chosen = sorted(prompts, key=lambda prompt: order(prompt[0]))[:count]
+        chosen = sorted(prompts, key=lambda prompt: order(prompt[0], seed))[:count]
         jobs += [Job(name, text) for name, text in chosen]
     for kind in data.self_written:
         names = [f"self/{kind.name}/{i}" for i in range(kind.count)]
-        jobs += [Job(name, kind.openings[order(name) % len(kind.openings)], kind) for name in names]
+        jobs += [Job(name, kind.openings[order(name, seed) % len(kind.openings)], kind) for name in names]
     if repeated := [name for name, times in Counter(job.id for job in jobs).items() if times > 1]:
         raise D2SDError("two prompts have the same id", where="data.prompts", found=repeated[0])
-    return sorted(jobs, key=lambda job: order(job.id))
+    return sorted(jobs, key=lambda job: order(job.id, seed))
+
+
+def order(name: str, seed: int = 0) -> int:
+    """A random number of 64 bits that the name and the seed determine."""
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
 
 
 def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, str]]:

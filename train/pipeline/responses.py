@@ -23,13 +23,14 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.progress import Progress
-from d2sd.prompts import read_prompts, read_turns
+from d2sd.prompts import read_documents, read_prompts, read_turns
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.schema import read_model
 from d2sd.train.data import prompts, responses
 from d2sd.train.data.decontaminate import PromptFilter
+from d2sd.train.data.documents import document_turns
 from d2sd.train.data.jsonl import append_to, own_file
 from d2sd.train.data.prompts import Job, Turn, append_turn, plan_prompts, take_turns
 from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
@@ -66,8 +67,11 @@ def read_screened(work: Path) -> Screened | None:
 
 def planned_jobs(recipe: TrainRecipe) -> list[Job]:
     """All prompts and openings, before decontamination. Raises D2SDError."""
-    files = [(read_prompts(recipe.path(source.path)), source.count) for source in recipe.data.prompts]
-    return plan_prompts(files, recipe.data)
+    files: list[tuple[list[tuple[str, str]], int | None]] = [
+        (read_prompts(recipe.path(source.path)), source.count) for source in recipe.data.prompts
+    ]
+    documents = {kind.path: read_documents(recipe.path(kind.path)) for kind in recipe.data.documents}
+    return plan_prompts([*files, (document_turns(recipe.data.documents, documents), None)], recipe.data)
 
 
 #: `asked.json`: settings by name.

@@ -55,7 +55,7 @@ def asked(folder: Path) -> Iterator[str]:
     for path in sorted(folder.glob("*.jsonl")):
         for line in path.read_text("utf-8").split("\n"):
             if line:
-                yield from json.loads(line)["turns"]
+                yield from json.loads(line).get("turns", [])  # documents have none
 
 
 def disguised(text: str, draw: random.Random) -> str:
