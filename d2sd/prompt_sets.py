@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Literal
 
 from d2sd.errors import D2SDError
 from d2sd.io import atomic_write, sha256
@@ -15,12 +16,14 @@ LIST = Path(__file__).with_name("prompt_sets.yaml")
 
 
 class PromptSet(Part):
-    """One file of prompts and its origin."""
+    """One file of prompts or documents, and its origin."""
 
     #: path below `data/`
     file: str
-    #: number of prompts
+    #: number of prompts, or of documents
     prompts: Positive
+    #: what a line is: a prompt, or a document that a training recipe makes prompts of
+    kind: Literal["prompts", "documents"] = "prompts"
     license: str
     #: public repository of the original, and the file in it
     source: str

@@ -29,8 +29,8 @@ def data(source: Path | None, to: Path) -> None:
     files = present(to)
     for prompt_set in prompt_sets():
         if prompt_set.file in files:
-            click.echo(f"{to / prompt_set.file}: {prompt_set.prompts:,} prompts, {prompt_set.license}")
+            click.echo(f"{to / prompt_set.file}: {prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}")
             continue
-        click.echo(f"{to / prompt_set.file}: missing; {prompt_set.prompts:,} prompts, {prompt_set.license}")
+        click.echo(f"{to / prompt_set.file}: missing; {prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}")
         for label in ("source", "made", "sha256"):
             click.echo(f"  {label:7} {getattr(prompt_set, label)}")

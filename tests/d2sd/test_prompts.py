@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from d2sd.cli.main import main
 from d2sd.errors import D2SDError
 from d2sd.prompt_sets import present, prompt_sets
-from d2sd.prompts import read_ids, read_prompts, read_turns
+from d2sd.prompts import read_documents, read_ids, read_prompts, read_turns
 from tests.convert.helpers import write_project
 from tests.data import DATA
 
@@ -31,6 +31,15 @@ def test_prompts_turns_and_ids_are_read(tmp_path: Path) -> None:
     assert read_prompts(file) == [("a", "x y"), ("7", "one\u2028line")]
     assert read_turns(file)[0] == ("a", ["x y", "z"])
     assert read_ids(file) == {"a", "7"}
+
+
+def test_documents_are_read_with_their_fields(tmp_path: Path) -> None:
+    assert read_documents(write(tmp_path, '{"id": "a", "text": "t", "title": "u"}')) == [
+        ("a", {"text": "t", "title": "u"})
+    ]
+    for line in ('{"id": "a"}', '{"id": "a", "text": 3}', '{"id": "a", "turns": ["x"]}'):
+        with pytest.raises(D2SDError, match=r"prompts.jsonl:1"):
+            read_documents(write(tmp_path, line))
 
 
 @pytest.mark.parametrize(
@@ -153,4 +162,5 @@ def test_the_list_describes_the_real_sets() -> None:
     assert found
     for wanted in prompt_sets():
         if wanted.file in found:
-            assert len(read_prompts(DATA / wanted.file)) == wanted.prompts
+            read = read_documents if wanted.kind == "documents" else read_prompts
+            assert len(list(read(DATA / wanted.file))) == wanted.prompts
