@@ -76,7 +76,7 @@ def unsupported_reason(
         return "there is no drafter"
     if recipe.precision == "fp32":
         return "its drafter attention supports 16-bit numbers only, and precision is fp32"
-    if isinstance(first, DrafterConfig) and first.head:
+    if isinstance(first, DrafterConfig) and first.head and not first.head.is_optional:  # it skips unknown tensors
         return f"its DFlash runs no {first.head.name} head"
     if isinstance(first, DrafterConfig) and first.sample_from_anchor:
         return "the anchor's row of the first drafter proposes, and in its DFlash does not"

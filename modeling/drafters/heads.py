@@ -68,6 +68,11 @@ class HeadConfig(ABC):
     def name(self) -> str:
         """The name of its kind."""
 
+    @property
+    def is_optional(self) -> bool:
+        """Whether the drafter below was trained without it, so that an engine may leave it out."""
+        return False
+
     def precision_refusal(self, precision: str) -> str | None:
         """See `DraftConfig.precision_refusal`."""
         return None

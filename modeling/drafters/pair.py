@@ -38,6 +38,10 @@ class PairConfig(HeadConfig):
     def name(self) -> str:
         return "pair"
 
+    @property
+    def is_optional(self) -> bool:
+        return True
+
     def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
         yield "pair_head", PairHead(self, hidden_size)
 

@@ -27,6 +27,7 @@ from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import TargetModel, embedding_of
+from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.kv_pool import ContextRows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.plugins.trees import Tree
@@ -85,11 +86,13 @@ class TreeDrafters(nn.Module):
                 found=f"{embedding.dtype} and {head.dtype}",
                 expected="bf16 or fp16",
             )
+        config = parse_target_config(HFConfig.read(self._bundle / "target"))
+        tables = SharedTables(config, embedding, head)
         drafters = {}
         for role in self.policy.drafters:
             drafters[role] = kind_of(role).load(self._bundle / role.folder, embedding.dtype).to(embedding.device)
-        config = parse_target_config(HFConfig.read(self._bundle / "target"))
-        tables = SharedTables(config, embedding, head)
+            if isinstance(drafters[role], DFlashModel):
+                drafters[role].join(tables)
         prepare_for_inference(tables, drafters.values())
         self.runner = ModelRunner(tables, drafters, block_size=self._manifest.recipe.tree.block_size)
         named = self._manifest.recipe.drafters

@@ -102,6 +102,8 @@ def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None
     ]
     config = DFLASH.read_config(tmp_path / "bundle" / "drafter_first")
     assert unsupported_reason(load_recipe(recipe), config) == "its DFlash runs no dspark head"
+    other = project(tmp_path / "other", "pair", "pair", precision="bf16")
+    assert unsupported_reason(load_recipe(other), DFLASH.read_config(other.parent / "first")) is None
 
 
 def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
