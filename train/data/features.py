@@ -51,6 +51,7 @@ class TrainingData:
     ) -> None:
         self._responses, self._aux_layer_ids, self._features = responses, aux_layer_ids, features
         self._chosen = range(len(responses)) if chosen is None else chosen
+        self._tokens: dict[int, Tensor] = {}  # of the responses that were read
 
     def __len__(self) -> int:
         return len(self._chosen)
@@ -60,7 +61,9 @@ class TrainingData:
         response = self._responses[number]
         rows = self._features(number)
         width = rows.shape[1] * self._aux_layer_ids // (self._aux_layer_ids + 1)
-        tokens = torch.tensor(response.prompt_ids + response.response_ids)
+        tokens = self._tokens.get(number)
+        if tokens is None:
+            tokens = self._tokens[number] = torch.tensor(response.prompt_ids + response.response_ids)
         return TrainingSequence(tokens, len(response.prompt_ids), rows[:, :width], rows[:, width:])
 
     def name(self, index: int) -> str:
