@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -113,6 +114,8 @@ class Run:
         if self.recipe.data.features == "online":
             return online_features(bundle.target, aux_layer_ids, responses)
         if self.recipe.data.features == "device":
+            gc.collect()  # the engine that wrote the responses, and its pages
+            torch.cuda.empty_cache()
             with self.progress("features", len(responses)) as advance:
                 return device_features(bundle.target, aux_layer_ids, responses, advance)
 
