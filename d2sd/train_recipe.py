@@ -301,6 +301,9 @@ class PairSettings(Part):
     batch: Positive = 8
     #: Blocks per sequence, at random anchors.
     blocks: Positive = 32
+    #: Responses that heads are trained on, and drafters are not: drafters err less on what they were trained on, and a
+    #: head learns from their errors. By default heads take the drafters' own, which suits ready drafters.
+    unseen: Positive | None = None
     #: Share of the loss that is the cross-entropy on the target's distribution; the others' is on the response's token.
     kl: Share = 0.5
     #: Constant of the slots' weights exp(-distance / decay).

@@ -83,12 +83,14 @@ class TrainingData:
         chosen[times.argsort(descending=True, stable=True)[:count]] = True
         return chosen
 
-    def split(self, count: int) -> tuple[TrainingData, TrainingData]:
-        """The first `count` sequences, and the others. Raises D2SDError if there are no others."""
+    def split(self, count: int, where: str = "data.held_out") -> tuple[TrainingData, TrainingData]:
+        """The first `count` sequences, as the recipe's key `where` says, and the others. Raises D2SDError if there are
+        no others.
+        """
         if count >= len(self):
             raise D2SDError(
                 "too few responses to train on",
-                where="data.held_out",
+                where=where,
                 found=f"{len(self)} responses",
                 expected=f"more than {count}",
             )

@@ -73,6 +73,9 @@ class Run:
         bundle = load_bundle(self.work / "target", verify=False)  # reloaded, since the engine repacked the weights
         bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
+        unseen = data
+        if self.recipe.head is not None and self.recipe.head.unseen is not None:
+            unseen, data = data.split(self.recipe.head.unseen, "head.unseen")
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
         drafters: dict[DrafterRole, DraftModel] = {}
         for role in self.recipe.ready:
@@ -88,7 +91,7 @@ class Run:
             self._write(role, drafters[role], vocabulary)
         if self.recipe.head is not None and self.dist.is_main:
             for role in drafters:
-                drafters[role] = training.train_head(role, self.recipe.head, drafters, held_out)
+                drafters[role] = training.train_head(role, self.recipe.head, drafters, unseen)
                 self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         assert weights_digest(bundle.target) == before, "training changed the target"
         if self.dist.is_main:
@@ -204,11 +207,7 @@ class Training:
         return drafter
 
     def train_head(
-        self,
-        role: DrafterRole,
-        settings: PairSettings,
-        drafters: Mapping[DrafterRole, DraftModel],
-        held_out: TrainingData,
+        self, role: DrafterRole, settings: PairSettings, drafters: Mapping[DrafterRole, DraftModel], data: TrainingData
     ) -> Drafter:
         """The drafter of a place with a pair head that is trained; a second one's on the rejections of the first."""
         first, plain = (cast("Drafter", drafters[each]) for each in (DrafterRole.FIRST, role))
@@ -218,7 +217,7 @@ class Training:
         config = PairConfig(settings.rank, settings.candidates)
         drafter = with_pair_head(plain, config, vocabulary, torch.Generator().manual_seed(settings.seed + role))
         of_second = (first, prefixes) if is_second else (None, None)
-        trainer = PairTrainer(self.target, drafter, self.data, settings, *of_second)
+        trainer = PairTrainer(self.target, drafter, data, settings, *of_second)
         with self.run.progress(f"training the {role.key} head", settings.steps) as advance:
             shown = 0
 
@@ -230,7 +229,7 @@ class Training:
             trainer.run(self.run.work / f"{role.key}-head", report)
             advance(settings.steps - shown)
         KINDS[role].attach(drafter, self.target)
-        told = trainer.figures(held_out)
+        told = trainer.figures(self.held_out)
         self.run.say(
             f"{role.key} head: of held-out slots behind the right token {told['right']:.1%} are right, "
             f"{told['right without']:.1%} without it; {told['recall']:.1%} are candidates, "

@@ -20,6 +20,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.train.loop import Trainer
+from d2sd.train.pair_head import PairTrainer
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
 from tests.tiny import HEADS, tiny_decoder, tiny_drafter
@@ -98,7 +99,8 @@ def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
         for key, tensor in before.state_dict().items():
             assert torch.equal(made.state_dict()[key], tensor)
         assert made.get_parameter("pair_head.successor_projection").any()
-        assert load_calibration(project / "out" / "calibration.json").drafters[name] == DFLASH.fingerprint(made)
+        fingerprints: dict[str, str] = {**load_calibration(project / "out" / "calibration.json").drafters}
+        assert fingerprints[name] == DFLASH.fingerprint(made)
     said = json.loads(files["evaluation.json"])
     assert said["settings"].keys() == {"head"}
     assert said["methods"].keys() == {"chain", "reanchor", "d2sd"}
@@ -123,6 +125,32 @@ def test_heads_are_trained_after_the_drafters(project: Path) -> None:
     for key, tensor in second.state_dict().items():
         assert torch.equal(with_head.state_dict()[key], tensor)
     assert "heads           3 steps each" in train(project, "--plan").stdout
+
+
+def test_heads_learn_from_responses_that_drafters_have_not_seen(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, list[str]]] = []
+
+    def noted(kind: type[Trainer] | type[PairTrainer]) -> None:
+        init = kind.__init__
+
+        def began(self: Any, *args: Any) -> None:
+            init(self, *args)
+            seen.append((kind.__name__, [self.data.name(index) for index in range(len(self.data))]))
+
+        monkeypatch.setattr(kind, "__init__", began)
+
+    noted(Trainer)
+    noted(PairTrainer)
+    edit(project, "head", HEAD | {"unseen": 2})
+    trained(project)
+    (_, of_second), (_, of_head), (_, also) = seen
+    assert [name for name, _ in seen] == ["Trainer", "PairTrainer", "PairTrainer"]
+    assert len(of_head) == 2
+    assert of_head == also
+    assert not {*of_head} & {*of_second}
+    shutil.rmtree(project / "out")
+    edit(project, "head.unseen", 99)
+    assert "head.unseen" in train(project).stderr
 
 
 def test_another_head_is_refused_before_any_work(project: Path) -> None:
