@@ -1,6 +1,7 @@
 """Converts a drafter's directory: read it, write a temporary folder next to the output, read that back, rename it.
 
-The canonical drafter is written in the format of z-lab or speculators, with every field, whatever the source's format.
+The canonical drafter is written in the format of z-lab or speculators, with every field, whatever the source's format;
+one with a pair head also as DFlash 2.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import torch
 from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.weights import write_tensors
 from d2sd.convert.formats import speculators
+from d2sd.convert.formats.dflash2 import as_dflash2
 from d2sd.convert.formats.read import CanonicalDrafter, Format, read_drafter
 from d2sd.convert.formats.shared_tensors import TargetParts, read_target_parts
 from d2sd.convert.kinds import DFLASH
@@ -20,7 +22,7 @@ from d2sd.errors import BuildError, CheckpointError
 from d2sd.io import claim, disk_space, exclusive, remove
 from d2sd.modeling.config import Role
 
-Writable = Literal["z-lab", "speculators"]
+Writable = Literal["z-lab", "speculators", "dflash2"]
 
 
 def convert(
@@ -35,6 +37,8 @@ def convert(
         raise BuildError("Output path already exists.", where=output, fix="choose another folder")
     parts = None if target is None else read_target_parts(target)
     drafter = read_drafter(source, parts, declared)
+    if to == "dflash2":
+        drafter = as_dflash2(drafter, parts)
     output.parent.mkdir(parents=True, exist_ok=True)
     work = output.with_name(f".{output.name}.partial")
     claim(work, "convert")
@@ -75,7 +79,7 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
     A speculators checkpoint holds copies of the target's tensors, so it needs the `target`.
     """
     config = drafter.config
-    if to == "z-lab":
+    if to != "speculators":
         DFLASH.write(folder, config, drafter.tensors)
         return
     speculators.check_writable(config, str(drafter.folder))

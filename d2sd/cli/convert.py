@@ -15,7 +15,7 @@ from d2sd.modeling.config import Role
 
 @click.command(cls=Reporting)
 @click.argument("source", type=FilePath)
-@click.option("--to", type=click.Choice(["z-lab", "speculators"]), required=True, help="Format to write.")
+@click.option("--to", type=click.Choice(["z-lab", "speculators", "dflash2"]), required=True, help="Format to write.")
 @click.option("-o", "--out", type=FilePath, required=True, help="Folder to create.")
 @click.option("--target", type=FilePath, help="Target (a folder or a bundle) to check the drafter against.")
 @click.option("--role", type=click.Choice(["variable_prefix"]), help="Role of a drafter whose config names none.")
@@ -24,7 +24,8 @@ def convert(source: Path, to: Writable, out: Path, target: Path | None, role: Ro
 
     SOURCE is a folder in the format of z-lab, ModelOpt, SpecForge or speculators; its config says which.
 
-    A speculators checkpoint holds copies of the target's embedding and head, so writing one needs --target.
+    A speculators checkpoint holds copies of the target's embedding and head, and dflash2 writes a pair head's products
+    with the embedding, so both need --target.
 
     For example:
 

@@ -22,6 +22,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
 from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.train.data.packing import attend_packed
 from tests.convert.formats.helpers import (
     IDS,
     ROPE,
@@ -268,6 +269,35 @@ def test_a_reduced_vocabulary_has_rows_of_the_tokens_that_are_drafted(tmp_path: 
     convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
     assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "d")
     assert DFLASH.read_config(tmp_path / "b").draft_vocabulary == IDS
+
+
+def test_a_pair_head_as_dflash_2_drafts_the_same(tmp_path: Path, target: Path) -> None:
+    """For engines that run selectors: the same hidden states, and the same scores of every pair."""
+    DFLASH.write(tmp_path / "a", PAIRED.config, PAIRED.state_dict())
+    convert(tmp_path / "a", "dflash2", tmp_path / "b", target=target)
+    other = DFLASH.load(tmp_path / "b", torch.float32)
+    assert other.config == replace(PAIRED.config, head=SelectorConfig(8, 12, 2, 16))
+    values = json.loads((tmp_path / "b" / "config.json").read_text())
+    assert values["architectures"] == ["DFlash2DraftModel"]
+    own = DFLASH.load(tmp_path / "a", torch.float32)
+    for drafter in (own, other):
+        drafter.join(DECODER)
+    features = torch.randn(1, 9, 3 * 32, generator=torch.Generator().manual_seed(1))
+    positions = 6 + torch.arange(8).view(1, 2, 4)
+    embedded = DECODER.embed_tokens(torch.randint(64, (1, 8), generator=torch.Generator().manual_seed(2)))
+    hidden = [one(embedded, positions.flatten(1), attend_packed(one, features, positions), 4) for one in (own, other)]
+    torch.testing.assert_close(*hidden)
+    parents, candidates = torch.arange(64).expand(1, 8, -1), torch.arange(64).expand(1, 8, -1)
+    added = [one.head.added(hidden[0], parents, candidates) for one in (own, other) if one.head is not None]
+    torch.testing.assert_close(*added)
+    assert convert(tmp_path / "b", "dflash2", tmp_path / "c")[0] == "DFlash"
+    assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "c")
+
+    with pytest.raises(CheckpointError, match="projects the target's embedding"):
+        convert(tmp_path / "a", "dflash2", tmp_path / "d")
+    DFLASH.write(tmp_path / "plain", SHIFTED.config, SHIFTED.state_dict())
+    with pytest.raises(CheckpointError, match=r"Only a drafter with a pair head(.|\n)*no head"):
+        convert(tmp_path / "plain", "dflash2", tmp_path / "d", target=target)
 
 
 #: A released checkpoint, and a change of its config -> pattern of the message.

@@ -19,6 +19,7 @@ from d2sd.convert.checkpoint.weights import stored_as
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.policies import DrafterRole
 from d2sd.train.loop import Trainer
 from d2sd.train.pair_head import PairTrainer
 from tests.convert.helpers import edit_json, tree_bytes
@@ -93,14 +94,15 @@ def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
     edit(project, "ready_second", {"path": "ready-second"})
     edit(project, "head", HEAD)
     files = trained(project)
-    for name, source in (("first", "ready"), ("second", "ready-second")):
+    sources = {DrafterRole.FIRST: "ready", DrafterRole.SECOND: "ready-second"}
+    for role, source in sources.items():
+        name = role.key
         made, before = (DFLASH.load(folder, torch.float32) for folder in (project / "out" / name, project / source))
         assert made.config == replace(before.config, head=PairConfig(4, 6))
         for key, tensor in before.state_dict().items():
             assert torch.equal(made.state_dict()[key], tensor)
         assert made.get_parameter("pair_head.successor_projection").any()
-        fingerprints: dict[str, str] = {**load_calibration(project / "out" / "calibration.json").drafters}
-        assert fingerprints[name] == DFLASH.fingerprint(made)
+        assert load_calibration(project / "out" / "calibration.json").drafters[name] == DFLASH.fingerprint(made)
     said = json.loads(files["evaluation.json"])
     assert said["settings"].keys() == {"head"}
     assert said["methods"].keys() == {"chain", "reanchor", "d2sd"}
@@ -110,8 +112,8 @@ def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
     edit(project, "ready_first", {"path": "first with a head"})
     shutil.rmtree(project / "out")
     again = trained(project)
-    name = "first/model.safetensors"
-    assert again[name] == files[name], "a pair head that a ready drafter has is replaced"
+    weights = "first/model.safetensors"
+    assert again[weights] == files[weights], "a pair head that a ready drafter has is replaced"
 
 
 def test_heads_are_trained_after_the_drafters(project: Path) -> None:
