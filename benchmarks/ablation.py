@@ -6,10 +6,15 @@ varies is how slots weigh, and the block terms added. Trainings resume, and fini
 features are those of `d2sd train RECIPE`, which runs first.
 
     python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --prompts data/eval --out build/ablation
+
+It runs on a GPU if there is one. Each variant leaves variants/NAME.json when it ends: right tokens of its drafts on
+held-out responses, and tokens a step. With --minutes none begins after that time, and with --per-set 0 nothing is
+generated, so that a variant takes little more than its training.
 """
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -29,18 +34,22 @@ from d2sd.bench.views import pool
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.report import Reporting
+from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
+from d2sd.io import write_json
+from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.train.data.features import TrainingData, cache_features
+from d2sd.train.data.features import TrainingData, cache_features, device_features
 from d2sd.train.dist import Dist
 from d2sd.train.kinds import TRAINED
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train.pipeline.responses import ResponseGenerator
+from d2sd.train.rejections import mean_right
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
@@ -55,6 +64,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "decay + focal + chain": {"slots": "decay", "focal": FOCAL, "chain": CHAIN},
     "D-PACE": {"slots": "dpace"},
     "D-PACE + focal + chain": {"slots": "dpace", "focal": FOCAL, "chain": CHAIN},
+    "D-PACE + chain 8": {"slots": "dpace", "chain": 8.0},  # as large as its slot terms, which are sums over a block
+    "D-PACE, ce": {"slots": "dpace", "ce": 1.0, "kl": 0.0},
 }
 REFERENCE = "decay"
 
@@ -70,49 +81,80 @@ class Ablation:
     tokens: int
     steps: int
     out: Path
+    dist: Dist
 
     @cached_property
     def bundle(self) -> Bundle:
-        return load_bundle(self.work / "target", verify=False)
+        bundle = load_bundle(self.work / "target", verify=False)
+        bundle.target.to(self.dist.device)
+        return bundle
 
     @cached_property
-    def data(self) -> TrainingData:
-        """The training data of the recipe."""
+    def parts(self) -> tuple[TrainingData, TrainingData]:
+        """Held-out responses, and those to train on."""
         target = load_bundle(self.work / "target", verify=False)  # an engine repacks its weights
-        answers = ResponseGenerator(self.recipe, target, self.work, Dist(), bar, click.echo).all()
+        answers = ResponseGenerator(self.recipe, target, self.work, self.dist, bar, click.echo).all()
         aux_layer_ids = self.recipe.shape.aux_layer_ids(self.bundle.target.config.body.num_layers)
         with bar("features", len(answers)) as advance:
-            found = cache_features(self.bundle.target, aux_layer_ids, answers, self.work / "features.bf16", advance)
-        return found.split(self.recipe.data.held_out)[1]
+            if self.recipe.data.features == "device":
+                found = device_features(self.bundle.target, aux_layer_ids, answers, advance)
+            else:
+                file = self.work / "features.bf16"
+                found = cache_features(self.bundle.target, aux_layer_ids, answers, file, advance)
+        return found.split(self.recipe.data.held_out)
+
+    @property
+    def data(self) -> TrainingData:
+        """The training data of the recipe."""
+        return self.parts[1]
 
     def settings(self, name: str) -> TrainSettings:
         first = self.recipe.first
         assert first is not None, "main refuses such a recipe"
         plain = first.objective.model_copy(update={"focal": 0, "chain": 0})
         objective = plain.model_copy(update=VARIANTS[name])
-        return first.model_copy(update={"objective": objective, "steps": self.steps, "evaluate_every": self.steps})
+        steps = {"steps": self.steps, "evaluate_every": self.steps, "save_every": max(100, self.steps // 4)}
+        return first.model_copy(update={"objective": objective, **steps})
 
     def drafter(self, name: str) -> DraftModel:
         """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
         start: DraftModel = TRAINED[DrafterRole.FIRST].start(self.recipe.shape, self.bundle.target, data, settings.seed)
-        trainer = Trainer(self.bundle.target, start, data, settings)
+        KINDS[DrafterRole.FIRST].attach(start.to(self.dist.device), self.bundle.target)
+        trainer = Trainer(self.bundle.target, start, data, settings, None, self.dist)
         with bar(name, settings.steps) as advance:
-            trainer.run(self.out / "states" / f"{name.replace(' ', '')}-{self.steps}", lambda step, said: advance(1))
+            trainer.run(self.out / "states" / f"{_label(name)}-{self.steps}", lambda step, said: advance(1))
         return start
 
     def cells(self, name: str) -> list[Cell]:
         """A chain's, on every set."""
+        began = time.monotonic()
         drafter = self.drafter(name)
+        assert isinstance(drafter, Drafter)
+        settings = self.settings(name)
+        told: dict[str, object] = {
+            "objective": settings.objective.terms | {"slots": settings.objective.slots},
+            "steps": self.steps,
+            "right tokens": mean_right(drafter, self.bundle.target, self.parts[0], settings),
+            "seconds": round(time.monotonic() - began, 1),
+        }
+        summary = self.out / "variants" / f"{_label(name)}-{self.steps}.json"
+        summary.parent.mkdir(parents=True, exist_ok=True)
+        write_json(summary, told)
         found: list[Cell] = []
-        for prompt_set in SETS:
-            label = f"{name.replace(' ', '')}-{self.steps}-{prompt_set}-{self.per_set}-{self.tokens}"
+        for prompt_set in SETS if self.per_set else ():
+            label = f"{_label(name)}-{self.steps}-{prompt_set}-{self.per_set}-{self.tokens}"
             path = self.out / "cells" / f"{label}.json"
             if not path.exists():
                 cell = self._measured(name, prompt_set, drafter)
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_text(cell.model_dump_json(), "utf-8")
             found.append(Cell.model_validate_json(path.read_text("utf-8")))
+        if found:
+            write_json(
+                self.out / "variants" / f"{_label(name)}-{self.steps}.json", told | {"tau": metrics.mean_tau(found)}
+            )
+        click.echo(f"{name}: {told}")
         return found
 
     def _measured(self, name: str, prompt_set: str, drafter: DraftModel) -> Cell:
@@ -120,16 +162,23 @@ class Ablation:
         dtype = target.target.embed_tokens.weight.dtype
         size = self.recipe.block_size
         bundle = replace(target, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
-        flight = min(8, self.per_set)
+        flight = min(8 if self.dist.device == "cpu" else 64, self.per_set)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))
             for key, text in read_prompts(self.prompts / f"{prompt_set}.jsonl")[: self.per_set]
         ]
         longest = max(len(request.prompt) for _, request in asked) + self.tokens
-        engine = make_engine(_with_context(bundle, longest), policy="chain", row_budget=size, max_batch=flight)
+        engine = make_engine(
+            _with_context(bundle, longest), policy="chain", row_budget=size, device=self.dist.device, max_batch=flight
+        )
         key = Key(name, size, prompt_set, 0.0, flight)
         with bar(f"{name} on {prompt_set}", len(asked)) as advance:
             return measure_cell(engine, key, asked, None, _not_asked, advance)[0]
+
+
+def _label(name: str) -> str:
+    """The name of a variant as a part of file names."""
+    return name.replace(" ", "").replace(",", "-")
 
 
 def _with_context(bundle: Bundle, tokens: int) -> Bundle:
@@ -169,6 +218,7 @@ def _not_asked(request: object) -> float:
 @click.option(
     "--only", multiple=True, type=click.Choice(list(VARIANTS)), help="Train only these; the report needs all."
 )
+@click.option("--minutes", type=float, help="Begin no variant after this time.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
     recipe: Path,
@@ -178,18 +228,23 @@ def main(
     max_new_tokens: int,
     steps: int,
     only: tuple[str, ...],
+    minutes: float | None,
     out: Path,
 ) -> None:
     """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json."""
     loaded = load_train_recipe(recipe)
     if loaded.first is None:
         raise D2SDError("needs a recipe that trains a first drafter", where=recipe)
-    ablation = Ablation(loaded, work or Path("training") / loaded.name, prompts, per_set, max_new_tokens, steps, out)
-    cells = {name: ablation.cells(name) for name in only or VARIANTS}
-    if len(cells) < len(VARIANTS):
+    folder, began = work or Path("training") / loaded.name, time.monotonic()
+    ablation = Ablation(loaded, folder, prompts, per_set, max_new_tokens, steps, out, Dist.init())
+    cells: dict[str, list[Cell]] = {}
+    for name in only or VARIANTS:
+        if minutes is None or time.monotonic() - began < 60 * minutes:
+            cells[name] = ablation.cells(name)
+    if len(cells) < len(VARIANTS) or not per_set:
         return
     result = Result(
-        provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, "cpu"),
+        provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, ablation.dist.device),
         settings=Settings(
             per_set=per_set,
             max_new_tokens=max_new_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -171,28 +171,11 @@ class Decoder(TargetModel):
 
     def _full_chunks(self, tokens: Tensor, nothing: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
         """`full_pass` of a hybrid: each text is one chunk, whose states are not kept, and not a tree of its length."""
-        count = tokens.shape[1]
-        out = self._chunks(tokens.reshape(1, -1), [count] * len(tokens), nothing, aux_layer_ids)
+        count, weight = tokens.shape[1], self.embed_tokens.weight
+        slots = torch.arange(1, 1 + len(tokens), device=weight.device)
+        scratch = KVPool(self.config.body, 1, count, weight.dtype, str(weight.device), slots=1 + len(tokens))
+        rows = Chunks.of([count] * len(tokens), nothing[:, None], nothing, count, slots=slots)
+        out: DecoderOutput = self(tokens.reshape(1, -1), rows, scratch, aux_layer_ids)
         hidden, features = (part.view(*tokens.shape, -1) for part in (out.hidden, out.features))
         k, v = (part.view(len(part), *tokens.shape, *part.shape[3:]) for part in (out.k, out.v))
         return DecoderOutput(hidden, features, k, v)
-
-    def full_chunks(self, texts: Sequence[Sequence[int]], aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
-        """One causal pass over texts of any lengths, each from position 0, without pages: a batch of one, in which one
-        text stands behind the other.
-        """
-        device = self.embed_tokens.weight.device
-        tokens = torch.tensor([id for text in texts for id in text], device=device)[None]
-        nothing = torch.zeros(len(texts), dtype=torch.long, device=device)
-        return self._chunks(tokens, [len(text) for text in texts], nothing, aux_layer_ids)
-
-    def _chunks(
-        self, tokens: Tensor, lengths: Sequence[int], nothing: Tensor, aux_layer_ids: tuple[int, ...]
-    ) -> DecoderOutput:
-        weight, count, hybrid = self.embed_tokens.weight, len(lengths), self.config.body.delta is not None
-        page = 1 << (max(lengths) - 1).bit_length()  # kernels address powers of two
-        pool = KVPool(self.config.body, 1, page, weight.dtype, str(weight.device), slots=1 + count if hybrid else 1)
-        slots = torch.arange(1, 1 + count, device=weight.device) if hybrid else None
-        rows = Chunks.of(lengths, nothing[:, None], nothing, page, slots=slots)
-        out: DecoderOutput = self(tokens, rows, pool, aux_layer_ids)
-        return out

@@ -14,15 +14,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
-from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.decoder import Decoder, DecoderOutput
+from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.layers import Attend
 from d2sd.schema import read_model
 from d2sd.train.data.responses import Response
 
@@ -147,23 +151,23 @@ def cache_features(
     return TrainingData(responses, len(aux_layer_ids), lambda index: storage[offsets[index] : offsets[index + 1]])
 
 
-#: Tokens of one pass of `device_features`.
-_TOGETHER = 1 << 14
+#: Tokens of one pass of `device_features`, padding included.
+_TOGETHER = 1 << 15
 
 
 @torch.no_grad()
 def device_features(
     target: Decoder, aux_layer_ids: tuple[int, ...], responses: Sequence[Response], progress: Callable[[int], None]
 ) -> TrainingData:
-    """Keep the features of all responses in the memory of the target's device, in its dtype: many sequences take one
-    pass, and no step copies any. An interrupted training computes them anew.
+    """Keep the features of all responses in the memory of the target's device, in its dtype: sequences of about a
+    length take one pass, and no step copies any. An interrupted training computes them anew.
 
     `progress` is called with the number of newly finished sequences. Raises D2SDError if the device has no room.
     """
-    lengths = [len(r.prompt_ids) + len(r.response_ids) for r in responses]
-    offsets = list(accumulate(lengths, initial=0))
-    weight = target.embed_tokens.weight
-    shape = offsets[-1], target.config.body.hidden_size * (len(aux_layer_ids) + 1)
+    texts = [r.prompt_ids + r.response_ids for r in responses]
+    offsets = list(accumulate(map(len, texts), initial=0))
+    weight, body = target.embed_tokens.weight, target.config.body
+    shape = offsets[-1], body.hidden_size * (len(aux_layer_ids) + 1)
     try:
         storage = torch.empty(shape, dtype=weight.dtype, device=weight.device)
     except torch.OutOfMemoryError:
@@ -173,17 +177,41 @@ def device_features(
             found=f"{shape[0]:,} tokens, {shape[0] * shape[1] * weight.element_size() / 1e9:,.1f} GB",
             fix="set data.features to online, or to cached if the disk has room",
         ) from None
-    start = 0
-    while start < len(responses):
-        end = start + 1
-        while end < len(responses) and offsets[end + 1] - offsets[start] <= _TOGETHER:
-            end += 1
-        ids = [r.prompt_ids + r.response_ids for r in responses[start:end]]
-        out = target.full_chunks(ids, aux_layer_ids)
-        torch.cat([out.features[0], out.hidden[0]], -1, out=storage[offsets[start] : offsets[end]])
-        progress(end - start)
-        start = end
+    alone = body.delta is not None or body.sinks or any(body.windows)
+    order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
+    while order:
+        count = 1 if alone else max(1, _TOGETHER // len(texts[order[0]]))
+        part, order = order[:count], order[count:]
+        padded = pad_sequence([torch.tensor(texts[index]) for index in part], batch_first=True).to(weight.device)
+        out = target.full_pass(padded, aux_layer_ids) if alone else _causal_pass(target, padded, aux_layer_ids)
+        for row, index in enumerate(part):  # what pads a text comes behind it
+            size = len(texts[index])
+            torch.cat(
+                [out.features[row, :size], out.hidden[row, :size]], -1, out=storage[offsets[index] : offsets[index + 1]]
+            )
+        progress(len(part))
     return TrainingData(responses, len(aux_layer_ids), lambda index: storage[offsets[index] : offsets[index + 1]])
+
+
+class _NoPages:
+    """In place of a pool, for rows without a context, each behind the one before: attention by PyTorch's kernels."""
+
+    states = None
+
+    def attend(self, _rows: Rows, *, exact: bool = False) -> Attend:
+        def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
+            q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+
+        return attend
+
+
+def _causal_pass(target: Decoder, tokens: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
+    """`full_pass` of tokens [B, T] for layers that see everything before, many texts at a time."""
+    nothing = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
+    rows = Rows.chain(tokens.shape[1], nothing[:, None][:, :0], nothing)
+    out: DecoderOutput = target(tokens, rows, cast("KVPool", _NoPages()), aux_layer_ids)
+    return out
 
 
 def _forward(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Response], Tensor]:

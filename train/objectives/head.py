@@ -12,6 +12,8 @@ of them. Two implementations compute them:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
 from types import ModuleType
 from typing import NamedTuple
 
@@ -129,17 +131,16 @@ class _Fused(torch.autograd.Function):
         ctx.save_for_backward(hidden, target_hidden, labels, forbidden, *added)  # type: ignore[arg-type]
         ctx.head = head  # type: ignore[attr-defined]
         parts, norms = [], []
-        for rows in _chunks(len(hidden), len(head.weight), cuda=hidden.is_cuda):
+        kernels = _triton() if hidden.is_cuda else None
+        for rows in _chunks(len(hidden), len(head.weight), cuda=kernels is not None):
             banned = None if forbidden is None else forbidden[rows]
-            correction = _rows_of(added, rows)
-            if hidden.is_cuda:
-                stats, *both = _triton().stats_triton(
-                    *_inputs(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction)
-                )
+            given = hidden[rows], target_hidden[rows], labels[rows], head, banned, _rows_of(added, rows)
+            if kernels is None:
+                parts.append(head_stats(*given))
+            else:
+                stats, *both = kernels.stats_triton(*_inputs(*given))
                 parts.append(stats)
                 norms.append(both)
-            else:
-                parts.append(head_stats(hidden[rows], target_hidden[rows], labels[rows], head, banned, correction))
         ctx.norms = norms  # type: ignore[attr-defined]
         out = [torch.cat(column) for column in zip(*parts, strict=True)]
         ctx.mark_non_differentiable(*out[3:])
@@ -151,22 +152,24 @@ class _Fused(torch.autograd.Function):
         of_added = tuple(None if part is None else torch.zeros_like(part, dtype=torch.float32) for part in added)
         head: Head = ctx.head  # type: ignore[attr-defined]
         out = torch.empty_like(hidden)
-        for index, rows in enumerate(_chunks(len(hidden), len(head.weight), cuda=hidden.is_cuda)):
+        kernels = _triton() if hidden.is_cuda else None
+        for index, rows in enumerate(_chunks(len(hidden), len(head.weight), cuda=kernels is not None)):
             banned = None if forbidden is None else forbidden[rows]
             correction = _rows_of(added, rows)
             given = hidden[rows], target_hidden[rows], labels[rows], head, banned, correction
             of_log_q, of_cross, of_overlap = (gradient[rows].contiguous() for gradient in gradients[:3])
             slopes = of_log_q, of_cross, of_overlap
-            if hidden.is_cuda:
-                dz = _triton().gradient_triton(*_inputs(*given), ctx.norms[index], slopes, head.weight.dtype)  # type: ignore[attr-defined]
-            else:
+            if kernels is None:
                 dz = _gradient(*given, slopes)
+            else:
+                norms = ctx.norms[index]  # type: ignore[attr-defined]
+                dz = kernels.gradient_triton(*_inputs(*given), norms, slopes, head.weight.dtype)
             out[rows] = (dz @ head.weight).to(out.dtype)
             if correction is not None:
                 of_inner, of_weight, of_bias = of_added
                 of_inner[rows] = dz @ correction.weight.to(dz.dtype)  # type: ignore[index]
-                of_weight += dz.T @ correction.inner.to(dz.dtype)
-                of_bias += dz.sum(0)
+                of_weight += dz.T @ correction.inner.to(dz.dtype)  # type: ignore[operator]
+                of_bias += dz.sum(0)  # type: ignore[operator]
         learnt = (None if of is None else of.to(part.dtype) for of, part in zip(of_added, added, strict=True))
         return out, None, None, None, None, *learnt
 
@@ -196,8 +199,11 @@ def _gradient(
     return dz.to(head.weight.dtype)
 
 
-def _triton() -> ModuleType:
-    """The kernels; a CPU need not have Triton."""
+@cache
+def _triton() -> ModuleType | None:
+    """The kernels, if Triton is installed."""
+    if find_spec("triton") is None:
+        return None
     from d2sd.train.objectives import head_triton
 
     return head_triton
