@@ -23,6 +23,8 @@ from d2sd.train.data.packing import Packed
 
 #: Keys are padded to a multiple of this, as the kernel needs its mask.
 _ALIGNED = 16
+#: Parts of a batch with a length of context each.
+_PARTS = 4
 _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -46,29 +48,44 @@ def token_context(drafter: DraftModel, packed: Packed) -> tuple[Tensor, Tensor]:
 
 
 def attend_dense(drafter: DraftModel, packed: Packed, keys: Tensor, values: Tensor) -> Attend:
-    """Same results as `attend_packed`, for a drafter that `takes`, over a context [L, B, S, Hkv, D]."""
-    blocks, slots = packed.positions.shape[1:]
-    length, rows = keys.shape[2], blocks * slots
-    more = -(length + rows) % _ALIGNED
-    body = drafter.config.body
-    groups = body.num_heads // body.num_kv_heads
-    mask = _mask(packed.positions, length + more, groups)
+    """Same results as `attend_packed`, for a drafter that `takes`, over a context [L, B, S, Hkv, D].
 
-    def joined(context: Tensor, inner: Tensor) -> Tensor:
-        """Context [B, S, Hkv, D] and the rows' own [B, T, Hkv, D] -> [B, Hkv, S + padding + T, D]."""
-        parts = [context.to(inner.dtype), inner.new_zeros(len(inner), more, *inner.shape[2:]), inner]
-        return torch.cat(parts, 1).transpose(1, 2)
+    Quarters of the batch attend by themselves, to as many tokens as their longest sequence has: best sorted by length.
+    """
+    blocks, slots = packed.positions.shape[1:]
+    rows, count = blocks * slots, len(packed.lengths)
+    body = drafter.config.body
+    groups, size = body.num_heads // body.num_kv_heads, -(-count // _PARTS)
+    lengths = [max(packed.lengths[start : start + size]) for start in range(0, count, size)]
+    padding = [-(length + rows) % _ALIGNED for length in lengths]
+    masks = [
+        _mask(positions, length + more, groups)
+        for positions, length, more in zip(torch.split(packed.positions, size), lengths, padding, strict=True)
+    ]
+    # `split` and `unbind`, whose gradients are one copy: those of slices are as many tensors of the whole's size
+    contexts = [
+        list(zip(torch.split(k, size), torch.split(v, size), strict=True)) for k, v in zip(keys, values, strict=True)
+    ]
+
+    def joined(context: Tensor, inner: Tensor, part: int) -> Tensor:
+        """Context [B, S, Hkv, D] and the rows' own [B, T, Hkv, D] -> [B, Hkv, length + padding + T, D]."""
+        zeros = inner.new_zeros(len(inner), padding[part], *inner.shape[2:])
+        return torch.cat([context[:, : lengths[part]].to(inner.dtype), zeros, inner], 1).transpose(1, 2)
 
     def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
         assert sinks is None, "see `takes`"
         # cast to one dtype: under autocast norms and products return different ones
         q, k = q.to(v.dtype), k.to(v.dtype)
-        heads = q.view(len(q), rows, -1, groups, q.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, g·T, D]
+        heads = q.view(count, rows, -1, groups, q.shape[-1]).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, Hkv, g·T, D]
+        own, found = zip(torch.split(heads, size), torch.split(k, size), torch.split(v, size), strict=True), []
         with sdpa_kernel(_KERNELS):
-            out: Tensor = F.scaled_dot_product_attention(
-                heads, joined(keys[index], k), joined(values[index], v), attn_mask=mask.to(v.dtype)
-            )
-        return out.view(len(q), -1, groups, rows, q.shape[-1]).permute(0, 3, 1, 2, 4).flatten(2, 3)
+            for part, (queries, part_k, part_v) in enumerate(own):
+                context_k, context_v = contexts[index][part]
+                all_k, all_v = joined(context_k, part_k, part), joined(context_v, part_v, part)
+                mask = masks[part].to(v.dtype)
+                found.append(F.scaled_dot_product_attention(queries, all_k, all_v, attn_mask=mask))
+        out = torch.cat(found).view(count, -1, groups, rows, q.shape[-1])
+        return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
 
     return attend
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -123,12 +123,15 @@ class Trainer:
         return [self.data.name(self._draws.index(number)) for number in numbers]
 
     def _prepare(self, step: int) -> Drawn:
-        numbers, size, device = self._draws.numbers(step), self.settings.micro_batch, self._head.device
+        size, device = self.settings.micro_batch, self._head.device
+        numbers: Sequence[int] = self._draws.numbers(step)
+        if device.type == "cuda":  # see `attend_dense`
+            numbers = sorted(numbers, key=lambda number: self.data.length(self._draws.index(number)))
         batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         candidates = self._candidates([packed for packed, _ in batches], step)
         return Drawn(step, [(packed.to(device), draws) for packed, draws in batches], candidates)
 
-    def _draw(self, numbers: range) -> tuple[Packed, PrefixDraws | None]:
+    def _draw(self, numbers: Sequence[int]) -> tuple[Packed, PrefixDraws | None]:
         """The blocks of a micro-batch, and what is drawn for their prefixes."""
         sequences, anchors = [], []
         for number in numbers:

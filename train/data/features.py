@@ -70,6 +70,11 @@ class TrainingData:
             tokens = self._tokens[number] = torch.tensor(response.prompt_ids + response.response_ids)
         return TrainingSequence(tokens, len(response.prompt_ids), rows[:, :width], rows[:, width:])
 
+    def length(self, index: int) -> int:
+        """Tokens of a sequence, whose features are not read."""
+        response = self._responses[self._chosen[index]]
+        return len(response.prompt_ids) + len(response.response_ids)
+
     def name(self, index: int) -> str:
         """Id of the response, for messages."""
         return self._responses[self._chosen[index]].id

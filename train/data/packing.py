@@ -15,7 +15,8 @@ so the same mask hides it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,11 +39,15 @@ class Packed:
     features: Tensor  # [B, S, n·E]
     target_hidden: Tensor  # [B, A, G, E]: the target's hidden state that predicts each slot, row p - 1 for position p
     real: Tensor  # [N] int64, the rows of features [B·S] that are tokens: the others are padding
+    lengths: tuple[int, ...]  # [B], tokens of each sequence
 
     def to(self, device: torch.device) -> Packed:
         """Copy to a device, without waiting for it."""
-        parts = (getattr(self, field.name) for field in fields(self))
-        return Packed(*(moved(part, device) for part in parts))
+        parts = {field.name: getattr(self, field.name) for field in fields(self)}
+        tensors: dict[str, Any] = {
+            name: moved(part, device) for name, part in parts.items() if isinstance(part, Tensor)
+        }
+        return replace(self, **tensors)
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
@@ -75,7 +80,7 @@ def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor]
     known = hidden.flatten(0, 1)[moved(before, hidden.device)]
     features = pad_sequence([sequence.features for sequence in sequences], batch_first=True)
     real = (torch.arange(longest) < lengths[:, None]).flatten().nonzero()[:, 0]
-    return Packed(positions, blocks, drawn & (positions <= last), features, known, real)
+    return Packed(positions, blocks, drawn & (positions <= last), features, known, real, tuple(lengths.tolist()))
 
 
 def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> Attend:

@@ -100,7 +100,7 @@ class BlockLoss(nn.Module):
         labels = candidates.index[packed.tokens.flatten(0, 1)]
         banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten()
         stats = head_stats_fused(
-            hidden.flatten(0, 2)[rows],
+            hidden.flatten(0, 2).index_select(0, rows),
             packed.target_hidden.flatten(0, 2)[rows],
             labels.flatten()[rows],
             candidates.head,
