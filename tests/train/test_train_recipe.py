@@ -50,6 +50,18 @@ def test_shipped_recipes_load_and_are_named_after_their_file(path: Path) -> None
     assert load_train_recipe(path).name == path.stem
 
 
+def test_pair_and_head_of_a_gpu_are_trained_on_the_same_data() -> None:
+    pair, head = (
+        load_train_recipe(ROOT / "recipes" / "train" / f"smollm2-135m-{name}.yaml") for name in ("gpu", "flex-gpu")
+    )
+    assert pair.data == head.data
+    assert (pair.target, pair.precision) == (head.target, head.precision)
+    assert pair.first is not None
+    assert head.flex is not None
+    budgets = [(one.steps, one.batch, one.blocks) for one in (pair.first, head.flex)]
+    assert budgets[0] == budgets[1]
+
+
 def test_something_is_shipped() -> None:
     assert SHIPPED
 
