@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import embedding, pad
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.drafters.heads import Head, HeadConfig
@@ -76,7 +76,7 @@ class CandidateSelector(Head):
 
     def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         of_slot: Tensor = self.hidden_projection(hidden)
-        return self.predecessor_codebook[parents].float() * of_slot[..., None, :].float()
+        return embedding(parents, self.predecessor_codebook).float() * of_slot[..., None, :].float()
 
 
 class Convolution(nn.Module):

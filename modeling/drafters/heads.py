@@ -23,6 +23,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.layers import Layer
@@ -55,7 +56,8 @@ class Head(nn.Module, ABC):
 
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
-        return self.predecessors(hidden, parents).float() @ self.successors[candidates].float().mT
+        # an embedding on a CPU copies rows in a tenth of an index's time
+        return self.predecessors(hidden, parents).float() @ embedding(candidates, self.successors).float().mT
 
 
 class HeadConfig(ABC):
@@ -107,12 +109,13 @@ def conditioned(
     added = torch.where(is_known, added[..., :1, :], added.masked_fill(is_first[:, None], 0.0))
     table = _normalised(draft.logprob, added)
 
-    walk, parent = list[Tensor](), torch.zeros_like(shown[..., 0, :])  # [B, K, 1]: the row of the table
-    for slot in range(slots):
-        row = table[..., slot, :, :].gather(-2, parent[..., None].expand(*parent.shape, table.shape[-1]))[..., 0, :]
-        walk.append(row)
-        parent = row.argmax(-1, keepdim=True) + 1
-    logprob, order = torch.stack(walk, -2).sort(dim=-1, descending=True, stable=True)
+    following = table.argmax(-1) + 1  # [B, K, S, P]: the row of the slot behind, where each row's best is taken
+    taken = [torch.zeros_like(shown[..., 0, :])]  # [B, K, 1]: the row of each slot along the walk
+    for slot in range(slots - 1):
+        taken.append(following[..., slot, :].gather(-1, taken[-1]))
+    rows = torch.stack(taken, -2)[..., None]
+    walk = table.gather(-2, rows.expand(*rows.shape[:-1], table.shape[-1]))[..., 0, :]
+    logprob, order = walk.sort(dim=-1, descending=True, stable=True)
     order = order[..., :width]
     tokens, logprob = draft.tokens.gather(-1, order), logprob[..., :width]
     if width == 1:

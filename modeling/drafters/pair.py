@@ -94,7 +94,7 @@ class PairHead(Head):
     def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         assert self.predecessor_table is not None, "the drafter is attached to a target first"
         of_slot: Tensor = self.hidden_projection(hidden)
-        return self.predecessor_table[parents].float() * of_slot[..., None, :].float()
+        return F.embedding(parents, self.predecessor_table).float() * of_slot[..., None, :].float()
 
 
 def unit_rms(embedded: Tensor) -> Tensor:
