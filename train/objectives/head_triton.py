@@ -105,8 +105,9 @@ def stats_triton(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """`head_stats` in its order from logits [N, C], correction [C], labels and forbidden [N]; and norms [N] of both."""
     rows, columns = drafted.shape
-    floats = torch.empty(6, rows, dtype=torch.float32, device=drafted.device)
-    log_q, cross, overlap, entropy, norm_q, norm_p = floats.unbind(0)
+    # one tensor each: Triton compiles anew for other alignments
+    floats = (torch.empty(rows, dtype=torch.float32, device=drafted.device) for _ in range(6))
+    log_q, cross, overlap, entropy, norm_q, norm_p = floats
     guess = torch.empty(rows, dtype=torch.long, device=drafted.device)
     if rows:
         with torch.cuda.device_of(drafted):  # type: ignore[no-untyped-call]  # Triton launches on the current device

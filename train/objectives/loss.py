@@ -44,6 +44,8 @@ from d2sd.train_recipe import Objective
 
 # Shape letters: B sequences, A blocks of each, G block size γ, C candidate ids, V vocabulary, E hidden.
 
+_ALIGNED = 16
+
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
@@ -63,6 +65,8 @@ class Candidates:
     ) -> Candidates:
         """head [V, E]; always [V] bool on the CPU; `negatives` of the other ids are drawn."""
         always_ids, others = always.nonzero()[:, 0], (~always).nonzero()[:, 0]
+        if head.is_cuda and negatives >= _ALIGNED:  # kernels read whole rows of logits, aligned ones several at a time
+            negatives -= (len(always_ids) + negatives) % _ALIGNED
         drawn = others[torch.randperm(len(others), generator=generator)[:negatives]]
         ids = torch.cat([always_ids, drawn])
         correction = torch.zeros(len(ids))
