@@ -1,0 +1,118 @@
+"""A step of training on fake CUDA tensors: shapes, types and devices are real, values are not, and no GPU is needed.
+
+    python -m tests.train.fake_cuda FOLDER KIND ...
+
+Prints a JSON line for each kind of drafter: operators of a step without its backward pass, which needs a device, and
+those on tensors of both host and device. FOLDER has the device guard of tests/cuda/guard.py.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from d2sd.convert.kinds import KINDS
+from d2sd.policies import DrafterRole
+from d2sd.train import loop
+from d2sd.train.data.draws import PrefixDraws
+from d2sd.train.data.features import TrainingData
+from d2sd.train.data.packing import Packed
+from d2sd.train.data.responses import Response
+from d2sd.train.loop import Drawn, Trainer
+from d2sd.train.objectives import head as head_module
+from d2sd.train.objectives.head import Head
+from d2sd.train.objectives.loss import Candidates
+from d2sd.train_recipe import SecondSettings, TrainSettings
+from tests.cuda import guard
+from tests.runtime.fake_cuda import Watch, models
+
+HIDDEN, VOCAB = 64, 512
+SETTINGS: dict[str, Any] = {
+    "steps": 1, "batch": 8, "micro_batch": 8, "blocks": 6, "frequent": 64, "negatives": 16,
+    "objective": {"slots": "dpace", "ce": 0.3, "kl": 0.7, "focal": 0.3, "chain": 4},
+}  # fmt: skip
+
+
+def stats(drafted: Tensor, target: Tensor, *others: Tensor) -> tuple[list[Tensor], Tensor, Tensor]:
+    """In place of a kernel, which is no operator: what it may rely on."""
+    assert all(part.is_contiguous() for part in (drafted, target, *others))
+    assert {part.device.type for part in (drafted, target, *others)} == {"cuda"}
+    columns = [torch.empty(len(drafted), device="cuda") for _ in range(6)]
+    return [*columns[:4], torch.empty(len(drafted), dtype=torch.long, device="cuda")], columns[4], columns[5]
+
+
+def drawn_step(trainer: Trainer, mode: FakeTensorMode) -> tuple[Drawn, int]:
+    """The first step's data, drawn on the host, on the fake device; and how many slots are trained at most."""
+    device_head, trainer._head = trainer._head, torch.zeros(VOCAB, HIDDEN)
+    drawn = trainer._prepare(0)
+    trainer._head = device_head
+    slots = sum(int(packed.inside[..., 1:].sum()) for packed, _ in drawn.batches)
+
+    def there(part: Any) -> Any:
+        return mode.from_tensor(part).to("cuda") if isinstance(part, Tensor) else part
+
+    with mode:
+        batches: list[tuple[Packed, PrefixDraws | None]] = []
+        for packed, draws in drawn.batches:
+            moved = Packed(*(there(getattr(packed, field.name)) for field in fields(packed)))
+            batches.append((moved, None if draws is None else PrefixDraws(there(draws.length), there(draws.chance))))
+        ids, index, head = drawn.candidates.ids, drawn.candidates.index, drawn.candidates.head
+        candidates = Candidates(there(ids), there(index), Head(there(head.weight), there(head.correction)))
+    return Drawn(0, batches, candidates), slots
+
+
+def watched(role: DrafterRole) -> Watch:
+    """One step of a drafter in a place."""
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    layers = 1 if role is DrafterRole.FLEX else 2  # auxiliary ones
+    responses = [Response(f"a{i}", list(range(5 + 3 * i)), list(range(40))) for i in range(12)]
+    rows = [torch.zeros(len(r.prompt_ids) + 40, (layers + 1) * HIDDEN, dtype=torch.bfloat16) for r in responses]
+    data = TrainingData(responses, layers, rows.__getitem__)
+    chosen = SecondSettings(**SETTINGS, on_correction=0.25) if role is DrafterRole.SECOND else TrainSettings(**SETTINGS)
+    frequent = data.frequent(64, VOCAB)
+    with mode:
+        target, first, second, flex = models(windowed=False)
+        drafter = {DrafterRole.FIRST: first, DrafterRole.SECOND: second, DrafterRole.FLEX: flex}[role]
+        drafter.requires_grad_(True)
+        with patch.object(loop, "digest_of", lambda *_: ""), patch.object(data, "frequent", lambda *_: None):
+            trainer = Trainer(target, drafter, data, chosen, first if role is DrafterRole.SECOND else None)
+        for place, each in ((DrafterRole.FIRST, first), (DrafterRole.SECOND, second)):
+            KINDS[place].attach(each, target)
+    trainer._frequent = frequent
+    trainer._next, slots = drawn_step(trainer, mode)
+
+    def backward(_: Tensor) -> None:
+        for parameter in drafter.parameters():
+            parameter.grad = torch.empty_like(parameter) if parameter.requires_grad else None
+
+    kernels = SimpleNamespace(stats_triton=stats)
+    values: dict[str, Any] = {
+        "nonzero": lambda x: torch.zeros(slots, x.dim(), dtype=torch.long, device=x.device),
+        "tolist": lambda x: [1.0] * len(x),
+        "item": lambda _: 1.0,
+        "backward": backward,
+    }
+    triton = patch.object(head_module, "_triton", lambda: kernels)
+    with mode, patch.multiple(Tensor, **values), triton, (watch := Watch()):
+        trainer._update()
+    return watch
+
+
+def main(folder: str, *kinds: str) -> None:
+    guard.load(Path(folder))
+    for kind in kinds:
+        watch = watched(next(role for role in DrafterRole if role.key == kind))
+        print(json.dumps({"operators": watch.operators, "crossing": watch.crossing}))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
