@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,6 @@ Report = Callable[[int, dict[str, float]], None]
 class Drawn:
     """The data of one step, on the training's device."""
 
-    step: int
     batches: list[tuple[Packed, PrefixDraws | None]]  # of each micro-batch
     candidates: Candidates
 
@@ -63,7 +63,10 @@ class Trainer:
         self._wrapped = self.dist.wrap_ddp(self._loss)
         self._optimizer = Optimizer(drafter, settings)
         self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
-        self._next: Drawn | None = None
+        # Prepares the next step while a GPU's backward pass is launched, for which Python waits. Not of several
+        # processes: they agree on a step's ids, in the order of their calls.
+        self._ahead = ThreadPoolExecutor(1) if self._head.is_cuda and self.dist.size == 1 else None
+        self._next: tuple[int, Future[Drawn]] | None = None
         self._identity = {
             "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
             "drafter": asdict(cast("Any", drafter.config)),
@@ -92,7 +95,7 @@ class Trainer:
 
     def _update(self) -> dict[str, float]:
         settings = self.settings
-        drawn = self._next if self._next is not None and self._next.step == self.step else self._prepare(self.step)
+        drawn = self._drawn()
         sequences = sum(len(packed.tokens) for packed, _ in drawn.batches)
         total: dict[str, Tensor] = {}
         for index, (packed, draws) in enumerate(drawn.batches):
@@ -100,14 +103,14 @@ class Trainer:
             with self._accumulate(last=index == len(drawn.batches) - 1), self._autocast():
                 terms = self._wrapped(packed, *self._visible(packed, drawn.candidates, draws), drawn.candidates)
                 loss = sum((settings.objective.terms[name] * value for name, value in terms.items()), start=0.0)
+                if index == len(drawn.batches) - 1:
+                    self._begin_next()
                 (loss * share).backward()  # type: ignore[union-attr]
             for name, value in {"loss": loss, **terms}.items():
                 total[name] = total.get(name, 0.0) + value.detach() * share
         total["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip)
         rate = settings.learning_rate * rate_factor(settings, self.step)
         self._optimizer.update(rate)
-        if self._head.is_cuda and self.step + 1 < settings.steps:
-            self._next = self._prepare(self.step + 1)  # while the GPU works on this step
         metrics = dict(zip(total, torch.stack([value.float() for value in total.values()]).tolist(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient norm"])):
             names = ", ".join(self._names(self._draws.numbers(self.step)))
@@ -122,6 +125,16 @@ class Trainer:
     def _names(self, numbers: range) -> list[str]:
         return [self.data.name(self._draws.index(number)) for number in numbers]
 
+    def _begin_next(self) -> None:
+        step = self.step + 1
+        if self._ahead is not None and step < self.settings.steps:
+            self._next = step, self._ahead.submit(self._prepare, step)
+
+    def _drawn(self) -> Drawn:
+        if self._next is not None and self._next[0] == self.step:
+            return self._next[1].result()
+        return self._prepare(self.step)
+
     def _prepare(self, step: int) -> Drawn:
         size, device = self.settings.micro_batch, self._head.device
         numbers: Sequence[int] = self._draws.numbers(step)
@@ -129,7 +142,7 @@ class Trainer:
             numbers = sorted(numbers, key=lambda number: self.data.length(self._draws.index(number)))
         batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         candidates = self._candidates([packed for packed, _ in batches], step)
-        return Drawn(step, [(packed.to(device), draws) for packed, draws in batches], candidates)
+        return Drawn([(packed.to(device), draws) for packed, draws in batches], candidates)
 
     def _draw(self, numbers: Sequence[int]) -> tuple[Packed, PrefixDraws | None]:
         """The blocks of a micro-batch, and what is drawn for their prefixes."""

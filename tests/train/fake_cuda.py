@@ -67,7 +67,7 @@ def drawn_step(trainer: Trainer, mode: FakeTensorMode) -> tuple[Drawn, int]:
             batches.append((moved, None if draws is None else PrefixDraws(there(draws.length), there(draws.chance))))
         ids, index, head = drawn.candidates.ids, drawn.candidates.index, drawn.candidates.head
         candidates = Candidates(there(ids), there(index), Head(there(head.weight), there(head.correction)))
-    return Drawn(0, batches, candidates), slots
+    return Drawn(batches, candidates), slots
 
 
 def watched(role: DrafterRole) -> Watch:
@@ -88,7 +88,7 @@ def watched(role: DrafterRole) -> Watch:
         for place, each in ((DrafterRole.FIRST, first), (DrafterRole.SECOND, second)):
             KINDS[place].attach(each, target)
     trainer._frequent = frequent
-    trainer._next, slots = drawn_step(trainer, mode)
+    drawn, slots = drawn_step(trainer, mode)
 
     def backward(_: Tensor) -> None:
         for parameter in drafter.parameters():
@@ -101,6 +101,7 @@ def watched(role: DrafterRole) -> Watch:
         "item": lambda _: 1.0,
         "backward": backward,
     }
+    trainer._drawn = lambda: drawn  # type: ignore[method-assign]
     triton = patch.object(head_module, "_triton", lambda: kernels)
     with mode, patch.multiple(Tensor, **values), triton, (watch := Watch()):
         trainer._update()

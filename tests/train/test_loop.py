@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
 
@@ -233,6 +234,16 @@ def test_micro_batches_change_nothing(terms: dict[str, object], tmp_path: Path) 
         for mine, theirs in zip(said, others, strict=True):
             assert theirs == pytest.approx(mine, rel=1e-5)
         assert float((found - weights).norm()) < 1e-3 * way
+
+
+def test_steps_that_are_prepared_ahead_are_the_same(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
+    """As on a GPU, by another thread."""
+    plain, ahead = trainer(data, first), trainer(data, first)
+    ahead._ahead = ThreadPoolExecutor(1)
+    assert told(ahead, tmp_path / "ahead") == told(plain, tmp_path / "plain")
+    assert ahead._next is not None
+    assert ahead._next[0] == ahead.settings.steps - 1
+    assert torch.equal(parameters(ahead), parameters(plain))
 
 
 def test_a_step_is_the_mean_of_its_sequences_clipped(tmp_path: Path) -> None:
