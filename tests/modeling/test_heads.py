@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dspark import MarkovConfig
 from d2sd.modeling.drafters.heads import HeadConfig
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.pair import PairConfig, PairHead
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.trees import Draft
@@ -211,6 +213,38 @@ def test_no_child_is_likelier_than_certain_and_nothing_is_nan() -> None:
         assert not numbers.isnan().any()
         assert (numbers <= 0).all()
     assert (found.logprob[:, 3, 1] == -torch.inf).all()
+
+
+class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts operators that are kernels on a GPU: all but views."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        inputs = {part.untyped_storage().data_ptr() for part in args if isinstance(part, Tensor)}
+        self.count += not (isinstance(out, Tensor) and out.untyped_storage().data_ptr() in inputs)
+        return out
+
+
+def test_what_a_pair_head_costs() -> None:
+    """Numbers of a head at SmolLM2's hidden size, and operators of a pass, however many branches it has."""
+    head = PairHead(PairConfig(128), 576)
+    assert sum(parameter.numel() for parameter in head.parameters()) == 221_184
+    drafter = tiny_drafter(TARGET, block_size=8, head=PairConfig(rank=4))
+    drafter.join(DECODER)
+    counts = set()
+    for branches in (1, 4):
+        tokens = torch.arange(16).expand(1, branches, 7, -1)
+        logprob = torch.linspace(-2, -9, 16).expand(1, branches, 7, -1)
+        hidden, blocks = torch.randn(1, branches, 7, 32), torch.full((1, branches, 8), MASK)
+        with Launches() as launches, torch.inference_mode():
+            drafter.conditioned(Draft(tokens, logprob), hidden, blocks, torch.zeros(1), 16)
+        counts.add(launches.count)
+    assert len(counts) == 1
+    assert max(counts) <= 48
 
 
 def test_config_says_what_it_is() -> None:
