@@ -305,13 +305,13 @@ class PairSettings(Part):
     #: head learns from their errors. By default heads take the drafters' own, which suits ready drafters.
     unseen: Positive | None = None
     #: Share of the loss that is the cross-entropy on the target's distribution; the others' is on the response's token.
-    kl: Share = 0.5
+    kl: Share = 0.0
     #: Constant of the slots' weights exp(-distance / decay).
     decay: Above0 = 4.0
     #: adamw, or muon.
     optimizer: Literal["muon", "adamw"] = "adamw"
-    #: Peak learning rate.
-    learning_rate: Above0 = 2e-3
+    #: Peak learning rate. Two visits of each block are enough: heads overfit from the third on.
+    learning_rate: Above0 = 1e-3
     #: Share of the steps in which the learning rate rises.
     warmup: Share = 0.04
     #: Weight decay.

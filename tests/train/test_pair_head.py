@@ -31,7 +31,17 @@ def data() -> TrainingData:
 
 
 def settings(**changes: object) -> PairSettings:
-    quick = {"rank": 8, "candidates": 6, "steps": 6, "batch": 2, "blocks": 6, "precision": "fp32", "save_every": 2}
+    quick = {
+        "kl": 0.5,
+        "learning_rate": 2e-3,
+        "rank": 8,
+        "candidates": 6,
+        "steps": 6,
+        "batch": 2,
+        "blocks": 6,
+        "precision": "fp32",
+        "save_every": 2,
+    }
     return PairSettings.model_validate(quick | changes)
 
 
