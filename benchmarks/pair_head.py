@@ -1,4 +1,4 @@
-"""What scores behind parents are worth, at equal rows, with the drafters of one bundle.
+"""Measures what scores behind parents are worth, at equal rows, with the drafters of one bundle.
 
     head-room    how often the right token is among a slot's 8, 16 or 32 candidates, and how many tokens a step would
                  commit if a chain always took it there; without any head

@@ -271,7 +271,7 @@ class SecondSettings(TrainSettings):
     #: Mask the first drafter's wrong token in the softmax at that slot, as drafting does.
     mask_rejected: bool = True
     #: Whose wrong tokens: the first drafter's, or those of its earlier self that errs on the training responses as
-    #: often as the trained one does on held-out responses, since it knows the training responses by heart.
+    #: often as the trained one does on held-out responses, since it remembers the training responses.
     rejections: Literal["final", "matched"] = "final"
 
     @model_validator(mode="after")

@@ -11,7 +11,7 @@ it. Parts of a call that time nothing run first, side by side: they wait for com
 grows case by case, and another call with the same --out, or one that resumes from its folder, goes on with what is
 missing. Fallbacks are forbidden throughout, and what would not have run kernels is refused. The exit status is 0 where
 everything was measured, REFUSED where something was refused, else 1.
-**Not yet run** on a GPU; `--dry` runs every case without one, but for its launches (`benchmarks.gpu.dry`).
+`--dry` runs every case without one, but for its launches (`benchmarks.gpu.dry`).
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PrefixDraws:
-    """What decides the prefixes of a micro-batch, drawn before the first drafter's errors are known."""
+    """Draws that decide the prefixes of a micro-batch, made before the first drafter's errors are known."""
 
     length: Tensor  # [B, A] int64, visible tokens of blocks of a variable prefix
     chance: Tensor  # [B, A] in [0, 1), decides between the kinds

@@ -212,7 +212,7 @@ def _triton() -> ModuleType | None:
 def _inputs(
     hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None, added: Added | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """What the kernels take first: logits of both without the head's correction, the correction, labels, forbidden."""
+    """The kernels' first arguments: logits of both without the head's correction, the correction, labels, forbidden."""
     with torch.autocast(hidden.device.type, enabled=False):
         drafted, target = (F.linear(part.to(head.weight.dtype), head.weight) for part in (hidden, target_hidden))
     if added is not None:

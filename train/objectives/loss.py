@@ -19,8 +19,8 @@ Slot weights, at distance d = k - n after n visible tokens:
     decay    exp(-d / decay)                                                          DFlash, D²SD
     dpace    Σ_{k>=j} ∏_{i<=k} (a + (1 - a) q_i(y_i)), detached                       D-PACE, arXiv 2605.18810
 
-D-PACE's terms are sums over a block's slots, about 7 times as large as a mean at block 8: beside it, chain needs 5 to
-10 where it has 40 beside decay.
+D-PACE's terms are sums over a block's slots, about 7 times as large as a mean at block 8: with it, chain needs 5 to
+10 where it has 40 with decay.
 
 D-PACE's weights with a = 0 are the gradient of chain: ∂R/∂log q_j = mean_k 1[k >= j] ∏_{i<=k} q_i. So combine
 `chain` with a slot term: its gradient vanishes when the first q of a block are tiny.

@@ -120,7 +120,7 @@ def load_ready(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
 
 
 def load_start(recipe: TrainRecipe) -> Drafter:
-    """What the first drafter starts from, in fp32 on the CPU, over the full vocabulary. Call `check_geometry` first."""
+    """The drafter that the first one starts from: fp32, CPU, full vocabulary. Call `check_geometry` first."""
     assert recipe.first is not None
     assert recipe.first.start is not None
     before = DFLASH.load(obtained(recipe, recipe.first.start), torch.float32)
