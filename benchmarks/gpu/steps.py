@@ -305,4 +305,6 @@ def _kernels(run: Any) -> int:
     with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
-    return sum(event.count for event in profile.key_averages())
+    # The profile also has the host's calls, each of which launched one of them.
+    on_device = torch.autograd.DeviceType.CUDA
+    return sum(event.count for event in profile.key_averages() if event.device_type == on_device)
