@@ -318,7 +318,9 @@ def evaluate_configs(
 def _read_as(bundle: Bundle, role: DrafterRole, drafter: Drafter, config: DrafterConfig) -> Drafter:
     """The same weights under another config."""
     if config.body != drafter.config.body:  # layers that are packed cannot be changed
-        return DFLASH.load(bundle.path / role.folder, drafter.norm.weight.dtype, config)
+        read = DFLASH.load(bundle.path / role.folder, drafter.norm.weight.dtype, config)
+        DFLASH.attach(read, bundle.target)
+        return read
     other = copy.copy(drafter)
     other.config = config
     if drafter.mask_embedding is not None and not config.mask_embedding:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,20 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.Monke
     values["dflash_config"]["mask_token_id"] = 7
     (other / "config.json").write_text(json.dumps(values))
     assert read(recipe.parent / "first", 7) == read(other, 7) != read(recipe.parent / "first", 63)
+
+
+def test_other_layers_are_tried_with_the_head(tmp_path: Path) -> None:
+    """A drafter that is read again for a trial, since packed layers do not change, has its head's tables too."""
+    recipe = project(tmp_path / "project", "pair", "pair")
+    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
+    bundle = load_bundle(tmp_path / "bundle")
+    plain = make_engine(bundle, policy="off").generate(REQUESTS)
+    bundle, role = load_bundle(bundle.path), DrafterRole.FIRST
+    own = DFLASH.load(bundle.path / role.folder, torch.float32)
+    DFLASH.attach(own, bundle.target)
+    changed = replace(own.config, body=replace(own.config.body, rms_norm_eps=0.5))
+    tried = [
+        Hypothesis(name, config, own.config.mask_token_id) for name, config in (("own", own.config), ("eps", changed))
+    ]
+    found = evaluate_configs(bundle, {role: own}, {role: tried}, plain)
+    assert [found[role][reading].lengths.numel() > 0 for reading in tried] == [True, True]
