@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -179,6 +179,9 @@ def runner(
         torch.set_default_dtype(torch.float32)
     if not changes:
         head.join(target)
+    if scored is not None:
+        for one in drafting[:2]:
+            cast("Drafter", one).join(target)
     drafters = {role: drafting[role] for role in roles}
     prepare_for_inference(target, drafters.values(), exact=exact)
     return ModelRunner(target, drafters, block_size=BLOCK)
