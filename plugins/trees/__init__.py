@@ -21,6 +21,7 @@ from d2sd.plugins.trees import cpu
 from d2sd.plugins.trees.reference.branches import (
     branches_of_nodes,
     chain_branches_reference,
+    log_rejected,
     mask_rejected,
     merged_branches_reference,
     restart_blocks_reference,
@@ -38,8 +39,8 @@ from d2sd.plugins.trees.types import PATH_BITS, Accepted, Branches, Draft, Sourc
 
 __all__ = [
     "Accepted", "Branches", "Draft", "Source", "Tree", "accept", "best_first_tree", "chain_branches", "from_candidates",
-    "from_chain", "mask_rejected", "max_nodes", "merged_branches", "replace_rows", "restart_blocks", "tree_branches",
-    "with_anchor",
+    "from_chain", "log_rejected", "mask_rejected", "max_nodes", "merged_branches", "replace_rows", "restart_blocks",
+    "tree_branches", "with_anchor",
 ]  # fmt: skip
 
 # Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, C candidate chains, G block size γ, N
@@ -104,10 +105,7 @@ def best_first_tree(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tre
 
 
 def chain_branches(first: Draft, count: int) -> Branches:
-    """D²SD: restart at the `count` likeliest boundaries, best first, with the draft at each presumed rejected.
-
-    If "everything accepted" is among them, its branch keeps the whole draft and adds no node.
-    """
+    """D²SD: restart at the `count` likeliest of S boundaries, best first, with the draft at each presumed rejected."""
     if _pick(first.tokens, count) is Implementation.TRITON:
         from d2sd.plugins.trees.triton.launch import boundaries_triton
 

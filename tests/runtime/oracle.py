@@ -167,13 +167,13 @@ def best_first(
 
 
 def chain_worth(first: Slots) -> list[float]:
-    """Probability that exactly i of the best candidates are accepted, i = 0 .. S."""
+    """Probability that exactly i of the best candidates are accepted, i = 0 .. S - 1."""
     worth, reached = [], 1.0
     for slot in first:
         accepted = math.exp(slot[0][1])
         worth.append(reached * (1 - accepted))
         reached *= accepted
-    return [*worth, reached]
+    return worth
 
 
 def tree_worth(first: Slots) -> dict[Path, float]:

@@ -144,7 +144,7 @@ def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
 
 def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: CheatingRunner) -> None:
     """Siblings were accepted where there are any, and branches restarted everywhere and won."""
-    boundaries = {"reanchor": range(BLOCK), "d2sd": range(BLOCK), "hybrid": range(1, BLOCK - 1)}.get(policy, ())
+    boundaries = {"reanchor": range(BLOCK - 1), "d2sd": range(BLOCK - 1), "hybrid": range(1, BLOCK - 1)}.get(policy, ())
     assert runner.boundaries.keys() == set(boundaries)
     assert stats.accepted_branches[0] > 5
     wins, siblings = (

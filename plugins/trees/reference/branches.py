@@ -14,13 +14,13 @@ from d2sd.plugins.trees.types import Branches, Draft, Source, Tree
 
 
 def boundary_scores(confidence: Tensor) -> Tensor:
-    """Probability that exactly i of the S drafts are accepted, i = 0 .. S; log confidences [B, S] -> [B, S + 1].
+    """Probability that the drafts are accepted up to the i-th and no further, i = 0 .. S - 1; log confidences [B, S] ->
+    [B, S].
 
-    r(i) = (c_1 … c_i)(1 - c_{i+1}). r(S), "everything accepted", is not in the paper; with it the scores sum to 1.
+    r(i) = (c_1 … c_i)(1 - c_{i+1}). The rest is the probability that all are, behind which a pass has no slot left.
     """
-    reached = torch.cat([torch.zeros_like(confidence[:, :1]), confidence.cumsum(-1)], dim=-1).exp()
-    rejected = torch.cat([-torch.expm1(confidence), torch.ones_like(confidence[:, :1])], dim=-1)
-    return reached * rejected
+    reached = torch.cat([torch.zeros_like(confidence[:, :1]), confidence.cumsum(-1)[:, :-1]], dim=-1).exp()
+    return reached * -torch.expm1(confidence)
 
 
 def log_rejected(confidence: Tensor) -> Tensor:
@@ -31,10 +31,7 @@ def log_rejected(confidence: Tensor) -> Tensor:
 def chain_branches_reference(first: Draft, count: int) -> Branches:
     """`chain_branches` in PyTorch: the specification."""
     length = boundary_scores(first.confidence).topk(count, dim=-1).indices
-    slots = first.top1.shape[1]
-    at_boundary = first.top1.gather(1, length.clamp(max=slots - 1))
-    rejected = torch.where(length < slots, at_boundary, -1)
-    return Branches(first.top1[:, None].expand(-1, count, -1), length, rejected)
+    return Branches(first.top1[:, None].expand(-1, count, -1), length, first.top1.gather(1, length))
 
 
 def branches_of_nodes(tree: Tree, first: Draft, count: int) -> Branches:

@@ -70,20 +70,19 @@ def boundaries_kernel(
     K: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """Grid (B). top1, confidence: [B, S]; prefix_len, rejected: [B, K]. SP > S: there is a boundary behind the last."""
+    """Grid (B). top1, confidence: [B, S]; prefix_len, rejected: [B, K], K at most S."""
     wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, SP)
-    before = (i > 0) & (i <= S)
+    before = (i > 0) & (i < S)
     passed = tl.load(confidence + request * confidence_stride + i - 1, mask=before, other=0.0)
     reached = exp(tl.cumsum(passed.to(tl.float64), axis=0).to(tl.float32))
     here = tl.load(confidence + request * confidence_stride + i, mask=i < S, other=0.0).to(tl.float32)
-    score = reached * tl.where(i < S, -expm1(here), 1.0)
-    best = largest(tl.where(i <= S, pack_entry(score, i), ABSENT), KP)
+    best = largest(tl.where(i < S, pack_entry(reached * -expm1(here), i), ABSENT), KP)
     length = place_of(best)
     k = tl.arange(0, KP)
     inside = k < K
-    token = tl.load(top1 + request * top1_stride + length, mask=inside & (length < S), other=-1)
+    token = tl.load(top1 + request * top1_stride + length, mask=inside)
     tl.store(prefix_len + request * K + k, length, mask=inside)
     tl.store(rejected + request * K + k, token, mask=inside)
 

@@ -91,10 +91,9 @@ def log(x: float) -> float:
 def likeliest(confidence: list[float], count: int) -> list[int]:
     """Boundaries by the probability that the chain ends there."""
     scores, total = [], 0.0
-    for value in (*confidence, None):
-        ends = 1.0 if value is None else f32(-math.expm1(value))
-        scores.append(f32(f32(math.exp(f32(total))) * ends))
-        total += 0.0 if value is None else value
+    for value in confidence:
+        scores.append(f32(f32(math.exp(f32(total))) * f32(-math.expm1(value))))
+        total += value
     return sorted(range(len(scores)), key=lambda i: -scores[i])[:count]
 
 
@@ -111,8 +110,8 @@ def test_boundaries(slots: int, width: int, monkeypatch: pytest.MonkeyPatch) -> 
             assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
         loops = [likeliest(row, count) for row in first.confidence.tolist()]
         assert found.prefix_len.tolist() == loops
-        top1 = [[*row, -1] for row in first.top1.tolist()]
-        assert found.rejected.tolist() == [[row[i] for i in at] for row, at in zip(top1, loops, strict=True)]
+        pairs = zip(first.top1.tolist(), loops, strict=True)
+        assert found.rejected.tolist() == [[row[i] for i in at] for row, at in pairs]
 
 
 def restarts(tree: Tree, first: Draft, row: int, count: int) -> list[tuple[list[int], int]]:

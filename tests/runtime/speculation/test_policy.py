@@ -147,13 +147,13 @@ def test_every_name_has_its_policy() -> None:
 
 
 def test_d2sd_by_hand() -> None:
-    """Boundaries 1 and 3 of a draft of 3: the second branch keeps everything and adds nothing."""
+    """Two boundaries of a draft of 3; that all of it is accepted, which has a chance of 1/8, is none."""
     half = math.log(0.5)
     first = draft_of([[[(2, half)], [(3, 2 * half)], [(4, 0.0)]]])
     policy = make_policy("d2sd", block_size=4, branches=2, row_budget=64)
     batch = batch_of([1], [0], [0])
     branches = policy.branches(batch, first)
-    assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8; "everything accepted" is worth 1/8
+    assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8
     second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
     nodes = nodes_of(policy.build(batch, sources_of(first, branches, second)), 0)
     assert [(n.path[1:], n.branch_id) for n in nodes] == [
