@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName, parse_method
+from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, DraftUse, PolicyName, UseName, parse_method
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
@@ -32,6 +32,19 @@ class CopyTable(BaseModel):
     slot: list[float]
 
 
+#: Of policies that take the likeliest tokens alone: by temperature (0, 1) and distance.
+Line = Annotated[list[list[float]], Field(min_length=2, max_length=2)]
+
+
+class UseTable(BaseModel):
+    """Platt parameters of a `DraftUse` that takes the best candidates alone."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    slope: Line
+    offset: Line
+
+
 class CalibrationFile(BaseModel):
     """Written by `d2sd calibrate`; read by the build, which compares the fingerprints with its drafters'."""
 
@@ -43,6 +56,9 @@ class CalibrationFile(BaseModel):
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
     offset: Table
+    #: of uses that are like another (`DraftUse.like`); those that are missing have the parameters of that one, as all
+    #: have in files that were written before
+    uses: dict[UseName, UseTable] = {}
     #: odds of copies of earlier text; files that were written before have none
     copies: dict[Literal["0", "1"], CopyTable] | None = None
     #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`; entry n is for n + 1 nodes
@@ -88,6 +104,15 @@ class CalibrationFile(BaseModel):
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
             if [*sizes, *{len(pair) for pair in pairs}] != shape:
                 raise ValueError(f"slope and offset must have the shape {shape}")
+        for use, own in self._tables():
+            if use.like == use:
+                raise ValueError(f"uses.{use.key}: its parameters are in slope and offset")
+            if not _needs(use) <= self.drafters.keys():
+                raise ValueError(f"uses.{use.key} needs the fingerprints of {' and '.join(sorted(_needs(use)))}")
+            if {len(part) for part in (*own.slope, *own.offset)} != {shape[2]}:
+                raise ValueError(f"uses.{use.key} must have {shape[2]} distances at each temperature")
+            if not all(a > 0 for part in own.slope for a in part):
+                raise ValueError(f"uses.{use.key}: a slope is not above 0")
         if self.copies is not None and [len(odds.slot) for odds in self.copies.values()] != [shape[2]] * 2:
             raise ValueError(f"copies must have {shape[2]} slots at the temperatures 0 and 1")
         return self
@@ -111,12 +136,23 @@ class CalibrationFile(BaseModel):
             for key, curves in self.tau.items()
         }
         drafters = {name: mark for name, mark in self.drafters.items() if name in names}
+        uses = {use.key: table for use, table in self._tables() if _needs(use) <= names}
         slope, offset = (_rows_of(table, kept, size, value) for table, value in ((self.slope, 1.0), (self.offset, 0.0)))
-        return self.model_copy(update={"drafters": drafters, "tau": tau, "slope": slope, "offset": offset})
+        return self.model_copy(
+            update={"drafters": drafters, "tau": tau, "slope": slope, "offset": offset, "uses": uses}
+        )
+
+    def _tables(self) -> list[tuple[DraftUse, UseTable]]:
+        return [(use, self.uses[use.key]) for use in DraftUse if use.key in self.uses]
 
     def _run_by(self, policy: PolicyName) -> set[DrafterName]:
         """The drafters that the policy ran when it was fitted."""
         return {role.key for role in FACTS[policy].among(self.roles).drafters}
+
+
+def _needs(use: DraftUse) -> set[DrafterName]:
+    """The drafters of a use that is like another: of both of its passes."""
+    return {DrafterRole.FIRST.key, use.role.key}
 
 
 def _rows_of(table: Table, roles: Collection[int], size: int, value: float) -> Table:

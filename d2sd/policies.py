@@ -14,6 +14,8 @@ PolicyName = Literal[
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A drafter in files, logs and messages: the `key` of its role.
 DrafterName = Literal["first", "second", "flex"]
+#: A use of a drafter there: the `key` of a `DraftUse`.
+UseName = Literal["first", "second", "flex", "chain", "reanchor", "d2sd"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
 MAX_NODES = 1024
@@ -31,7 +33,7 @@ class FirstPass(Enum):
 
 
 class DrafterRole(IntEnum):
-    """A place for a drafter in a bundle, and the index of its parameters in a calibration.
+    """A place for a drafter in a bundle.
 
     The first two share a layout, DFlash's; the third is for a FlexDraft head. d2sd.convert.kinds has a record of each.
     """
@@ -52,6 +54,44 @@ class DrafterRole(IntEnum):
 
 
 DRAFTER_NAMES: tuple[DrafterName, ...] = get_args(DrafterName)
+USE_NAMES: tuple[UseName, ...] = get_args(UseName)
+
+
+class DraftUse(IntEnum):
+    """A use of a drafter that is right at rates of its own, and the index of its parameters in a calibration.
+
+    The first three are uses in trees of likeliest paths, and have the numbers of their roles.
+    """
+
+    FIRST = 0
+    SECOND = 1  # behind nodes of the first pass; in a bundle without a second drafter, the first's
+    FLEX = 2
+    CHAIN = 3  # the first drafter, of which only the likeliest tokens are taken
+    REANCHOR = 4  # the same drafter again, behind a token presumed rejected
+    D2SD = 5  # the second drafter, behind a token presumed rejected
+
+    @property
+    def key(self) -> UseName:
+        """Its name in files and messages."""
+        return USE_NAMES[self]
+
+    @property
+    def role(self) -> DrafterRole:
+        """The drafter that it is made for."""
+        return DrafterRole(self.like)
+
+    @property
+    def like(self) -> DraftUse:
+        """The use that is nearest to it of those that every calibration has."""
+        return _LIKE.get(self, self)
+
+    @property
+    def is_behind_rejected(self) -> bool:
+        """Whether it drafts behind a rejected token of the first draft."""
+        return self in (DraftUse.REANCHOR, DraftUse.D2SD)
+
+
+_LIKE = {DraftUse.CHAIN: DraftUse.FIRST, DraftUse.REANCHOR: DraftUse.FIRST, DraftUse.D2SD: DraftUse.SECOND}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +101,8 @@ class PolicyFacts:
     first_pass: FirstPass = FirstPass.DRAFTER
     first_drafter: DrafterRole = DrafterRole.FIRST  # of the first draft, if a drafter makes it
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
+    first_use: DraftUse = DraftUse.FIRST  # of the first draft's probabilities
+    second_use: DraftUse | None = None  # of those of the branches
     #: Drafts the branches in a bundle without the drafter of `second_pass`; None: the policy needs that drafter.
     fallback: DrafterRole | None = None
     grows: bool = False  # its tree can use more nodes than one block
@@ -88,24 +130,38 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
     {
         "off": PolicyFacts(FirstPass.NONE),
         "lookup": PolicyFacts(FirstPass.PROMPT_LOOKUP),
-        "chain": PolicyFacts(proven=True, forecast_by="ddtree"),
-        "reanchor": PolicyFacts(second_pass=DrafterRole.FIRST, grows=True),
+        "chain": PolicyFacts(first_use=DraftUse.CHAIN, proven=True, forecast_by="ddtree"),
+        "reanchor": PolicyFacts(
+            second_pass=DrafterRole.FIRST, first_use=DraftUse.CHAIN, second_use=DraftUse.REANCHOR, grows=True
+        ),
         # with the first drafter in place of the second it would be reanchor
-        "d2sd": PolicyFacts(second_pass=DrafterRole.SECOND, grows=True, proven=True),
+        "d2sd": PolicyFacts(
+            second_pass=DrafterRole.SECOND, first_use=DraftUse.CHAIN, second_use=DraftUse.D2SD, grows=True, proven=True
+        ),
         "ddtree": PolicyFacts(grows=True, copies=True, forecast_by="ddtree"),
         "hybrid": PolicyFacts(
             second_pass=DrafterRole.SECOND,
             fallback=DrafterRole.FIRST,
+            second_use=DraftUse.SECOND,
             grows=True,
             copies=True,
             proven=True,
             forecast_by="hybrid",
         ),
-        "flex": PolicyFacts(first_drafter=DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
-        "flex_tree": PolicyFacts(
-            first_drafter=DrafterRole.FLEX, grows=True, copies=True, proven=True, forecast_by="flex_tree"
+        "flex": PolicyFacts(
+            first_drafter=DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree"
         ),
-        "flex_parallel": PolicyFacts(FirstPass.CARRIED, DrafterRole.FLEX, proven=True, forecast_by="flex_tree"),
+        "flex_tree": PolicyFacts(
+            first_drafter=DrafterRole.FLEX,
+            first_use=DraftUse.FLEX,
+            grows=True,
+            copies=True,
+            proven=True,
+            forecast_by="flex_tree",
+        ),
+        "flex_parallel": PolicyFacts(
+            FirstPass.CARRIED, DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree"
+        ),
     }
 )
 #: Policies that a calibration forecasts.

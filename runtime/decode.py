@@ -21,7 +21,7 @@ from torch import Tensor
 
 from d2sd.plugins.lookup import Copy, find_copy
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree
-from d2sd.policies import DrafterRole, FirstPass
+from d2sd.policies import DrafterRole, DraftUse, FirstPass
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.grammar.step import OFFERED, SPARE, StepGrammar, TreePaths
 from d2sd.runtime.model_runner import ModelRunner, Verified
@@ -137,7 +137,7 @@ def draft_trees(
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
             first = runner.draft_first(batch, offered, policy.first_drafter)
-        first = calibrated(guided(first), batch, policy.first_drafter)
+        first = calibrated(guided(first), batch, policy.first_use)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)
     elif first is not None:
@@ -147,7 +147,7 @@ def draft_trees(
             branches = _boundaries(runner, policy, policy.second_pass, batch, first)
         with timer("draft_second"):
             second = runner.draft_second(batch, branches, policy.second_pass, offered)
-        second = calibrated(guided(second, branches), batch, policy.branch_scores, branches)
+        second = calibrated(guided(second, branches), batch, policy.second_use, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
     return Drafted(first, branches, second, copy, tree, paths)
@@ -162,7 +162,7 @@ def _boundaries(runner: ModelRunner, policy: Policy, drafter: DrafterRole, batch
     return replace(branches, prefix_len=branches.prefix_len.where(branches.prefix_len < drafts, slots))
 
 
-def _uncalibrated(draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
+def _uncalibrated(draft: Draft, batch: Batch, use: DraftUse, branches: Branches | None = None) -> Draft:
     """In place of `Calibration.apply`: leaves the drafter's probabilities unchanged."""
     return draft
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from d2sd.plugins.lookup import length_entry, support_entry
+from d2sd.plugins.trees import log_rejected
+from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Sequence
@@ -24,14 +26,22 @@ class CopyOutcome(NamedTuple):
 
 
 class NodeOutcome(NamedTuple):
-    """A node whose parent was accepted, so that the target has decided whether the node is accepted."""
+    """A node whose parent was accepted, so that the target has decided whether the node is accepted.
 
-    drafter: int  # `DrafterRole`, and its row in a calibration; of a second pass the role that it is made for
+    A node behind a rejected token of the first draft is one only where the target rejected that token.
+    """
+
+    use: DraftUse  # its row in a calibration
     distance: int  # slots after the last token of the drafter's context; 0 the next one
     sibling: bool  # not the slot's best candidate
-    logprob: float  # the drafter's log-probability given the parent
+    logprob: float  # the drafter's log-probability given the parent, and what was rejected
     accepted: bool
     node: int  # its index in the tree: a tree with a smaller node budget may lack it
+
+    @property
+    def drafter(self) -> DrafterRole:
+        """The drafter that the pass is made for."""
+        return self.use.role
 
     @property
     def prob(self) -> float:
@@ -92,7 +102,7 @@ def _request(trace: StepTrace, row: int) -> StepObservation:
         rank,
         trace.policy.proposer(int(accepted.accepted_branch[row])) > FIRST_DRAFT and count - 1 > chain,
         path[1:],
-        _judged(trace, row, nodes, path, lengths),
+        _judged(trace, row, nodes, path, lengths, chain),
         _copied(trace, row, count),
     )
 
@@ -108,20 +118,32 @@ def _copied(trace: StepTrace, row: int, count: int) -> list[CopyOutcome]:
     return [CopyOutcome(length, support[slot], slot, slot < matched) for slot in decided]
 
 
-def _judged(trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int]) -> list[NodeOutcome]:
+def _judged(
+    trace: StepTrace, row: int, nodes: int, path: list[int], lengths: list[int], chain: int
+) -> list[NodeOutcome]:
     tree, policy = trace.tree, trace.policy
     parent, depth = tree.parent[row, :nodes].tolist(), tree.depth[row, :nodes].tolist()
     proposers = [policy.proposer(branch) for branch in tree.branch_id[row, :nodes].tolist()]
     logprob = (tree.score[row] - tree.score[row].gather(0, tree.parent[row])).tolist()
-    on_path, has_child = set(path), set()
+    rejected = list[float]()  # of every slot, where branches stand behind a rejected token
+    if trace.first is not None and policy.second_use.is_behind_rejected:
+        rejected = log_rejected(trace.first.confidence[row]).tolist()
+    on_path, has_child = set(path), set[tuple[int, int]]()
     outcomes = []
     for node in range(1, nodes):
         above = parent[node]
         branch = proposers[node]
-        if above in on_path and branch != COPY:
-            distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
-            drafter = policy.branch_scores if branch else policy.first_drafter
-            outcomes.append(NodeOutcome(drafter, distance, above in has_child, logprob[node], node in on_path, node))
-        if branch != COPY:
-            has_child.add(above)
+        if branch == COPY:
+            continue
+        sibling = (above, branch) in has_child
+        has_child.add((above, branch))
+        if above not in on_path:
+            continue
+        use, said = policy.second_use if branch else policy.first_use, logprob[node]
+        distance = depth[node] - 1 - (lengths[branch - 1] if branch else 0)
+        if use.is_behind_rejected and distance == 0:
+            if chain >= depth[node]:
+                continue
+            said = min(said - rejected[depth[node] - 1], 0.0)  # the score has fp32's rounding of both
+        outcomes.append(NodeOutcome(use, distance, sibling, said, node in on_path, node))
     return outcomes

@@ -120,12 +120,12 @@ def follow_engine(
 
 def scores_of(file: CalibrationFile) -> Calibration:
     """The scores of drafts and copies that a calibration holds."""
-    from d2sd.runtime.speculation.calibration import Calibration, CopyOdds
+    from d2sd.runtime.speculation.calibration import Calibration, CopyOdds, Lines
 
-    if file.copies is None:
-        return Calibration.of(file.slope, file.offset)
-    tables = file.copies["0"], file.copies["1"]
-    return Calibration.of(file.slope, file.offset, [CopyOdds(one.length, one.support, one.slot) for one in tables])
+    tables = [] if file.copies is None else [file.copies["0"], file.copies["1"]]
+    copies = [CopyOdds(one.length, one.support, one.slot) for one in tables] or None
+    uses = {key: Lines(one.slope, one.offset) for key, one in file.uses.items()}
+    return Calibration.of(file.slope, file.offset, copies, uses)
 
 
 def policy_of_tree(tree: Tree, name: PolicyName, rows: int, drafters: Collection[DrafterRole]) -> TreePolicy:

@@ -1,25 +1,25 @@
 """Platt scaling of drafter probabilities into acceptance probabilities, fitted on held-out prompts.
 
 A drafted token whose ancestors were all accepted is accepted with a probability whose log-odds are a·logit(p) + b.
-a and b depend on the drafter, on the token's distance from the last token of that drafter's context, and on whether it
-is the slot's best candidate or a sibling. They are fitted at T = 0 and T = 1, because the target's distribution is
-sharper when greedy, and interpolated in between.
+a and b depend on the use of the drafter, on the token's distance from the last token of that drafter's context, and on
+whether it is the slot's best candidate or a sibling. They are fitted at T = 0 and T = 1, because the target's
+distribution is sharper when greedy, and interpolated in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid, pad
+from torch.nn.functional import logsigmoid
 
 from d2sd.plugins.lookup import CopyScores
 from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import DrafterRole
+from d2sd.policies import DraftUse, UseName
 from d2sd.runtime.batch import Batch
 
 # Shape letters: B requests, K branches, S slots, M candidates a slot.
@@ -28,12 +28,22 @@ from d2sd.runtime.batch import Batch
 _MAX_LOGPROB = -1e-6
 
 
+_Line = Sequence[Sequence[float]]
+
+
+class Lines(NamedTuple):
+    """Parameters of a use that takes the best candidates alone, by temperature (0, 1) and distance 1 .. S."""
+
+    slope: _Line
+    offset: _Line
+
+
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """Parameters by temperature (0, 1), drafter (`DrafterRole`), distance 1 .. S and kind (best, sibling)."""
+    """Parameters by temperature (0, 1), use of a drafter (`DraftUse`), distance 1 .. S and kind (best, sibling)."""
 
-    slope: Tensor  # [2, D, S, 2] fp32, positive; D drafters, by role
-    offset: Tensor  # [2, D, S, 2] fp32
+    slope: Tensor  # [2, U, S, 2] fp32, positive; U uses
+    offset: Tensor  # [2, U, S, 2] fp32
     copies: CopyScores | None = None  # None: `default_scores`
 
     def to(self, device: str) -> Calibration:
@@ -45,14 +55,29 @@ class Calibration:
         slope: list[list[list[list[float]]]],
         offset: list[list[list[list[float]]]],
         copies: Sequence[CopyOdds] | None = None,
+        uses: Mapping[UseName, Lines] | None = None,
     ) -> Calibration:
-        """Tables of a `CalibrationFile`; a drafter without a row keeps its probabilities."""
-        rows = (0, 0, 0, 0, 0, len(DrafterRole) - len(slope[0]))
-        scores = None if copies is None else copy_scores(copies, len(slope[0][0]))
-        return Calibration(pad(torch.tensor(slope), rows, value=1.0), pad(torch.tensor(offset), rows), scores)
+        """Tables of a `CalibrationFile`, by drafter, and the lines of uses by their keys. A use without lines has the
+        parameters of the one it is like; a drafter without a row keeps its probabilities.
+        """
+        told, slots = uses or {}, len(slope[0][0])
 
-    def apply(self, draft: Draft, batch: Batch, drafter: int, branches: Branches | None = None) -> Draft:
-        """Calibrate a draft of a `DrafterRole`: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`.
+        def rows(table: list[list[list[list[float]]]], neutral: float, lines: Mapping[UseName, _Line]) -> Tensor:
+            found = torch.full((2, len(DraftUse), slots, 2), neutral)
+            found[:, : len(table[0])] = torch.tensor(table)
+            for use in DraftUse:
+                line = lines.get(use.key)
+                found[:, use] = found[:, use.like] if line is None else torch.tensor(line)[..., None]
+            return found
+
+        return Calibration(
+            rows(slope, 1.0, {key: lines.slope for key, lines in told.items()}),
+            rows(offset, 0.0, {key: lines.offset for key, lines in told.items()}),
+            None if copies is None else copy_scores(copies, slots),
+        )
+
+    def apply(self, draft: Draft, batch: Batch, use: DraftUse, branches: Branches | None = None) -> Draft:
+        """Calibrate a draft for its use: a first pass [B, S, M], or a second pass [B, K, S, M] of `branches`.
 
         Of `Draft.behind` the best candidate is that of each row: behind another parent it may be another one.
         """
@@ -65,7 +90,7 @@ class Calibration:
 
         def straightened(logprob: Tensor, at: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
             slot, kind = at
-            ends = (values[:, drafter][:, slot, kind].unbind(0) for values in (self.slope, self.offset))
+            ends = (values[:, use][:, slot, kind].unbind(0) for values in (self.slope, self.offset))
             slope, offset = (torch.lerp(greedy, sampled, weight) for greedy, sampled in ends)
             return logsigmoid(slope * logit(logprob) + offset)
 

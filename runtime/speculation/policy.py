@@ -26,7 +26,7 @@ from d2sd.errors import RecipeError
 from d2sd.plugins import trees
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
-from d2sd.policies import FACTS, MAX_NODES, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, MAX_NODES, DrafterRole, DraftUse, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sequence import Sequence as DecodingSequence
 from d2sd.runtime.speculation.host_drafts import carried_draft
@@ -48,7 +48,7 @@ class Policy:
     num_nodes: int  # nodes of every tree
     num_branches: int = 0  # K
     lookup: bool = False  # a copy of earlier text competes with the drafts
-    #: Drafts the branches in place of the drafter of `branch_scores`; None: that one does.
+    #: Drafts the branches in place of the drafter of the second pass; None: that one does.
     fallback: DrafterRole | None = None
 
     name: ClassVar[PolicyName]
@@ -73,12 +73,15 @@ class Policy:
         return FACTS[self.name].second_pass if self.fallback is None else self.fallback
 
     @property
-    def branch_scores(self) -> DrafterRole:
-        """The row of a calibration for the branches: a first drafter that makes both passes is right at other rates
-        in each, so its second has the row of a second drafter.
-        """
-        own = FACTS[self.name].second_pass
-        return self.first_drafter if own is None else own
+    def first_use(self) -> DraftUse:
+        """The use whose calibration applies to the first draft."""
+        return FACTS[self.name].first_use
+
+    @property
+    def second_use(self) -> DraftUse:
+        """The use whose calibration applies to the branches; without a second pass, `first_use`."""
+        own = FACTS[self.name].second_use
+        return self.first_use if own is None else own
 
     @property
     def drafters(self) -> tuple[DrafterRole, ...]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
-from d2sd.calibration import CalibrationFile, write_calibration
+from d2sd.calibration import CalibrationFile, UseTable, write_calibration
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.hf_config import rope_fields
@@ -22,7 +22,7 @@ from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.policies import DRAFTER_NAMES
+from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
 _ARCHITECTURES = {
@@ -192,6 +192,10 @@ def calibration_of(*drafters: Path, slots: int = 3) -> CalibrationFile:
         block_size=slots + 1,
         slope=(0.5 + numbers / 32).tolist(),
         offset=(numbers / 8 - 1).tolist(),
+        uses={
+            use.key: UseTable(slope=[[0.25 + use / 8] * slots] * 2, offset=[[use / 4] * slots] * 2)
+            for use in (DraftUse.CHAIN, DraftUse.REANCHOR, DraftUse.D2SD)[: 1 + len(drafters)]
+        },
         tau={"0": curves, "1": curves},
         report={"prompts": 2},
     )

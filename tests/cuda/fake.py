@@ -225,7 +225,7 @@ def steps(
         if policy.copies:
             made.keep_text()
         if calibrated:
-            slope, offset = torch.ones(2, 3, BLOCK - 1, 2), torch.zeros(2, 3, BLOCK - 1, 2)
+            slope, offset = torch.ones(2, 6, BLOCK - 1, 2), torch.zeros(2, 6, BLOCK - 1, 2)
             calibration = Calibration(slope, offset).to(made.device)
         batch, draft = batch_of(size, kinds, states=made.slot_bytes > 0), None
         if policy.drafts_on_host:

@@ -13,7 +13,7 @@ import torch
 
 from d2sd.modeling.config import Family
 from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
+from d2sd.policies import FACTS, NAMES, DrafterRole, DraftUse, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -192,7 +192,7 @@ def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, looku
     engine = way.engine(cheater(requests, alone=True), "hybrid", lookup=lookup)
     policy = engine.policy
     assert policy.drafters == (DrafterRole.FIRST,)
-    assert (policy.second_pass, policy.branch_scores) == (DrafterRole.FIRST, DrafterRole.SECOND)
+    assert (policy.second_pass, policy.second_use) == (DrafterRole.FIRST, DraftUse.SECOND)
     stats = way.run(engine, requests)
     assert stats.tau > 2
     assert sum(count for branch, count in stats.accepted_branches.items() if branch > 0) > 15

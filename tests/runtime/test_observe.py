@@ -16,7 +16,7 @@ from torch import Tensor
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.lookup import Copy
 from d2sd.plugins.trees import Branches, Draft, accept, from_chain
-from d2sd.policies import NAMES, PolicyName
+from d2sd.policies import NAMES, DraftUse, PolicyName
 from d2sd.runtime.decode import StepTrace, sources_of
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
@@ -53,6 +53,14 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
     return StepTrace(sequences(active), policy, first, branches, tree, accept(tree, chosen, longest))
 
 
+def use_of(policy: PolicyName, *, redrafted: bool) -> DraftUse:
+    if policy.startswith("flex"):
+        return DraftUse.FLEX
+    if policy in ("chain", "reanchor", "d2sd"):
+        return DraftUse[policy.upper()] if redrafted else DraftUse.CHAIN
+    return DraftUse.SECOND if redrafted else DraftUse.FIRST
+
+
 def slowly(trace: StepTrace, row: int) -> StepObservation:
     """The definitions, word by word."""
     nodes = nodes_of(trace.tree, row)
@@ -70,23 +78,29 @@ def slowly(trace: StepTrace, row: int) -> StepObservation:
         rows = zip(trace.branches.tokens[row].tolist(), trace.branches.prefix_len[row].tolist(), strict=True)
         starts = [tokens[:length] for tokens, length in rows]
     rank = next((n for n, start in enumerate(starts) if start == best[:chain]), None)
-    judged, parents = [], list[Path]()
+    judged, parents = [], list[tuple[Path, int]]()
     for number, node in enumerate(nodes[1:], 1):
         above = node.path[:-1]
         slot = len(node.path) - 2
         redrafted = trace.policy.second_pass is not None and node.branch_id > 0
-        if above in path:
+        distance = slot - len(starts[node.branch_id - 1]) if redrafted else slot
+        logprob = node.score - by_path[above].score
+        rejects = redrafted and distance == 0 and trace.policy.name in ("reanchor", "d2sd")
+        if rejects and trace.first is not None:
+            taken = math.exp(min(float(trace.first.logprob[row, slot, 0]), -1e-7))
+            logprob = min(0.0, logprob - math.log1p(-taken))
+        if above in path and not (rejects and chain > slot):
             judged.append(
                 NodeOutcome(
-                    drafter=(trace.policy.second_pass or 0) if redrafted else 2 * trace.policy.name.startswith("flex"),
-                    distance=slot - len(starts[node.branch_id - 1]) if redrafted else slot,
-                    sibling=above in parents,
-                    logprob=node.score - by_path[above].score,
+                    use=use_of(trace.policy.name, redrafted=redrafted),
+                    distance=distance,
+                    sibling=(above, node.branch_id) in parents,
+                    logprob=logprob,
                     accepted=node.path in path,
                     node=number,
                 )
             )
-        parents.append(above)
+        parents.append((above, node.branch_id))
     merged = int(trace.tree.num_merged[row])
     rescued = trace.policy.second_pass is not None and by_path[deepest].branch_id > 0 and len(path) - 1 > chain
     nodes_on = [number for number, node in enumerate(nodes) if number and node.path in path]

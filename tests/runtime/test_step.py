@@ -7,7 +7,7 @@ import torch
 
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Accepted, Branches, Draft
-from d2sd.policies import NAMES, DrafterRole, PolicyName
+from d2sd.policies import NAMES, DrafterRole, DraftUse, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
@@ -152,26 +152,44 @@ def test_lookup_drafts_from_each_text_alone() -> None:
 
 def made_up(seed: int = 0) -> Calibration:
     dice = torch.Generator().manual_seed(seed)
-    shape = 2, 2, SLOTS, 2
+    shape = 2, len(DraftUse), SLOTS, 2
     return Calibration(0.5 + torch.rand(shape, generator=dice), torch.randn(shape, generator=dice))
 
 
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_drafts_are_straightened_as_those_of_their_drafter(policy: PolicyName) -> None:
+def test_drafts_are_straightened_as_those_of_their_use(policy: PolicyName) -> None:
     """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
     runner, calibration = Spy(), made_up()
     engine = make_engine(runner, policy, calibration=calibration)
     batch, result = one_step(engine)
     first, branches, second = result.first, result.branches, result.second
     assert first is not None
-    straight = calibration.apply(runner.said[0], batch, 0)
+    one, two = {
+        "ddtree": (DraftUse.FIRST, None),
+        "hybrid": (DraftUse.FIRST, DraftUse.SECOND),
+        "chain": (DraftUse.CHAIN, None),
+        "reanchor": (DraftUse.CHAIN, DraftUse.REANCHOR),
+        "d2sd": (DraftUse.CHAIN, DraftUse.D2SD),
+    }[policy]
+    straight = calibration.apply(runner.said[0], batch, one)
     assert torch.equal(first.logprob, straight.logprob)
     assert not torch.allclose(first.logprob, runner.said[0].logprob)
     if branches is not None and second is not None:
         wanted = engine.policy.branches(batch, straight)
         assert torch.equal(branches.prefix_len, wanted.prefix_len)
-        drafter = {"reanchor": 0}.get(policy, 1)
-        assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, drafter, branches).logprob)
+        assert two is not None
+        assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, two, branches).logprob)
+
+
+@pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
+def test_an_identity_leaves_trees_as_they_are(policy: PolicyName) -> None:
+    trees = []
+    for calibration in (None, Calibration.of([[[[1.0] * 2] * SLOTS] * 2] * 2, [[[[0.0] * 2] * SLOTS] * 2] * 2)):
+        _, result = one_step(make_engine(honest(), policy, calibration=calibration, row_budget=9))
+        trees.append(result.tree)
+    for name in ("tokens", "parent", "valid", "branch_id"):
+        assert torch.equal(*(getattr(tree, name) for tree in trees))
+    torch.testing.assert_close(trees[0].score, trees[1].score, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])

@@ -1,7 +1,7 @@
 """Fit a confidence calibration to the steps of the drafters' trees, at T = 0 and T = 1.
 
-Predicted acceptance is fitted to the observed one by Platt scaling: one logistic regression per drafter, distance and
-kind of candidate.
+Predicted acceptance is fitted to the observed one by Platt scaling: one logistic regression per use of a drafter,
+distance and kind of candidate.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, chat_request, make_engine
-from d2sd.calibration import CalibrationFile, CopyTable
+from d2sd.calibration import CalibrationFile, CopyTable, UseTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, DraftUse, FirstPass, PolicyName
 from d2sd.progress import bar
 from d2sd.recipe import Recipe
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
@@ -31,37 +31,51 @@ from d2sd.runtime.speculation.calibration import Calibration, logit
 from d2sd.runtime.stats import calibration_error, reliability_bins
 from d2sd.train.confidence.copies import fit_copies
 
-#: Weight, in observations, of the prior a = 1, b = 0: it regularises distances that are rarely reached.
+#: Weight, in observations, of the prior: it regularises distances that are rarely reached.
 PRIOR = 4.0
+#: That of a use's prior, the fit of the one it is like; of 4, 16 and 64 the best on prompts that were left out.
+_LIKE_PRIOR = 16.0
+_IDENTITY = 1.0, 0.0
 _MIN_SLOPE = 0.05  # positive, so that calibration keeps the order of confidences
 _STEPS = 200
 
 
-def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int, drafters: int = 2) -> Calibration:
-    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1; `drafters` is its D."""
-    slope, offset = torch.ones(2, drafters, slots, 2), torch.zeros(2, drafters, slots, 2)
+def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: int) -> Calibration:
+    """Calibration of blocks with `slots` drafts, from node outcomes at T = 0 and at T = 1.
+
+    The prior of a use is the fit of the one it is like, and the identity of those that are like no other.
+    """
+    slope, offset = torch.ones(2, len(DraftUse), slots, 2), torch.zeros(2, len(DraftUse), slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
-        groups: dict[tuple[int, int, int], list[tuple[float, bool]]] = {}
+        groups: dict[DraftUse, dict[tuple[int, int], list[tuple[float, bool]]]] = {use: {} for use in DraftUse}
         for outcome in observed:
-            key = outcome.drafter, outcome.distance, int(outcome.sibling)
-            groups.setdefault(key, []).append((outcome.logprob, outcome.accepted))
-        for key, pairs in groups.items():
-            x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
-            y = torch.tensor([accepted for _, accepted in pairs], dtype=torch.float64)
-            drafter, distance, kind = key
-            index = warm, drafter, distance, kind
-            slope[index], offset[index] = logistic(x, y)
+            places = groups[outcome.use]
+            pairs = places.setdefault((outcome.distance, int(outcome.sibling)), [])
+            pairs.append((outcome.logprob, outcome.accepted))
+        for use, places in groups.items():
+            slope[warm, use], offset[warm, use] = slope[warm, use.like], offset[warm, use.like]
+            for place, pairs in places.items():
+                x = logit(torch.tensor([logprob for logprob, _ in pairs], dtype=torch.float64))
+                y = torch.tensor([accepted for _, accepted in pairs], dtype=torch.float64)
+                index = warm, use, *place
+                prior = float(slope[index]), float(offset[index])
+                slope[index], offset[index] = logistic(x, y, prior, PRIOR if use.like == use else _LIKE_PRIOR)
     return Calibration(slope, offset)
 
 
-def logistic(x: Tensor, y: Tensor) -> tuple[float, float]:
-    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _MIN_SLOPE."""
-    free = _fitted(x, y, torch.tensor([1.0, 0.0], dtype=torch.float64), None)
-    slope, offset = free if free[0] >= _MIN_SLOPE else _fitted(x, y, torch.zeros(1, dtype=torch.float64), _MIN_SLOPE)
-    return slope, offset
+def logistic(
+    x: Tensor, y: Tensor, prior: tuple[float, float] = _IDENTITY, weight: float = PRIOR
+) -> tuple[float, float]:
+    """a and b that maximise the likelihood of y under sigmoid(a·x + b), with the prior and a >= _MIN_SLOPE.
+
+    `weight` is the prior's, in observations.
+    """
+    middle = torch.tensor(prior, dtype=torch.float64)
+    free = _fitted(x, y, middle, weight, None)
+    return free if free[0] >= _MIN_SLOPE else _fitted(x, y, middle[1:], weight, _MIN_SLOPE)
 
 
-def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[float, float]:
+def _fitted(x: Tensor, y: Tensor, prior: Tensor, weight: float, slope: float | None) -> tuple[float, float]:
     """Solve the convex problem in (a, b), or in b alone at a given slope."""
     weights = prior.clone().requires_grad_()
     search = torch.optim.LBFGS(
@@ -72,7 +86,7 @@ def _fitted(x: Tensor, y: Tensor, prior: Tensor, slope: float | None) -> tuple[f
         search.zero_grad()
         odds = x * (weights[0] if slope is None else slope) + weights[-1]
         misfit = binary_cross_entropy_with_logits(odds, y, reduction="sum")
-        total: Tensor = (misfit + PRIOR / 2 * ((weights - prior) ** 2).sum()) / (len(x) + PRIOR)
+        total: Tensor = (misfit + weight / 2 * ((weights - prior) ** 2).sum()) / (len(x) + weight)
         total.backward()  # type: ignore[no-untyped-call]
         return total
 
@@ -85,20 +99,22 @@ def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: in
     """The nodes with calibrated probabilities; `warm` is 0 for T = 0, 1 for T = 1."""
     outcomes = []
     for outcome in judged:
-        key = warm, outcome.drafter, outcome.distance, int(outcome.sibling)
+        key = warm, outcome.use, outcome.distance, int(outcome.sibling)
         odds = calibration.slope[key] * logit(torch.tensor(outcome.logprob)) + calibration.offset[key]
         outcomes.append(outcome._replace(logprob=float(logsigmoid(odds))))
     return outcomes
 
 
-def drafter_error(outcomes: Iterable[NodeOutcome], drafter: int) -> float:
-    """Expected calibration error of one drafter's nodes (`DrafterRole`); 0 without any."""
-    bins = reliability_bins((outcome.prob, outcome.accepted) for outcome in outcomes if outcome.drafter == drafter)
+def error_of(outcomes: Iterable[NodeOutcome], use: DraftUse) -> float:
+    """Expected calibration error of one use's nodes; 0 without any."""
+    bins = reliability_bins((outcome.prob, outcome.accepted) for outcome in outcomes if outcome.use == use)
     return calibration_error(bins) or 0.0
 
 
 #: Nodes of the observed trees; smaller trees are their prefixes.
 _NODE_BUDGET = 64
+#: Of so many requests one is run by policies that are watched for their branches alone: their priors are fitted.
+_BRANCHED = 2
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
 
@@ -148,9 +164,10 @@ def fit_calibration(
     """
     outcomes: list[list[NodeOutcome]] = []
     tau: dict[Literal["0", "1"], dict[str, list[float]]] = {}
-    roles: list[DrafterRole] = []
+    uses: list[DraftUse] = []
     for key, temperature in _REGIMES:
-        tau[key], nodes, roles = {}, [], []
+        tau[key], uses = {}, []
+        nodes = list[NodeOutcome]()
         for watched in dict.fromkeys(facts.forecast_by for facts in FACTS.values()):
             if watched is None or not can_run(bundle.draft_configs, watched):
                 continue
@@ -158,20 +175,29 @@ def fit_calibration(
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _gain(steps, tree=facts.grows)
-            nodes += [node for step in steps for node in step.judged if node.drafter not in roles]
-            roles += [role for role in FACTS[watched].drafters if role not in roles]
+            _add(nodes, uses, watched, steps)
+        for branched in [name for name, facts in FACTS.items() if facts.second_use not in (None, *uses)]:
+            if can_run(bundle.draft_configs, branched):
+                _add(nodes, uses, branched, watch(bundle, branched, requests[::_BRANCHED], temperature, device))
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
     slots = bundle.recipe.tree.block_size - 1
-    fitted = fit(outcomes[0], outcomes[1], slots, drafters=1 + max(DrafterRole.SECOND, *bundle.drafters))
-    report |= _errors(outcomes, fitted, roles, bundle.drafters)
+    fitted = fit(outcomes[0], outcomes[1], slots)
+    report |= _errors(outcomes, fitted, uses, bundle.drafters)
+    slope, offset = (table.double().round(decimals=4) for table in (fitted.slope, fitted.offset))
+    rows = 1 + max(DrafterRole.SECOND, *bundle.drafters)
     file = CalibrationFile(
         drafters=dict(weights),
         block_size=slots + 1,
         tau=tau,
         report=report,
-        slope=fitted.slope.double().round(decimals=4).tolist(),
-        offset=fitted.offset.double().round(decimals=4).tolist(),
+        slope=slope[:, :rows].tolist(),
+        offset=offset[:, :rows].tolist(),
+        uses={
+            use.key: UseTable(slope=slope[:, use, :, 0].tolist(), offset=offset[:, use, :, 0].tolist())
+            for use in uses
+            if use.like != use
+        },
     )
     return with_copies(bundle, file, requests, device)
 
@@ -209,16 +235,23 @@ def watch(
         return list(run_observed(engine, advance))
 
 
+def _add(nodes: list[NodeOutcome], uses: list[DraftUse], policy: PolicyName, steps: Sequence[StepObservation]) -> None:
+    """Add what the steps of a policy tell about uses that no policy before it had."""
+    nodes += [node for step in steps for node in step.judged if node.use not in uses]
+    facts = FACTS[policy]
+    uses += [use for use in (facts.first_use, facts.second_use) if use is not None and use not in uses]
+
+
 def _errors(
-    outcomes: list[list[NodeOutcome]], fitted: Calibration, roles: list[DrafterRole], drafters: Collection[DrafterRole]
+    outcomes: list[list[NodeOutcome]], fitted: Calibration, uses: list[DraftUse], drafters: Collection[DrafterRole]
 ) -> dict[str, float]:
     errors = {}
     for warm, nodes in enumerate(outcomes):
-        for drafter in roles:
-            made = drafter.key if drafter in drafters else f"{drafter.key} pass"  # that the first made
+        for use in uses:
+            made = use.key if use.role in drafters else f"{use.key} pass"  # that the first made
             name = f"calibration error of {made} at T = {warm}"
-            errors[f"{name}, before"] = round(drafter_error(nodes, drafter), 4)
-            errors[f"{name}, after"] = round(drafter_error(calibrated(nodes, fitted, warm), drafter), 4)
+            errors[f"{name}, before"] = round(error_of(nodes, use), 4)
+            errors[f"{name}, after"] = round(error_of(calibrated(nodes, fitted, warm), use), 4)
     return errors
 
 

@@ -13,11 +13,11 @@ import yaml
 
 from d2sd.build import build
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import auto_policies, forecasts
+from d2sd.bundle.serving import auto_policies, forecasts, scores_of
 from d2sd.calibration import load_calibration, write_calibration
 from d2sd.convert.kinds import DFLASH, kind_of
 from d2sd.errors import BuildError, BundleError, D2SDError
-from d2sd.policies import DrafterRole
+from d2sd.policies import DrafterRole, DraftUse
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
 from tests.d2sd.build.helpers import Killed, killed_after, run
@@ -62,6 +62,19 @@ def test_a_file_of_the_older_form_is_read(recipe: Path) -> None:
     shipped = ROOT / "models" / "smollm2-135m-flex" / "calibration.json"
     values = json.loads(shipped.read_text())
     assert (values["drafters"], load_calibration(shipped).drafters) == ([None, None], {"flex": values["flex"]})
+
+
+def test_a_file_without_uses_is_read(recipe: Path) -> None:
+    """One that was written before they were told apart: each has the parameters of the one it is like."""
+    path = recipe.with_name("calibration.json")
+    apart = scores_of(load_calibration(path))
+    edit_json(path, "uses", ...)
+    one = scores_of(load_calibration(path))
+    for use in DraftUse:
+        assert torch.equal(one.slope[:, use], one.slope[:, use.like])
+        assert torch.equal(one.slope[:, use], apart.slope[:, use]) == (use.like == use)
+    for shipped in (ROOT / "models").glob("*/calibration.json"):
+        load_calibration(shipped)
 
 
 def test_a_file_without_a_policy_is_read(recipe: Path) -> None:
@@ -155,6 +168,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "empty": (on("slope", []), ("slope", "[2, 2, 3, 2]")),
     "another block size": (wider, ("block_size", "5", "4")),
     "a slope that turns the order round": (on_table("slope", not_positive), ("slope",)),
+    "a use of no drafter": (on_table("uses", lambda uses: uses.update(first=uses["chain"])), ("uses.first", "slope")),
+    "an unknown use": (on_table("uses", lambda uses: uses.update(third=uses["chain"])), ("uses.third",)),
+    "a use that turns the order round": (on("uses.d2sd.slope", [[1.0, 0.0, 1.0]] * 2), ("uses.d2sd", "above 0")),
+    "a use of another size": (on("uses.chain.offset", [[1.0, 0.0]] * 2), ("uses.chain", "3 distances")),
+    "a use at one temperature": (on("uses.reanchor.slope", [[1.0] * 3]), ("uses.reanchor.slope",)),
     "no gain at T = 1": (on("tau.1", ...), ("tau",)),
     "a policy's gain at T = 0 alone": (on("tau.1.chain", ...), ("tau", "chain")),
     "no rows": (on("tau.0.ddtree", []), ("tau of ddtree",)),
@@ -211,6 +229,7 @@ def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out:
     assert bundle.calibration is not None
     found = bundle.calibration
     assert found.drafters.keys() == {"first"}
+    assert found.uses.keys() == {"chain", "reanchor"} < whole.uses.keys()
     # the first would make both passes of hybrid, which forecasts and scores of the second say nothing about
     assert auto_policies(bundle.draft_configs, found) == ["chain", "ddtree"]
     for table, neutral in (("slope", 1.0), ("offset", 0.0)):

@@ -6,16 +6,17 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from click.testing import CliRunner, Result
 
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.serving import chat_request, make_engine, scores_of
 from d2sd.calibration import load_calibration
 from d2sd.cli.main import main
 from d2sd.convert.kinds import kind_of
 from d2sd.plugins.lookup import LENGTHS, SUPPORT
-from d2sd.policies import DrafterRole, PolicyName
+from d2sd.policies import DrafterRole, DraftUse, PolicyName
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
@@ -96,7 +97,7 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
         "max_new_tokens",
         *(
             f"calibration error of {name} at T = {t}, {when}"
-            for name in ("first", "second")
+            for name in ("first", "second", "chain", "reanchor", "d2sd")
             for t in (0, 1)
             for when in ("before", "after")
         ),
@@ -105,6 +106,11 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     for name, value in found.report.items():
         if name.endswith("after"):  # random drafters say much and know nothing
             assert value < found.report[name.replace("after", "before")]
+    assert found.uses.keys() == {"chain", "reanchor", "d2sd"}
+    scores = scores_of(found)
+    for use in (DraftUse.CHAIN, DraftUse.REANCHOR, DraftUse.D2SD):
+        assert not torch.equal(scores.slope[:, use], scores.slope[:, use.like])
+        torch.testing.assert_close(scores.offset[:, use, :, 0], torch.tensor(found.uses[use.key].offset))
     assert found.copies is not None
     assert {key: odds.slot for key, odds in found.copies.items()}.keys() == {"0", "1"}
     assert found.copies["0"] != found.copies["1"]
@@ -171,6 +177,7 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     curves = {"chain", "ddtree", "ddtree+lookup", "hybrid", "hybrid+lookup"}
     assert {*found.tau["0"], *found.tau["1"]} == curves
     assert sum("second pass" in name for name in found.report) == 4
+    assert found.uses.keys() == {"chain", "reanchor"}
     assert found.slope[0][1] != [[1.0, 1.0]] * 3 != found.slope[0][0] != found.slope[0][1]
     found_by = f"drafters.calibration={tmp_path / 'one.json'}"
     bundle = load_bundle(built(recipe, tmp_path / "served", "drafters.second=null", found_by))

@@ -176,7 +176,7 @@ def test_shapes_depend_on_the_bucket_alone(policy: PolicyName) -> None:
 
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
-    neutral = Calibration(torch.ones(2, 2, BLOCK - 1, 2), torch.zeros(2, 2, BLOCK - 1, 2))
+    neutral = Calibration(torch.ones(2, 6, BLOCK - 1, 2), torch.zeros(2, 6, BLOCK - 1, 2))
     plain, *_ = record(running(policy, GREEDY, HOT), 1)
     steps = record(running(policy, GREEDY, HOT, calibration=neutral), 3)
     assert len(steps[0]) > len(plain)

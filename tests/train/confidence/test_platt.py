@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from d2sd.policies import DraftUse
 from d2sd.runtime.observe import NodeOutcome
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.train.confidence.fit import PRIOR, calibrated, drafter_error, fit, logistic
+from d2sd.train.confidence.fit import PRIOR, calibrated, error_of, fit, logistic
 
 #: Mean and spread of what is said, then the true a and b: a modest drafter, sure ones, one that is better than it says.
 WORLDS = [
@@ -31,14 +33,14 @@ def drawn(mean: float, spread: float, a: float, b: float, count: int) -> tuple[T
 
 
 def said(
-    logprob: float, right: bool = True, *, drafter: int = 0, distance: int = 0, sibling: bool = False
+    logprob: float, right: bool = True, *, use: DraftUse = DraftUse.FIRST, distance: int = 0, sibling: bool = False
 ) -> NodeOutcome:
-    return NodeOutcome(drafter, distance, sibling, logprob, right, 1)
+    return NodeOutcome(use, distance, sibling, logprob, right, 1)
 
 
-def judged(x: Tensor, y: Tensor, **where: int) -> list[NodeOutcome]:
+def judged(x: Tensor, y: Tensor, **where: Any) -> list[NodeOutcome]:
     logprob = torch.nn.functional.logsigmoid(x)
-    return [said(p, bool(right), **where) for p, right in zip(logprob.tolist(), y.tolist(), strict=True)]  # type: ignore[arg-type]
+    return [said(p, bool(right), **where) for p, right in zip(logprob.tolist(), y.tolist(), strict=True)]
 
 
 @pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
@@ -79,23 +81,41 @@ def test_a_drafter_that_lies_keeps_a_little_of_its_order() -> None:
 
 def test_nothing_judged_is_taken_at_its_word() -> None:
     empty = fit([], [], 3)
-    assert torch.equal(empty.slope, torch.ones(2, 2, 3, 2))
-    assert torch.equal(empty.offset, torch.zeros(2, 2, 3, 2))
+    assert torch.equal(empty.slope, torch.ones(2, len(DraftUse), 3, 2))
+    assert torch.equal(empty.offset, torch.zeros(2, len(DraftUse), 3, 2))
 
 
 @pytest.mark.parametrize("warm", [0, 1])
-@pytest.mark.parametrize("drafter", [0, 1])
+@pytest.mark.parametrize("use", DraftUse)
 @pytest.mark.parametrize("sibling", [False, True])
-def test_every_group_has_its_own_place(warm: int, drafter: int, sibling: bool) -> None:
-    """Others keep the identity; the place's own numbers are those of its data alone."""
+def test_every_group_has_its_own_place(warm: int, use: DraftUse, sibling: bool) -> None:
+    """Others keep the identity, but for uses that are like it; the place's own numbers are those of its data alone."""
     x, y = drawn(0.0, 2.0, 0.6, -1.0, 300)
-    nodes = judged(x, y, drafter=drafter, distance=2, sibling=sibling)
+    nodes = judged(x, y, use=use, distance=2, sibling=sibling)
     found = fit(nodes if warm == 0 else [], nodes if warm == 1 else [], 3)
-    place = warm, drafter, 2, int(sibling)
-    assert (float(found.slope[place]), float(found.offset[place])) == pytest.approx(logistic(x, y), abs=1e-4)
-    found.slope[place], found.offset[place] = 1.0, 0.0
-    assert torch.equal(found.slope, torch.ones(2, 2, 3, 2))
-    assert torch.equal(found.offset, torch.zeros(2, 2, 3, 2))
+    place = warm, use, 2, int(sibling)
+    weight = PRIOR if use.like == use else 16.0
+    expected = logistic(x, y, weight=weight)
+    assert (float(found.slope[place]), float(found.offset[place])) == pytest.approx(expected, abs=1e-4)
+    for like in [other for other in DraftUse if other.like == use]:
+        same = warm, like, 2, int(sibling)
+        assert (found.slope[same], found.offset[same]) == (found.slope[place], found.offset[place])
+    for other in [use, *(other for other in DraftUse if other.like == use)]:
+        found.slope[warm, other, 2, int(sibling)], found.offset[warm, other, 2, int(sibling)] = 1.0, 0.0
+    assert torch.equal(found.slope, torch.ones_like(found.slope))
+    assert torch.equal(found.offset, torch.zeros_like(found.offset))
+
+
+def test_the_prior_of_a_use_is_the_fit_of_the_one_it_is_like() -> None:
+    """A few observations that agree with it leave it; many of its own replace it."""
+    usual, own = (drawn(0.0, 2.0, *line, 4000) for line in ((0.6, -1.0), (1.2, 1.0)))
+    seen = judged(*usual, use=DraftUse.SECOND)
+    few = fit([*seen, *judged(own[0][:1], own[1][:1], use=DraftUse.D2SD)], [], 1)
+    many = fit([*seen, *judged(*own, use=DraftUse.D2SD)], [], 1)
+    at = 0, DraftUse.D2SD, 0, 0
+    assert (float(few.slope[at]), float(few.offset[at])) == pytest.approx((0.6, -1.0), abs=0.35)
+    assert (float(many.slope[at]), float(many.offset[at])) == pytest.approx((1.2, 1.0), abs=0.15)
+    assert float(many.slope[0, DraftUse.SECOND, 0, 0]) == float(few.slope[0, DraftUse.SECOND, 0, 0])
 
 
 def test_a_few_observations_say_little() -> None:
@@ -106,7 +126,7 @@ def test_a_few_observations_say_little() -> None:
 
 
 def test_corrected_applies_the_groups_own_numbers() -> None:
-    slope, offset = torch.ones(2, 2, 2, 2), torch.zeros(2, 2, 2, 2)
+    slope, offset = torch.ones(2, 6, 2, 2), torch.zeros(2, 6, 2, 2)
     slope[1, 0, 1, 1], offset[1, 0, 1, 1] = 0.5, -1.0
     own = Calibration(slope, offset)
     nodes = [said(math.log(0.8), distance=1, sibling=True), said(math.log(0.3), False)]
@@ -117,13 +137,15 @@ def test_corrected_applies_the_groups_own_numbers() -> None:
     assert [n._replace(logprob=0.0) for n in warm] == [n._replace(logprob=0.0) for n in nodes]
 
 
-def test_drafter_error_by_hand() -> None:
+def test_error_of_by_hand() -> None:
     """Two bins: 0.95 said twice and right once, 0.25 said once and right; a certain one belongs to the last bin."""
     nodes = [said(math.log(0.95)), said(math.log(0.95), False), said(math.log(0.25))]
-    assert drafter_error(nodes, 0) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
-    assert drafter_error([*nodes, said(0.0)], 0) == pytest.approx((abs(2.9 - 2) + abs(0.25 - 1)) / 4)
-    assert drafter_error([*nodes, *[said(0.0, False, drafter=1)] * 9], 0) == drafter_error(nodes, 0)
-    assert drafter_error(nodes, 1) == 0
+    assert error_of(nodes, DraftUse.FIRST) == pytest.approx((abs(1.9 - 1) + abs(0.25 - 1)) / 3)
+    assert error_of([*nodes, said(0.0)], DraftUse.FIRST) == pytest.approx((abs(2.9 - 2) + abs(0.25 - 1)) / 4)
+    assert error_of([*nodes, *[said(0.0, False, use=DraftUse.SECOND)] * 9], DraftUse.FIRST) == error_of(
+        nodes, DraftUse.FIRST
+    )
+    assert error_of(nodes, DraftUse.SECOND) == 0
 
 
 @pytest.mark.parametrize(("mean", "spread", "a", "b"), WORLDS)
@@ -131,6 +153,6 @@ def test_a_fit_improves_what_it_has_not_seen(mean: float, spread: float, a: floa
     nodes = judged(*drawn(mean, spread, a, b, 4000))
     random.Random(1).shuffle(nodes)
     seen, fresh = nodes[:2000], nodes[2000:]
-    before, after = drafter_error(fresh, 0), drafter_error(calibrated(fresh, fit(seen, [], 1), 0), 0)
+    before, after = error_of(fresh, DraftUse.FIRST), error_of(calibrated(fresh, fit(seen, [], 1), 0), DraftUse.FIRST)
     assert before > 0.07
     assert after < min(0.05, before / 2)
