@@ -306,5 +306,5 @@ def _kernels(run: Any) -> int:
         run()
         torch.cuda.synchronize()
     # The profile also has the host's calls, each of which launched one of them.
-    on_device = torch.autograd.DeviceType.CUDA
+    on_device = torch._C._autograd.DeviceType.CUDA
     return sum(event.count for event in profile.key_averages() if event.device_type == on_device)

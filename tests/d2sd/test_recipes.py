@@ -410,7 +410,8 @@ def test_no_recipe_names_anything_outside_the_project() -> None:
     known = {Path("data") / wanted.file for wanted in prompt_sets()}
     for name in shipped_names("train"):
         recipe = load_train_recipe(ROOT / "recipes" / "train" / f"{name}.yaml")
-        written = [file.path for file in (*recipe.data.prompts, *recipe.data.documents)] + recipe.data.exclude
+        written = [file.path for file in recipe.data.prompts] + [kind.path for kind in recipe.data.documents]
+        written += recipe.data.exclude
         paths = [Path(os.path.relpath(os.path.normpath(recipe.path(path)), ROOT)) for path in written]
         assert all(path in known or path == Path("training/prompts.jsonl") for path in paths), paths
     for name in shipped_names():
