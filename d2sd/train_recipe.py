@@ -310,8 +310,8 @@ class PairSettings(Part):
     decay: Above0 = 4.0
     #: adamw, or muon.
     optimizer: Literal["muon", "adamw"] = "adamw"
-    #: Peak learning rate. On answers that drafters were trained on, heads overfit from the third visit of a block on; on
-    #: unseen ones six visits still helped.
+    #: Peak learning rate. On answers that drafters were trained on, heads overfit from the third visit of a block on;
+    #: on unseen ones six visits still helped.
     learning_rate: Above0 = 1e-3
     #: Share of the steps in which the learning rate rises.
     warmup: Share = 0.04
