@@ -50,7 +50,7 @@ def test_every_part_is_refused_without_its_kernels(
 
     def process(arguments: list[str], seconds: float) -> int:
         begun.append(arguments[1])
-        Record(tmp_path).put(f"{arguments[1]}/1", "ok")
+        Record(Path(arguments[arguments.index("--out") + 1])).put(f"{arguments[1]}/1", "ok")
         return 0
 
     monkeypatch.setattr(suite, "_process", process)

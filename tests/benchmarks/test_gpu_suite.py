@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -63,6 +64,27 @@ def test_a_second_call_measures_what_is_missing(tmp_path: Path) -> None:
     again.resume(HERE)
     run_cases(again, [(key, lambda note: {"ms": 7}) for key in ("a/1", "a/2")], time.time() + 60)
     assert {key: row["ms"] for key, row in Record(tmp_path).rows.items()} == {"a/1": 2, "a/2": 7}
+
+
+def test_parts_that_time_nothing_run_side_by_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a folder of its own; what they found is in one record, with what an earlier call measured."""
+    checks = [name for name, part in suite.PARTS.items() if part.call == 1 and not part.timed]
+    together = threading.Barrier(len(checks))
+
+    def process(arguments: list[str], seconds: float) -> int:
+        if arguments[1] in checks:
+            together.wait(timeout=20)
+        Record(Path(arguments[arguments.index("--out") + 1])).put(f"{arguments[1]}/1", "ok")
+        return 0
+
+    monkeypatch.setattr(suite, "_process", process)
+    monkeypatch.setattr(suite, "refused", lambda *_: False)
+    monkeypatch.setattr(suite, "report", lambda *_: 0)
+    assert suite.main(["--dry", "--call", "1", "--only", "checks", "--out", str(tmp_path)]) == 0
+    assert statuses(tmp_path) == {f"{name}/1": "ok" for name in checks}
+    timed = [name for name, part in suite.PARTS.items() if part.call == 1 and part.timed]
+    assert suite.main(["--dry", "--call", "1", "--only", "times", "--out", str(tmp_path)]) == 0
+    assert statuses(tmp_path) == {f"{name}/1": "ok" for name in timed}, "a dry run begins anew"
 
 
 def test_figures_of_two_machines_do_not_mix(tmp_path: Path) -> None:
