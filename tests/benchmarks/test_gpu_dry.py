@@ -15,7 +15,6 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from benchmarks.gpu import copy_rate, dry, suite, writes
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.table import render
-from d2sd.plugins import dispatch
 
 
 def nothing(**figures: object) -> None:
@@ -59,10 +58,7 @@ def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert dry.errors(failed) == ["times/x, b: NameError: no name"]
 
 
-def test_a_dry_run_does_not_continue_a_record_of_a_gpu(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(dispatch.NO_FALLBACK, "")  # which the suite sets, stays in this test
+def test_a_dry_run_does_not_continue_a_record_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(tmp_path)
     record.resume(suite.environment() | {"device": "H100"})
     record.put("copy/rate", "ok")

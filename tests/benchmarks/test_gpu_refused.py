@@ -33,12 +33,6 @@ def old_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     dispatch.unsupported.cache_clear()
 
 
-@pytest.fixture(autouse=True)
-def variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that the suite sets stay in the test."""
-    monkeypatch.setenv(dispatch.NO_FALLBACK, "")
-
-
 def statuses(folder: Path) -> dict[str, str]:
     return {key: row["status"] for key, row in Record(folder).rows.items()}
 

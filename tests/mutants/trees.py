@@ -24,17 +24,17 @@ MUTANTS = [
         OF_BRANCHES,
     ),
     Mutant(
-        "no boundary behind the last slot",
+        "no boundary at the last slot",
         BRANCHES,
-        "best = largest(tl.where(i <= S, pack_entry",
         "best = largest(tl.where(i < S, pack_entry",
+        "best = largest(tl.where(i < S - 1, pack_entry",
         OF_BRANCHES,
     ),
     Mutant(
         "a boundary's own probability is left out",
         BRANCHES,
-        "score = reached * tl.where(i < S, -expm1(here), 1.0)",
-        "score = reached",
+        "pack_entry(reached * -expm1(here), i)",
+        "pack_entry(reached, i)",
         OF_BRANCHES,
     ),
     Mutant(

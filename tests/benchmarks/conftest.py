@@ -1,0 +1,13 @@
+"""What the GPU suite sets in the environment stays in the test that runs it."""
+
+from __future__ import annotations
+
+import pytest
+
+from d2sd.plugins import dispatch
+
+
+@pytest.fixture(autouse=True)
+def own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restores the variable behind the test; a suite that ran in this process would forbid others' fallbacks."""
+    monkeypatch.setenv(dispatch.NO_FALLBACK, "")
