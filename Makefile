@@ -159,11 +159,13 @@ build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
 	touch $@
 
 ## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
+BENCH := $(BIN)/d2sd bench $(FP32) --methods lookup,chain,reanchor:64,d2sd:64,ddtree:16,ddtree:64,ddtree+lookup:12,hybrid:16,hybrid:64,hybrid+lookup:64
+FOUR_SETS := $(foreach set,gsm8k humaneval mbpp mt_bench,--prompts $(PROMPTS)/$(set).jsonl)
 bench: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/python benchmarks/prompts/by_kind.py $(PROMPTS) build/bench/prompts
-	$(BIN)/d2sd bench $(FP32) --prompts build/bench/prompts --out build/bench/trees --rows 16,64 --methods \
-	  lookup,chain,reanchor:64,d2sd:64,ddtree:8,ddtree+lookup:8,ddtree:12,ddtree+lookup:12,ddtree,ddtree+lookup,hybrid,hybrid+lookup
+	$(BENCH) --prompts build/bench/prompts --temperatures 0 --out build/bench/greedy
+	$(BENCH) $(FOUR_SETS) --temperatures 1 --out build/bench/sampled
 	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
 	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 

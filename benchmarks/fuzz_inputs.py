@@ -4,9 +4,11 @@
     python -m benchmarks.fuzz_inputs checkpoints PROJECT/recipe.yaml --count 3000
     python -m benchmarks.fuzz_inputs obstacles PROJECT/recipe.yaml --count 3000
     python -m benchmarks.fuzz_inputs outputs PROJECT/recipe.yaml --count 3000
+    python -m benchmarks.fuzz_inputs training TRAINING/train.yaml --count 3000
     python -m benchmarks.fuzz_inputs bundles BUNDLE --count 3000
     python -m benchmarks.fuzz_inputs templates BUNDLE --count 3000
 
+    training                a damaged training recipe, or a file that it names, through `train`, mostly with `--plan`
     recipes, checkpoints    a damaged recipe, or a file of its folder, through `d2sd build --plan`
     obstacles               a pipe, a device, a link or the like in place of such a file, through `build` and `convert`
     outputs                 files, links and marks where `build` and `convert` write: nobody's file may change
@@ -149,6 +151,20 @@ def checkpoints(path: Path, draw: random.Random) -> Iterator[str | None]:
                 yield fault_of("build", str(copy / path.name), "--plan")
 
 
+def training(path: Path, draw: random.Random) -> Iterator[str | None]:
+    """Damage a training recipe or a file that it names, and plan; every tenth time train."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(path.parent, Path(folder) / "project"))
+        recipe = copy / path.name
+        files = [file for file in sorted(copy.rglob("*")) if file.is_file() and file.name != "tokenizer.json"]
+        command = ("train", str(recipe), "--work", f"{folder}/work", "--out", f"{folder}/out")
+        while True:
+            with one_damaged(recipe if draw.random() < 0.5 else draw.choice(files), draw):
+                yield fault_of(*command, *(() if draw.random() < 0.1 else ("--plan",)))
+            remove(Path(folder) / "work")
+            remove(Path(folder) / "out")
+
+
 def bundles(path: Path, draw: random.Random) -> Iterator[str | None]:
     """Damage a file of a bundle: the manifest, or another one together with its hash in the manifest."""
     with tempfile.TemporaryDirectory() as folder:
@@ -178,44 +194,21 @@ def rehash(bundle: Path, file: Path) -> None:
 
 
 #: Parts of chat templates; `N` becomes a number.
+# fmt: off
 FRAGMENTS = (
-    *(
-        "{{ N**(N**N) }}",
-        "{% set x=[0]*10**N %}",
-        "{{ '%N0000000d'|format(1) }}",
-        "{{ 'a'|center(10**N) }}",
-        "{{ 1 / 0 }}",
-    ),
-    *("{% for i in range(99999) %}", "{% endfor %}", "{% set n.x = n.x ~ n.x %}", "{% set n = namespace(x='ab') %}"),
-    *(
-        "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-        "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
-        "{{ x.y }}",
-    ),
-    *("{% if N**(N**N) %}{% endif %}", "{{ range(10**N) }}", "{{ range(99999)|map('string')|join('a'*10**N) }}", "{%"),
-    *("{% for m in messages %}{{ m.content }}{% endfor %}", "{{ raise_exception('no') }}", "{{ messages|tojson(N) }}"),
-    *(
-        "{{ strftime_now('%Y' * 10**N) }}",
-        "{% generation %}w1{% endgeneration %}",
-        "{{ ''.__class__ }}",
-        "w1 ",
-        "\x00",
-        "\ud800",
-    ),
-    *(
-        "{{ cycler.__init__.__globals__.os.system('true') }}",
-        "{{ ('a' * 10**N)|sort|list|length }}",
-        "{{ lipsum(n=N) }}",
-    ),
-    *("{{ messages.append(messages) }}{{ messages|string }}", "{% include 'x' %}", "{{ (N,)*10**N }}", "{{ -N|abs }}"),
-    *(
-        "{{ 'a'*10**N|int }}",
-        "{{ [messages]*10**N|length }}",
-        "{% filter upper %}",
-        "{{ joiner('a'*10**N)() }}",
-        "{{ N|pprint }}",
-    ),
+    "{{ N**(N**N) }}", "{% set x=[0]*10**N %}", "{{ '%N0000000d'|format(1) }}", "{{ 'a'|center(10**N) }}",
+    "{{ 1 / 0 }}", "{% for i in range(99999) %}", "{% endfor %}", "{% set n.x = n.x ~ n.x %}",
+    "{% set n = namespace(x='ab') %}",
+    "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}", "{{ " + "(" * 999 + "1" + ")" * 999 + " }}",
+    "{{ x.y }}", "{% if N**(N**N) %}{% endif %}", "{{ range(10**N) }}", "{%", "{% include 'x' %}", "{% filter upper %}",
+    "{{ range(99999)|map('string')|join('a'*10**N) }}", "{% for m in messages %}{{ m.content }}{% endfor %}",
+    "{{ raise_exception('no') }}", "{{ messages|tojson(N) }}", "{{ strftime_now('%Y' * 10**N) }}", "w1 ", "\x00",
+    "\ud800", "{% generation %}w1{% endgeneration %}", "{{ ''.__class__ }}", "{{ ('a' * 10**N)|sort|list|length }}",
+    "{{ cycler.__init__.__globals__.os.system('true') }}", "{{ lipsum(n=N) }}", "{{ (N,)*10**N }}", "{{ -N|abs }}",
+    "{{ messages.append(messages) }}{{ messages|string }}", "{{ 'a'*10**N|int }}", "{{ [messages]*10**N|length }}",
+    "{{ joiner('a'*10**N)() }}", "{{ N|pprint }}",
 )
+# fmt: on
 
 
 def templates(path: Path, draw: random.Random) -> Iterator[str | None]:
@@ -325,16 +318,19 @@ def one_damaged(file: Path, draw: random.Random) -> Iterator[None]:
         file.write_bytes(sound)
 
 
-KINDS = {kind.__name__: kind for kind in (recipes, checkpoints, obstacles, outputs, bundles, templates)}
+KINDS = {kind.__name__: kind for kind in (recipes, checkpoints, training, obstacles, outputs, bundles, templates)}
 
 
 def tiny(folder: Path) -> dict[str, Path]:
-    """Write a tiny project and its bundle; return the input of every kind."""
-    from tests.convert.helpers import write_project
+    """Write a tiny project with pair heads and a calibration, its bundle and a training; return every kind's input."""
+    from tests.convert.helpers import add_calibration, write_project
+    from tests.d2sd.cli.train.helpers import edit, write_training
+    from tests.tiny import HEADS
 
     recipe = folder / "project" / "recipe.yaml"
     if not recipe.exists():
-        write_project(recipe.parent)
+        write_project(recipe.parent, head=HEADS["pair"])
+        add_calibration(recipe)
         settings = recipe.parent / "target" / "tokenizer_config.json"
         template = "{% for m in messages %}{{ m.content }}{% endfor %}"
         settings.write_text(json.dumps(json.loads(settings.read_text()) | {"chat_template": template}))
@@ -342,7 +338,22 @@ def tiny(folder: Path) -> dict[str, Path]:
     if not bundle.exists():
         made = CliRunner().invoke(main, ["build", str(recipe), "--out", str(bundle)])
         assert made.exit_code == 0, made.output
-    return {kind: bundle if kind in ("bundles", "templates") else recipe for kind in KINDS}
+    learnt = folder / "training" / "train.yaml"
+    if not learnt.exists():
+        write_training(learnt.parent)
+        lines = [{"id": f"d{i}", "text": f"w{i} w{i + 9}", "question": f"w{i + 20}"} for i in range(12)]
+        learnt.with_name("texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        asked = {
+            "name": "found",
+            "path": "texts.jsonl",
+            "count": 2,
+            "passages": 2,
+            "templates": ["{passages} {question}"],
+        }
+        edit(learnt.parent, "data.documents", [asked])
+        edit(learnt.parent, "data.sampled", {"share": 0.5, "temperature": 1.0})
+        edit(learnt.parent, "head", {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4, "unseen": 2})
+    return dict.fromkeys(KINDS, recipe) | {"training": learnt, "bundles": bundle, "templates": bundle}
 
 
 @click.command()

@@ -22,6 +22,7 @@ from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
@@ -145,12 +146,12 @@ def write_target_dir(folder: Path, decoder: Decoder) -> Path:
     return folder
 
 
-def write_project(folder: Path, decoder: Decoder | None = None, **changes: Any) -> Path:
+def write_project(folder: Path, decoder: Decoder | None = None, head: HeadConfig | None = None, **changes: Any) -> Path:
     """Write target, drafters and recipe below `folder`; return the recipe's path. `changes` replace top-level keys."""
     decoder = decoder or tiny_decoder()
     write_target_dir(folder / "target", decoder)
     for name, role in (("first", "first"), ("second", "variable_prefix")):
-        drafter = tiny_drafter(decoder.config, role=role)  # type: ignore[arg-type]
+        drafter = tiny_drafter(decoder.config, role=role, head=head)  # type: ignore[arg-type]
         DFLASH.write(folder / name, drafter.config, drafter.state_dict())
     recipe = {
         "d2sd": 1,
