@@ -236,7 +236,8 @@ def test_second_draft_equals_one_pass_a_branch(role: Any, taps: int) -> None:
                 branches[request, branch],
                 rows.positions[request],
             )
-            torch.testing.assert_close(together[request, branch].double(), expected, rtol=1e-5, atol=1e-5)
+            # on AMD's processors MKL sums in an order that is 2e-5 away
+            torch.testing.assert_close(together[request, branch].double(), expected, rtol=5e-5, atol=5e-5)
 
 
 @pytest.mark.parametrize(

@@ -87,8 +87,10 @@ def test_a_published_checkpoint_is_read_and_its_text_model_written_alone(
     assert all(not name.startswith(("model.language_model.", "mtp.", "model.visual.")) for name in _names(tmp_path))
     again = load_target(tmp_path / "written", torch.float32)
     assert again.config == decoder.config
-    tokens = random_tokens(decoder, 2, 9)
-    assert torch.equal(full_logits(again, tokens), full_logits(decoder, tokens))
+    for name, tensor in decoder.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    tokens = random_tokens(decoder, 2, 9)  # weights that lie elsewhere in memory may be summed in another order
+    torch.testing.assert_close(full_logits(again, tokens), full_logits(decoder, tokens), rtol=1e-5, atol=1e-5)
     assert left_out(tmp_path / "written", again.config) == {}
 
 

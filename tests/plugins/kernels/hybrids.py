@@ -77,4 +77,4 @@ def test_texts_without_pages_of_more_rows_than_a_tile(monkeypatch: pytest.Monkey
         monkeypatch.setattr(state_pool, name, lambda *a, op=op, exact: op(*a, exact=False))
     found = over_kernels(model, monkeypatch).full_pass(tokens, (0, 1))
     for name in ("hidden", "features", "k", "v"):
-        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name), rtol=1e-4, atol=5e-5)
