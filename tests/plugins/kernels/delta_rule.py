@@ -65,7 +65,7 @@ def test_trees(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
-@pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
+@pytest.mark.parametrize("dtype", [*TYPES, pytest.param(torch.float16, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("nodes", "size", "depth", "chain"), MORE)
 def test_larger_trees(
     nodes: int, size: int, depth: int, chain: float, dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch
