@@ -324,7 +324,7 @@ KINDS = {kind.__name__: kind for kind in (recipes, checkpoints, training, obstac
 def tiny(folder: Path) -> dict[str, Path]:
     """Write a tiny project with pair heads and a calibration, its bundle and a training; return every kind's input."""
     from tests.convert.helpers import add_calibration, write_project
-    from tests.d2sd.cli.train.helpers import edit, write_training
+    from tests.d2sd.cli.train.helpers import add_documents_and_heads, write_training
     from tests.tiny import HEADS
 
     recipe = folder / "project" / "recipe.yaml"
@@ -341,18 +341,7 @@ def tiny(folder: Path) -> dict[str, Path]:
     learnt = folder / "training" / "train.yaml"
     if not learnt.exists():
         write_training(learnt.parent)
-        lines = [{"id": f"d{i}", "text": f"w{i} w{i + 9}", "question": f"w{i + 20}"} for i in range(12)]
-        learnt.with_name("texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        asked = {
-            "name": "found",
-            "path": "texts.jsonl",
-            "count": 2,
-            "passages": 2,
-            "templates": ["{passages} {question}"],
-        }
-        edit(learnt.parent, "data.documents", [asked])
-        edit(learnt.parent, "data.sampled", {"share": 0.5, "temperature": 1.0})
-        edit(learnt.parent, "head", {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4, "unseen": 2})
+        add_documents_and_heads(learnt.parent)
     return dict.fromkeys(KINDS, recipe) | {"training": learnt, "bundles": bundle, "templates": bundle}
 
 

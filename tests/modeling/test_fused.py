@@ -88,7 +88,7 @@ def assert_fp8_agrees(found: Tensor, expected: Tensor, within: float) -> None:
     differs; another weight or scale would make all requests differ.
     """
     each = (tensor.unbind(tensor.shape.index(REQUESTS)) for tensor in (found, expected))
-    alike = [torch.allclose(*one, atol=within, rtol=within) for one in zip(*each, strict=True)]
+    alike = [torch.allclose(one, other, atol=within, rtol=within) for one, other in zip(*each, strict=True)]
     assert sum(alike) > REQUESTS / 2, alike
 
 

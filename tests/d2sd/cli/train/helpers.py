@@ -73,6 +73,16 @@ def write_training(folder: Path) -> Path:
     return folder
 
 
+def add_documents_and_heads(project: Path) -> None:
+    """Turns of two passages and a question, half of the answers sampled, and pair heads behind the drafters."""
+    lines = [{"id": f"d{i}", "text": f"w{i} w{i + 9}", "question": f"w{i + 20}"} for i in range(12)]
+    (project / "texts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    asked = {"name": "found", "path": "texts.jsonl", "count": 2, "passages": 2, "templates": ["{passages} {question}"]}
+    edit(project, "data.documents", [asked])
+    edit(project, "data.sampled", {"share": 0.5, "temperature": 1.0})
+    edit(project, "head", {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4, "unseen": 2})
+
+
 def draw(curves: Sequence[Curve], path: Path) -> None:
     """Instead of a picture, which takes a second, what is to be seen in it: all but times."""
     cells = [curve.evaluations for curve in curves]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+from itertools import islice
 from pathlib import Path
 
 import pytest
 
+from benchmarks import fuzz_inputs
 from d2sd.io import MARKER
 from tests.convert.helpers import edit_json, tree_bytes
-from tests.d2sd.cli.train.helpers import edit, refused, train, trained
+from tests.d2sd.cli.train.helpers import add_documents_and_heads, edit, refused, train, trained
 
 
 @pytest.mark.parametrize(
@@ -147,3 +150,11 @@ def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: byt
 def test_a_damaged_evaluation_is_measured_again(finished: Path, expected: dict[str, bytes], damage: bytes) -> None:
     (finished / "work" / "evaluation.json").write_bytes(damage)
     assert trained(finished) == expected
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_damaged_training_is_a_plan_or_a_message(project: Path, seed: int) -> None:
+    add_documents_and_heads(project)
+    recipe = project / "train.yaml"
+    assert fuzz_inputs.fault_of("train", str(recipe), "--plan", "--out", f"{project}/out") is None
+    assert [fault for fault in islice(fuzz_inputs.training(recipe, random.Random(seed)), 25) if fault] == []
