@@ -83,6 +83,14 @@ def drafts(target: Decoder, head: FlexHead) -> Tensor:
     return head.draft(head.blocks(target.embed_tokens(tokens[:, 0])), rows, pool.from_layer(head.config.split_layer))
 
 
+def assert_agrees(found: Tensor, expected: Tensor, within: float, *, narrow: bool) -> None:
+    """All numbers agree or, where products are `narrow`, most requests do."""
+    if narrow:
+        assert_fp8_agrees(found, expected, within)
+    else:
+        torch.testing.assert_close(found, expected, atol=within, rtol=within)
+
+
 def assert_fp8_agrees(found: Tensor, expected: Tensor, within: float) -> None:
     """Rounding to FP8 makes a step of a sum's last bit now and then, which depends on the processor, and its request
     differs; another weight or scale would make all requests differ.
@@ -200,13 +208,13 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     assert head.compiled is None, "its target is not fused"
     modules = [weakref.ref(target.layers[layer]) for layer in (1, 2)]
     fuse(target)
-    assert_fp8_agrees(drafts(target, head), expected, within)
+    assert_agrees(drafts(target, head), expected, within, narrow=narrow)
     fuse(head, target)
     assert not len(head.layers)
     gc.collect()
     assert [module() for module in modules] == [None, None], "the target's unfused layers are gone"
     found, theirs, ours = drafts(target, head), target.compiled, getattr(head, "compiled", None)
-    assert_fp8_agrees(found, expected, within)
+    assert_agrees(found, expected, within, narrow=narrow)
     assert isinstance(theirs, FusedLayers)
     assert isinstance(ours, FusedLayers)
     held = {one.weight.data_ptr(): one.weight.nbytes for one in (*products(theirs), *products(ours))}
@@ -241,7 +249,7 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
     fuse(target)
     fuse(head, target)
     for found, wanted in zip(run(), expected, strict=True):
-        assert_fp8_agrees(found, wanted, 5e-5)
+        assert_agrees(found, wanted, 5e-5, narrow=narrow)
     assert isinstance(head.compiled, FusedLayers)
     assert storages(weights_of(head.layers)) <= storages([one.weight for one in products(head.compiled)])
 
