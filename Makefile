@@ -14,9 +14,14 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: demo test fast-tests test-slow engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: help demo test fast-tests test-slow checks step-files engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
 
-## on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
+## the targets, each with its time on two cores
+help:
+	@awk '/^## /{text = text (text ? "\n                " : "") substr($$0, 4); next} /^[A-Z_]+ *[:?]?=/{next} \
+	  /^[a-z][a-z-]*:/{if (text) {split($$1, name, ":"); printf "%-15s %s\n", name[1], text}} {text = ""}' Makefile
+
+## [2 min] on a CPU: build the SmolLM2 bundle, answer a prompt with both drafters, draw it, and compare the policies
 demo: .venv/demo
 	$(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	mkdir -p build/demo
@@ -26,84 +31,92 @@ demo: .venv/demo
 	$(BIN)/d2sd bench $(BUNDLE) --quick --out build/demo/bench
 	@echo "The commands are in .venv: source $(BIN)/activate"
 
-## lint, types, and the tests of every change: minutes, one worker per core (WORKERS=0 for one process).
-## SELECT="not full" adds those of test-slow, in the same run, as CI does
-SELECT ?= not slow
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
+## [5 min] lint, types, and the tests of every change, installation included; WORKERS=0 runs them in one process
 test: .venv/dev
 	$(MAKE) --no-print-directory --jobs=2 lint fast-tests
 
 fast-tests: .venv/dev
-	$(PYTEST) -m "$(SELECT)"
+	$(PYTEST) -m "not slow and not full"
 
-## the other tests, also run by CI: real models, engines of three architectures, full products of what `test` samples
+## [9 min] the other tests that CI runs: real models, engines of three architectures, full products of what `test` samples
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full"
 
-## what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
+## [hours] every lane of checks that is red, stale or was never run (tests/lanes), resumable; LANES="ptx kernels" runs those,
+## LANES=--list says what state each is in. Results: docs/results/checks.md
+checks: .venv/dev
+	$(BIN)/python -m tests.lanes $(LANES)
+
+## [1 min] the files that a decode step of `hybrid` runs through, on a CPU and captured
+step-files: .venv/dev
+	$(BIN)/python -m benchmarks.step_files
+
+## [30 min] what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
 	$(BIN)/pytest -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
 
-## the README's commands as they are written, in new environments of every CPython found: ten minutes and a gigabyte each
+## [25 min] the README's commands as they are written, in new environments of every CPython found: a gigabyte each
 readme: .venv/dev
 	$(BIN)/pytest -m "" -rs tests/test_readme.py
 
+## [1 min] ruff and mypy
 lint: .venv/dev
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, lists their sources
+## [1 min] the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, lists their sources
 data: .venv/demo
 	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
 
-## the wheel, in dist/: recipes and the SmolLM2 drafters are in it
+## [1 min] the wheel, in dist/: recipes and the SmolLM2 drafters are in it
 wheel:
 	$(PYTHON) -m pip wheel --quiet --no-deps --wheel-dir dist .
 
-## the losslessness check on 128 real prompts in fp32: hours, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
+## [hours] the losslessness check on 128 real prompts in fp32, resumable; PROMPTS is a folder of four JSONL sets, see `make data`
 PROMPTS ?= data/eval
 verify: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
-## kernels, engines and tests on a GPU, in three calls of eight minutes; CALL=1 is the first of them alone.
+## [24 min] kernels, engines and tests on a GPU, in three calls; CALL=1 is the first of them alone.
 ## benchmarks/gpu_pack.sh packs what a machine without an index lacks. DRY=1 runs all but the launches, without a GPU, in
 ## the environment of the tests
 gpu-suite: $(if $(DRY),.venv/dev)
 	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry) $(if $(CALL),--call $(CALL))
 
-## compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
-## machine code of each loop over weights, pages or logits what is in flight while it computes: half an hour, less again
+## [30 min] compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
+## machine code of each loop over weights, pages or logits what is in flight while it computes; less again
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 
-## what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
-## tensors, its launches: some twenty minutes. Two versions of Triton that miscompile are installed to see them fail
+## [20 min] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
+## tensors, its launches. Two versions of Triton that miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
 	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda
 
-## does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
-## checkout: some forty minutes of two cores; MUTANTS="layer_ops H3" runs those with a part of this name or file
+## [45 min] does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
+## checkout; MUTANTS="layer_ops H3" runs those with a part of this name or file
 mutants: .venv/dev
 	$(BIN)/python -m tests.mutants $(MUTANTS)
 
 build/triton-%: | .venv/dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
 
-## load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
+## [30 min] load d2sd's output in transformers, speculators, ModelOpt and TensorRT Edge-LLM: environments of gigabytes, built once
 consumers: .venv/dev
 	sh benchmarks/consumers.sh $(abspath $(BIN))/python
 
-## d2sd's tree in a stand-in for TensorRT-LLM's path: 10,000 steps of random tiny bundles, each text against plain decoding
-## and each step against d2sd's runtime, 10,000 trees in slots, 20,000 tokens at T = 1, SmolLM2's pair: four minutes; SEED=1
+## [5 min] d2sd's tree in a stand-in for TensorRT-LLM's path: 10,000 steps of random tiny bundles, each text against plain decoding
+## and each step against d2sd's runtime, 10,000 trees in slots, 20,000 tokens at T = 1, SmolLM2's pair; SEED=1
 trtllm: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.d2sd.integrations.trtllm.soak $(or $(TRTLLM_STEPS),10000) --seed $(SEED)
 	$(BIN)/pytest -m full tests/d2sd/integrations/trtllm
 
-## the same tests with TensorRT-LLM's own Python files in the stand-in's place, as far as the folder FROM has them
+## [2 min] the same tests with TensorRT-LLM's own Python files in the stand-in's place, as far as the folder FROM has them
 trtllm-sources: .venv/dev
 	D2SD_TRTLLM_SOURCES=$(abspath $(FROM)) $(BIN)/pytest -m "" $(addprefix tests/d2sd/integrations/trtllm/test_tree_,serving.py mutants.py sampling.py)
 
@@ -158,7 +171,7 @@ build/dynamo-1.6.1/ready: build/dynamo-1.6.1/environment
 	  'kubernetes>=32,<33' msgspec pyzmq redis tqdm zstandard certifi
 	touch $@
 
-## the results of the README: two hours on two cores, resumable; tables, JSON and plots in build/bench
+## [2 hours] the results of the README, resumable; tables, JSON and plots in build/bench
 BENCH := $(BIN)/d2sd bench $(FP32) --methods lookup,chain,reanchor:64,d2sd:64,ddtree:16,ddtree:64,ddtree+lookup:12,hybrid:16,hybrid:64,hybrid+lookup:64
 FOUR_SETS := $(foreach set,gsm8k humaneval mbpp mt_bench,--prompts $(PROMPTS)/$(set).jsonl)
 bench: .venv/demo
@@ -174,7 +187,7 @@ FACE ?= serve
 FACE_BIN := $(or $(if $(filter triton,$(FACE)),$(TRITON)/env/bin),$(if $(filter dynamo,$(FACE)),build/dynamo-1.4.2/bin),$(BIN))
 FACE_READY := $(or $(if $(filter triton,$(FACE)),$(TRITON)/installed),$(if $(filter dynamo,$(FACE)),build/dynamo-1.4.2/ready),.venv/dev)
 
-## the server under load, with the prefix cache on and off, against the engine alone, and with sampling parameters: hours, resumable
+## [hours] the server under load, with the prefix cache on and off, against the engine alone, and with sampling parameters; resumable
 SERVING := OMP_NUM_THREADS=1 $(FACE_BIN)/python -m benchmarks.serving $(BUNDLE) --face $(FACE) --out build/bench/$(FACE)
 bench-serving: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
@@ -182,7 +195,7 @@ bench-serving: $(FACE_READY)
 	$(SERVING) --overhead --policies off,hybrid --repeat 5
 	$(if $(filter serve,$(FACE)),$(SERVING) --parameters --repeat 5)
 
-## d2sd, transformers and llama.cpp with the same weights on this CPU: half an hour on two cores where nothing else runs.
+## [40 min] d2sd, transformers and llama.cpp with the same weights on this CPU, where nothing else runs.
 ## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB
 PEERS := build/peers
 peers: $(PEERS)/installed
@@ -195,43 +208,43 @@ $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 	  llama-cpp-python==0.3.36
 	touch $@
 
-## ten minutes of mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
+## [10 min] mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
 soak: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)
 
-## 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md): ten minutes of a
-## core; then 500 on a stand-in for CUDA's runtime (tests/cuda/runtime)
+## [12 min] 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md);
+## then 500 on a stand-in for CUDA's runtime (tests/cuda/runtime)
 STEPS := 100000
 soak-steps: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.runtime.engines 500
 
-## 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
-## plain decoding alone: some forty minutes of a core; SEED=1
+## [40 min] 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
+## plain decoding alone; SEED=1
 SEED := 0
 differential: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.differential $(STEPS) --seed $(SEED)
 
-## 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
+## [15 min] 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
 attack: .venv/demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack $(BUNDLE) --malformed 5000 --expensive 300 --seed $(SEED) \
 	  --timeout 45 --out build/attack
 
-## train a pair from prompts to a measured folder on a CPU: hours, resumable
+## [hours] train a pair from prompts to a measured folder on a CPU, resumable
 TRAINING := training/smollm2-135m
 train: .venv/demo
 	$(BIN)/d2sd train recipes/train/smollm2-135m.yaml --work $(TRAINING) --out build/pair
 
-## compare training objectives for the first drafter: on the responses of `make train`, resumable
+## [hours] compare training objectives for the first drafter: on the responses of `make train`, resumable
 ablation: .venv/demo
 	$(BIN)/python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --work $(TRAINING) --prompts $(PROMPTS) --out build/ablation
 
-## nine minutes of training on a GPU without a package index; benchmarks/train_gpu.sh lists the preparation
+## [9 min] train on a GPU without a package index; benchmarks/train_gpu.sh lists the preparation
 train-gpu:
 	sh benchmarks/train_gpu.sh train
 
-## the documentation site in build/site: generated pages are up to date, every link resolves
+## [1 min] the documentation site in build/site: generated pages are up to date, every link resolves
 docs: .venv/demo
 	$(PIP_INSTALL) --editable ".[docs]"
 	$(BIN)/python docs/generate.py --check

@@ -156,6 +156,7 @@ def main(
     write_text(out / "attack.json", json.dumps(result, indent=1) + "\n")
     click.echo(table([row(one) for one in result["classes"]]))
     click.echo(json.dumps({name: value for name, value in result.items() if name not in _LONG}, indent=1))
+    click.echo(f"{sum(one['sent'] for one in result['classes'])} requests sent, {len(result['faults'])} faults")
     if result["faults"]:
         for fault, count in Counter(result["faults"]).most_common(60):
             click.echo(f"{count:4} x {fault}")

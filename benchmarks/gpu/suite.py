@@ -26,6 +26,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -163,11 +164,13 @@ def report(record: Record, out: Path) -> int:
     text = f"{render(record.environment, record.rows)}\n\n{compare(record.environment, record.rows)}"
     print(text)
     (out / "gpu.md").write_text(f"{text}\n", "utf-8")
-    found = {row["status"] for row in record.rows.values()}
-    if "refused" in found:
+    found = Counter(row["status"] for row in record.rows.values())
+    ok, skipped = found["ok"], found["skipped"]
+    print(f"{found.total()} cases: {ok} ok, {skipped} skipped, {found.total() - ok - skipped} failed")
+    if found["refused"]:
         return REFUSED
     dried = record.environment["device"] == dry.DEVICE and dry.errors(record.rows)
-    return 1 if found - {"ok", "skipped"} or dried else 0
+    return 1 if found.total() > ok + skipped or dried else 0
 
 
 def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case]:

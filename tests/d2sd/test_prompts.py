@@ -156,6 +156,7 @@ def test_a_folder_that_is_not_there_is_named(source: Path, tmp_path: Path) -> No
     assert "no such folder" in done.output
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "eval").is_dir(), reason="no prompt sets in data/: see `make data`")
 def test_the_list_describes_the_real_sets() -> None:
     found = present(DATA)

