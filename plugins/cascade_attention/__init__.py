@@ -26,6 +26,8 @@ from d2sd.plugins.shared.fp8 import to_pages
 
 __all__ = ["AttnMask", "ChunkMask", "PagedContext", "cascade_attention", "chunk_kernel", "counters", "pack_mask_bits"]
 
+OP = "attention"
+
 
 def cascade_attention(
     q: Tensor,
@@ -64,7 +66,7 @@ def cascade_attention(
         D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
     mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
-    if dispatch.pick("attention", context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
+    if dispatch.pick(OP, context.k_pages, pages=True, loaded=exact) is Implementation.REFERENCE:
         if exact and compiled.takes(q, context):
             allowed = mask if isinstance(mask, ChunkMask) else mask.allowed
             heads = compiled.attention_compiled(q, k, v, context, allowed, mask.first, sinks)
@@ -108,7 +110,7 @@ def chunk_kernel(
         heads, itemsize: Hq; bytes of a number of the queries.
         window: most tokens that a row of the layer sees; None: all.
     """
-    if dispatch.pick("attention", k_pages, pages=True) is Implementation.REFERENCE:
+    if dispatch.pick(OP, k_pages, pages=True) is Implementation.REFERENCE:
         return None
     from d2sd.plugins.cascade_attention.triton.launch import chunk_variant
 
@@ -151,7 +153,7 @@ class AttnMask:
 
 def pack_mask_bits(attn_mask: Tensor) -> Tensor:
     """[B, T, T] bool -> [B, T, ceil(T/32)] int32; on CUDA in one kernel."""
-    if dispatch.pick("attention", attn_mask, loaded=True) is Implementation.TRITON:
+    if dispatch.pick(OP, attn_mask, loaded=True) is Implementation.TRITON:
         from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 
         return pack_mask_triton(attn_mask)

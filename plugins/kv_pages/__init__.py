@@ -17,6 +17,8 @@ from d2sd.plugins.kv_pages.reference import write_pages_reference
 
 __all__ = ["write_pages"]
 
+OP = "the paged K/V write"
+
 
 def write_pages(
     k: Tensor,
@@ -45,7 +47,7 @@ def write_pages(
     Raises:
         D2SDError: the pages are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
     """
-    picked = dispatch.pick("attention", k_pages, pages=True, library=supported(k, v, k_pages))
+    picked = dispatch.pick(OP, k_pages, pages=True, library=supported(k, v, k_pages))
     write = write_pages_cpu if picked is Implementation.LIBRARY else write_pages_reference
     if picked is Implementation.TRITON:
         from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton

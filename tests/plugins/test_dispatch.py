@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -38,10 +40,10 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch._warn_once.cache_clear()
 
 
-def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     assert not uses_kernel(torch.zeros(4, 16, 8, 128))
-    assert capsys.readouterr().err == ""
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("size", [64, 96, 128, 256])
@@ -59,13 +61,13 @@ def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
     ],
 )
 def test_a_fallback_warns_once_or_is_forbidden(
-    pages: Any, reason: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    pages: Any, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     assert not uses_kernel(pages)
     assert not uses_kernel(pages)
-    error = capsys.readouterr().err
-    assert reason in error
-    assert error.count("\n") == 1
+    (warning,) = caplog.records
+    assert (warning.name, warning.levelname) == ("d2sd.plugins.dispatch", "WARNING")
+    assert reason in warning.getMessage()
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=reason):
         uses_kernel(pages)
@@ -80,9 +82,7 @@ def test_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "triton is not installed" in str(dispatch.unsupported(128, torch.bfloat16, (9, 0)))
 
 
-def test_fp8_products_need_fp8_tensor_cores(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fp8_products_need_fp8_tensor_cores(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """An A100 multiplies the same values in a wider type, after a warning; PyTorch's FP8 product would raise there."""
     x = on_gpu()
     assert dispatch.use_fp8_gemm(x)
@@ -90,7 +90,7 @@ def test_fp8_products_need_fp8_tensor_cores(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
     assert not dispatch.use_fp8_gemm(x)
     assert not dispatch.use_fp8_gemm(x)
-    assert capsys.readouterr().err.count("FP8 matrix multiplication runs as plain PyTorch") == 1
+    assert caplog.text.count("FP8 matrix multiplication runs as plain PyTorch") == 1
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match=r"8\.9"):
         dispatch.use_fp8_gemm(x)
@@ -106,13 +106,13 @@ def test_fp8_products_need_fp8_tensor_cores(
     ],
 )
 def test_triton_that_forgets_a_fence_is_refused(
-    version: str, pinned_by: str, line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    version: str, pinned_by: str, line: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On Hopper and later; tests/ptx/test_versions.py shows what such a kernel does. It says what to run."""
     monkeypatch.setattr(torch, "__version__", pinned_by)
     monkeypatch.setattr(dispatch, "triton_version", lambda: Version(version))
     assert not uses_kernel(on_gpu())
-    assert f"triton {version} leaves out a fence" in capsys.readouterr().err
+    assert f"triton {version} leaves out a fence" in caplog.text
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(NoKernel, match=rf"triton {version} .*\({line}\)\n"):
         uses_kernel(on_gpu())
@@ -167,22 +167,37 @@ def test_cuda_runs_the_kernels(calls: Calls) -> None:
 
 
 @pytest.mark.parametrize("size", [KERNEL_SIZE, OTHER_SIZE])
-def test_a_cpu_runs_the_references(calls: Calls, size: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cpu_runs_the_references(calls: Calls, size: int, caplog: pytest.LogCaptureFixture) -> None:
     run("cpu", size)
     assert calls == ["reference", "reference"]
-    assert not capsys.readouterr().err
+    assert not caplog.records
 
 
 def test_cuda_without_a_kernel_warns_or_fails(
-    calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    calls: Calls, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each op by its own name."""
     run("cuda", OTHER_SIZE)
     assert calls == ["reference", "reference"]
-    assert capsys.readouterr().err.count("head size 8") == 1
+    names = [
+        record.getMessage().partition(" runs as plain PyTorch on this GPU: head size 8 ")[0]
+        for record in caplog.records
+    ]
+    assert names == ["attention", "the paged K/V write"]
     monkeypatch.setenv(dispatch.NO_FALLBACK, "1")
     with pytest.raises(D2SDError, match="head size 8"):
         run("cuda", OTHER_SIZE)
     assert calls == ["reference", "reference"]
+
+
+def test_no_op_falls_back_under_the_name_of_another() -> None:
+    """Each folder has a name of its own, and asks by no other."""
+    folders = [path.parent for path in Path(dispatch.__file__).parent.glob("*/__init__.py")]
+    sources = {folder.name: (folder / "__init__.py").read_text("utf-8") for folder in folders}
+    picking = {name: set(re.findall(r"dispatch\.pick\(([^,]+),", source)) for name, source in sources.items()}
+    assert set().union(*picking.values()) <= {"OP", "op"}
+    names = [name for source in sources.values() for name in re.findall(r'^OP = "(.+)"$', source, re.MULTILINE)]
+    assert len(set(names)) == len(names) >= 8
 
 
 def test_layers_share_a_packed_mask(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
