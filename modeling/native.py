@@ -7,7 +7,7 @@ operators with packed products. FP8 weights are converted once to the type in wh
 from __future__ import annotations
 
 import ctypes
-import sys
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -31,6 +31,8 @@ from d2sd.modeling.quantized import ComputedLinear, carrier
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
 from d2sd.plugins.cpu.library import PANEL, address
+
+logger = logging.getLogger(__name__)
 
 # Shape letters: B requests, T rows, N rows of chunks, E hidden, L layers, Hkv K/V heads, D head size,
 # n auxiliary layers.
@@ -346,4 +348,4 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
 
 @cache
 def _say_why(reason: str) -> None:
-    print(f"d2sd: layers run as PyTorch operators, several times slower: {reason}", file=sys.stderr, flush=True)
+    logger.warning("layers run as PyTorch operators, several times slower: %s", reason)

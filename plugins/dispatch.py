@@ -1,8 +1,8 @@
 """Selects the implementation of an op: its Triton kernel, the compiled CPU library, or its PyTorch reference.
 
 CPU tensors take the compiled library where it has the op, else the reference. CUDA tensors take the kernel. Where a
-CUDA device cannot run it, the reference runs and a warning is printed once to stderr; under `D2SD_NO_FALLBACK=1` that
-is an error, so that no benchmark measures it.
+CUDA device cannot run it, the reference runs and a warning is logged once; under `D2SD_NO_FALLBACK=1` that is an
+error, so that no benchmark measures it.
 """
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
@@ -10,8 +10,8 @@ is an error, so that no benchmark measures it.
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from enum import Enum
 from functools import cache
 from importlib import metadata
@@ -23,6 +23,8 @@ from packaging.version import Version
 from d2sd.errors import D2SDError
 from d2sd.extras import install_line
 from d2sd.plugins.cpu import library as compiled
+
+logger = logging.getLogger(__name__)
 
 #: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
 HEAD_STEP = 16
@@ -235,4 +237,4 @@ def triton_version() -> Version:
 
 @cache
 def _warn_once(what: str, reason: str) -> None:
-    print(f"d2sd: {what} runs as plain PyTorch on this GPU: {reason}", file=sys.stderr, flush=True)
+    logger.warning("%s runs as plain PyTorch on this GPU: %s", what, reason)

@@ -14,6 +14,7 @@ import click
 from d2sd.errors import D2SDError
 from d2sd.interrupts import noting_interrupts
 from d2sd.io import printable
+from d2sd.logs import show_warnings
 
 #: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
@@ -46,6 +47,7 @@ class Reporting(click.Command):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text
         if not standalone_mode:
             return super().main(args, prog_name, complete_var, standalone_mode, **extra)
+        show_warnings()
         with noting_interrupts() as interrupted:
             try:
                 code = super().main(args, prog_name, complete_var, False, **extra) or 0

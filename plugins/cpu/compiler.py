@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import logging
 import os
 import platform
 import shlex
@@ -23,6 +24,8 @@ from pathlib import Path
 
 from d2sd.extras import install_line
 from d2sd.io import cache_folder
+
+logger = logging.getLogger(__name__)
 
 COMMAND = "D2SD_CC"
 _FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
@@ -76,10 +79,7 @@ def _folder(name: str) -> Path:
     except OSError as error:
         folder = Path(tempfile.mkdtemp(prefix="d2sd-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        said = (
-            f"d2sd: the CPU kernels are compiled for this process alone, because the cache cannot be written: {error}"
-        )
-        print(said, file=sys.stderr, flush=True)
+        logger.warning("the CPU kernels are compiled for this process alone: the cache cannot be written: %s", error)
     return folder
 
 

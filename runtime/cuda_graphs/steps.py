@@ -15,8 +15,8 @@ Batches whose shapes vary take the other path on CUDA too: those with a grammar,
 
 from __future__ import annotations
 
+import logging
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -40,6 +40,8 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
+
+logger = logging.getLogger(__name__)
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
 _KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
@@ -260,4 +262,4 @@ def _refuse(error: Exception) -> None:
             found=reason,
             fix=f"unset {NO_FALLBACK} to launch its operators one by one, slower",
         ) from error
-    print(f"d2sd: decode steps run without CUDA graphs: {reason}", file=sys.stderr, flush=True)
+    logger.warning("decode steps run without CUDA graphs: %s", reason)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from d2sd.modeling import native
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
@@ -256,3 +257,18 @@ def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkey
         with ThreadPoolExecutor(4) as pool_of_threads:
             found = list(pool_of_threads.map(run, rows * 4))
         assert all(torch.equal(one, other) for one, other in zip(found, expected * 4, strict=True))
+
+
+def test_layers_without_the_kernels_are_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, however many models are loaded."""
+    monkeypatch.setattr(library, "available", lambda: False)
+    monkeypatch.setattr(library, "load", lambda: "no C compiler")
+    native._say_why.cache_clear()
+    for _ in range(2):
+        pack(model := tiny_decoder())
+        assert model.compiled is None
+    (warning,) = caplog.records
+    assert (warning.name, warning.levelname) == ("d2sd.modeling.native", "WARNING")
+    assert warning.getMessage().endswith("slower: no C compiler")

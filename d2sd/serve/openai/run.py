@@ -20,6 +20,7 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import printable
+from d2sd.logs import log_to_stderr
 from d2sd.progress import bar
 from d2sd.serve.openai.app import create_app
 
@@ -160,12 +161,7 @@ class _TextLines(logging.Formatter):
 
 def _log_to_stderr() -> None:
     """Write the logs of d2sd and uvicorn to stderr: as text on a terminal, else as JSON lines."""
-    handler = logging.StreamHandler(sys.stderr)
     text = _TextLines("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S")
-    handler.setFormatter(text if sys.stderr.isatty() else _JsonLines())
     # It is logged for a request whose connection is gone: of several requests sent at once only the last learns that.
     logging.getLogger("uvicorn.error").addFilter(lambda record: "without completing response" not in str(record.msg))
-    for name in ("d2sd", "uvicorn"):
-        logger = logging.getLogger(name)
-        logger.handlers, logger.propagate = [handler], False
-        logger.setLevel(logging.INFO)
+    log_to_stderr(text if sys.stderr.isatty() else _JsonLines(), "d2sd", "uvicorn")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import time
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,12 +23,13 @@ import triton_python_backend_utils as pb_utils
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
+from d2sd.logs import log_to_stderr
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.triton.metrics import TritonMetrics
 from d2sd.serve.triton.parameters import Parameters
-from d2sd.serve.triton.process import end_with_parent, log_to_stderr
+from d2sd.serve.triton.process import end_with_parent
 from d2sd.serve.triton.requests import Call, read_call
 from d2sd.serve.triton.responses import Answer
 from d2sd.serve.triton.sender import Sender
@@ -48,7 +50,7 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Open the bundle named in config.pbtxt, on the GPU of this instance or on the CPU."""
         self._watcher = end_with_parent()
-        log_to_stderr()
+        log_to_stderr(logging.Formatter("%(levelname)s %(name)s: %(message)s"), "d2sd")  # Triton passes it on
         config = json.loads(args["model_config"])
         gpu = args["model_instance_kind"] == "GPU"
         try:

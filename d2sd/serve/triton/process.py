@@ -1,11 +1,9 @@
-"""The process of the model: it logs to stderr and ends with the server."""
+"""The process of the model ends with the server."""
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
-import sys
 
 #: Kills process $1 when its parent is not $0 any more, and ends with it. The fourth field of stat is the parent.
 _WATCH = """
@@ -25,12 +23,3 @@ def end_with_parent() -> subprocess.Popen[bytes]:
     arguments = ["/bin/sh", "-c", _WATCH, str(os.getppid()), str(os.getpid())]
     silent = subprocess.DEVNULL
     return subprocess.Popen(arguments, stdin=silent, stdout=silent, stderr=silent, start_new_session=True)
-
-
-def log_to_stderr() -> None:
-    """Write warnings and the logs of d2sd to stderr, which Triton passes on."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
-    logger = logging.getLogger("d2sd")
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel(logging.INFO)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import logging
 import os
 import signal
 import subprocess
@@ -142,6 +143,21 @@ def test_a_path_that_cannot_be_a_file_is_a_message(
 
 def test_control_characters_do_not_reach_the_terminal() -> None:
     assert printable("a\tb\nc\x1b]0;title\x07\x9b2J\x7f d²é✓") == "a\tb\nc\ufffd]0;title\ufffd\ufffd2J\ufffd d²é✓"
+
+
+def test_a_warning_of_the_log_is_a_line_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has set up logs but `serve`; what runs slower than it could is told all the same."""
+    monkeypatch.setattr(logging.root, "handlers", [])  # pytest's
+
+    @click.command(cls=Reporting)
+    def command() -> None:
+        logging.getLogger("d2sd.plugins.dispatch").warning("%s runs as plain PyTorch", "attention\x1b[2J")
+        logging.getLogger("d2sd.bundle").info("some detail")
+        click.echo("a result")
+
+    found = CliRunner().invoke(command, [])
+    assert (found.exit_code, found.stdout) == (0, "a result\n")
+    assert found.stderr == "warning: attention\ufffd[2J runs as plain PyTorch\n"
 
 
 def test_a_narrow_terminal_cuts_no_name() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.plugins import dispatch
 from d2sd.serve.errors import Busy, QueueFull
 from d2sd.serve.openai import run
 from d2sd.serve.openai.errors import describe
@@ -186,14 +187,18 @@ def test_logs_are_text_on_a_terminal_and_json_elsewhere(terminal: bool, monkeypa
         facts = {"method": "GET", "path": "/\x1b[2J", "status": 200, "completion_tokens": 5, "seconds": 0.25}
         access.info(json.dumps(facts))
         logging.getLogger("d2sd.serve").warning("some %s", "words")
+        dispatch._warn_once.__wrapped__("attention", "head size 8")
     finally:
         for logger, (handlers, propagate, level) in zip(loggers, before, strict=True):
             logger.handlers, logger.propagate = handlers, propagate
             logger.setLevel(level)
-    first, second = stream.getvalue().splitlines()
+    first, second, third = stream.getvalue().splitlines()
+    slower = "attention runs as plain PyTorch on this GPU: head size 8"
     if terminal:
         assert first.endswith("INFO GET /\N{REPLACEMENT CHARACTER}[2J 200, 5 tokens, 0.25 s")
         assert second.endswith("WARNING some words")
+        assert third.endswith(f"WARNING {slower}")
     else:
         assert json.loads(first).items() >= ({"event": "request"} | facts).items()
         assert json.loads(second)["message"] == "some words"
+        assert json.loads(third).items() >= {"level": "warning", "message": slower}.items()

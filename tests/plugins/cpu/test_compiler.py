@@ -86,7 +86,7 @@ def test_without_a_cache_that_can_be_written_a_private_folder_is_used_until_exit
     compiled: list[list[str]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def no_home() -> Path:
         raise RuntimeError("no home")
@@ -102,7 +102,7 @@ def test_without_a_cache_that_can_be_written_a_private_folder_is_used_until_exit
     assert library.is_file()
     assert library.parent.parent == tmp_path
     assert library.parent.stat().st_mode & 0o777 == 0o700
-    assert ("file" if home else "no home") in capsys.readouterr().err
+    assert ("file" if home else "no home") in caplog.text
     (end,) = at_exit
     end()
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
