@@ -1,8 +1,9 @@
 """Finds a C compiler, and builds the library of CPU kernels once per machine.
 
 The library is built for this processor and kept in the user's cache folder, under the hash of its sources, the compiler
-and the processor's features. Where that folder cannot be written it is built for this process alone, in a temporary
-folder. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package `ziglang`
+and the processor's features; its last bytes are the hash of the others, so that a part of one is never loaded. In a
+cache that others write it is kept in a folder of this user; where that cannot be written either, it is built for this
+process alone, in a temporary one. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package `ziglang`
 (the extra `cpu`). An empty D2SD_CC means none.
 """
 
@@ -31,6 +32,10 @@ COMMAND = "D2SD_CC"
 _FLAGS = ("-O3", "-ffp-contract=off", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 _SOURCES = Path(__file__).parent
 _SECONDS = 120
+#: Bytes of a SHA-256.
+_HASH = 32
+#: Users, beside this one, whose libraries are loaded: root, who makes the images of containers.
+_TRUSTED = frozenset({0})
 
 
 def compiler() -> list[str] | None:
@@ -61,7 +66,7 @@ def build() -> Path | str:
     name = f"cpu-{hashlib.sha256(known.encode('utf-8')).hexdigest()[:24]}.so"
     try:
         library = _folder(name) / name
-        if not library.exists():
+        if not _is_whole(library):
             _compile([*command, *_FLAGS], library)
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
@@ -70,17 +75,36 @@ def build() -> Path | str:
 
 
 def _folder(name: str) -> Path:
-    """The cache folder if it has the file `name` or can be written, or else a private one, removed at exit."""
+    """The first of the cache's folders that has the file `name` or can be written, or else one removed at exit."""
+    reason: object = "others can write it"
     try:
-        folder = cache_folder()
-        if not (folder / name).exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=folder).close()
+        for folder in (cache_folder(), cache_folder() / f"user-{os.geteuid()}"):
+            folder.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if _is_ours(folder):
+                if not _is_whole(folder / name):
+                    tempfile.TemporaryFile(dir=folder).close()
+                return folder
     except OSError as error:
-        folder = Path(tempfile.mkdtemp(prefix="d2sd-"))
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        logger.warning("the CPU kernels are compiled for this process alone: the cache cannot be written: %s", error)
+        reason = error
+    folder = Path(tempfile.mkdtemp(prefix="d2sd-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.warning("the CPU kernels are compiled for this process alone: the cache cannot be written: %s", reason)
     return folder
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether this user or root alone can have written a file or a folder."""
+    found = path.lstat()
+    return found.st_uid in {os.geteuid(), *_TRUSTED} and not found.st_mode & 0o022 and not path.is_symlink()
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is there, ours, and ends with the hash of what is in front: loading a part of one is fatal."""
+    try:
+        data = library.read_bytes() if _is_ours(library) else b""
+    except FileNotFoundError:
+        return False
+    return len(data) > _HASH and hashlib.sha256(data[:-_HASH]).digest() == data[-_HASH:]
 
 
 def _compile(command: list[str], library: Path) -> None:
@@ -95,6 +119,12 @@ def _compile(command: list[str], library: Path) -> None:
             errors="replace",
             timeout=_SECONDS,
         )
+        digest = hashlib.sha256(temporary.read_bytes()).digest()
+        temporary.chmod(0o755)
+        with temporary.open("ab") as stream:
+            stream.write(digest)
+            stream.flush()
+            os.fsync(stream.fileno())
         temporary.replace(library)
 
 

@@ -12,6 +12,7 @@ from ctypes import POINTER, Array, Structure, byref, c_double, c_int, c_long, c_
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,35 +102,31 @@ def load() -> ctypes.CDLL | str:
         return built
     try:
         library = ctypes.CDLL(str(built))
-    except OSError as error:
+        _declare(library)
+    except (OSError, AttributeError) as error:  # not a library, or not ours
         return str(error)
-    library.d2sd_layers.argtypes = [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int]
-    library.d2sd_linear.argtypes = [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int]
-    library.d2sd_attend.argtypes = [POINTER(Body), POINTER(Pass), c_void_p, c_void_p, POINTER(Memory), c_int]
-    library.d2sd_free.argtypes = [POINTER(Memory)]
-    library.d2sd_use_openmp.argtypes = [POINTER(OpenMP)]
-    library.d2sd_argmax.argtypes = [c_void_p, c_long, c_long, c_void_p]
-    for function in (library.d2sd_delta_rule, library.d2sd_convolution):
-        function.argtypes = [c_void_p, c_int]
-    names = (
-        "layers",
-        "linear",
-        "attend",
-        "free",
-        "use_openmp",
-        "grow",
-        "accept",
-        "argmax",
-        "write_pages",
-        "delta_rule",
-        "convolution",
-    )
-    for function in (getattr(library, f"d2sd_{name}") for name in names):
-        function.restype = None
     library.d2sd_use_openmp(byref(_openmp()))
     # A forked child has none of OpenMP's threads, and would wait for them forever.
     os.register_at_fork(after_in_child=partial(torch.set_num_threads, 1))
     return library
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    """Give every function its types; raises AttributeError for one that the library lacks."""
+    types: dict[str, list[Any] | None] = {
+        "layers": [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int],
+        "linear": [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int],
+        "attend": [POINTER(Body), POINTER(Pass), c_void_p, c_void_p, POINTER(Memory), c_int],
+        "free": [POINTER(Memory)],
+        "use_openmp": [POINTER(OpenMP)],
+        "argmax": [c_void_p, c_long, c_long, c_void_p],
+        "delta_rule": [c_void_p, c_int],
+        "convolution": [c_void_p, c_int],
+        **dict.fromkeys(("grow", "accept", "write_pages")),  # their callers convert the arguments
+    }
+    for name, arguments in types.items():
+        function = getattr(library, f"d2sd_{name}")
+        function.argtypes, function.restype = arguments, None
 
 
 def _openmp() -> OpenMP:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import sys
 import threading
+import weakref
 from contextlib import suppress
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor
 _CHUNK = 1 << 28
 _ALIGNMENT = 64
 _lock = threading.Lock()
-_chunk: mmap.mmap | None = None
+#: The chunk that is being filled, while one of its tensors lives: nothing else keeps it.
+_chunk: weakref.ref[mmap.mmap] | None = None
 _used = 0
 
 
@@ -30,10 +32,12 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size == 0 or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
     with _lock:
-        if _chunk is None or _used + size > len(_chunk):
-            _chunk, _used = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
+        chunk = _chunk and _chunk()
+        if chunk is None or _used + size > len(chunk):
+            chunk, _used = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
             with suppress(OSError):  # a kernel without huge pages
-                _chunk.madvise(mmap.MADV_HUGEPAGE)
-        chunk, start = _chunk, _used
+                chunk.madvise(mmap.MADV_HUGEPAGE)
+            _chunk = weakref.ref(chunk)
+        start = _used
         _used += -(-size // _ALIGNMENT) * _ALIGNMENT
     return torch.frombuffer(chunk, dtype=dtype, count=count, offset=start).view(shape)

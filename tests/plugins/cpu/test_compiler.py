@@ -1,16 +1,18 @@
-"""Which compiler is taken, what is kept of its work, and that nothing breaks without one."""
+"""Which compiler is taken, what is kept of its work, whose work is loaded, and that nothing breaks without one."""
 
 from __future__ import annotations
 
+import ctypes.util
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from d2sd.plugins.cpu import compiler
+from d2sd.plugins.cpu import compiler, library
 
 RUN = "from d2sd.plugins.cpu import library; print(library.load())"
 
@@ -56,12 +58,12 @@ def test_a_locale_without_unicode_will_do(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The commands of a compiler that writes empty libraries."""
+    """The commands of a compiler that writes libraries of nothing."""
     calls = []
 
     def run(command: list[str], **options: object) -> None:
         calls.append(command)
-        Path(command[command.index("-o") + 1]).touch()
+        Path(command[command.index("-o") + 1]).write_bytes(b"nothing")
 
     monkeypatch.setenv(compiler.COMMAND, "cc")
     monkeypatch.setattr(subprocess, "run", run)
@@ -117,3 +119,97 @@ def test_a_library_in_a_cache_that_cannot_be_written_is_used(
     monkeypatch.setattr("tempfile.TemporaryFile", None)
     assert compiler.build.__wrapped__() == library
     assert len(compiled) == 1
+
+
+def _cut(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def _emptied(file: Path) -> None:
+    file.write_bytes(b"")
+
+
+def _changed(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 3] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_cut, _emptied, _changed])
+def test_a_library_that_is_not_whole_is_built_again(
+    damage: Callable[[Path], None], compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves any part of a file, and loading that ends the process by SIGBUS."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.build.__wrapped__()
+    whole = first.read_bytes()
+    damage(first)
+    assert compiler.build.__wrapped__() == first
+    assert len(compiled) == 2
+    assert first.read_bytes() == whole
+
+
+@pytest.mark.parametrize("bits", [0o002, 0o020, 0o022])
+@pytest.mark.parametrize("of", ["file", "folder"])
+def test_a_library_that_others_can_write_is_not_loaded(
+    bits: int, of: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.build.__wrapped__()
+    changed = first if of == "file" else first.parent
+    changed.chmod(changed.stat().st_mode | bits)
+    again = compiler.build.__wrapped__()
+    assert len(compiled) == 2
+    assert not (again.stat().st_mode | again.parent.stat().st_mode) & 0o022
+    assert compiler.build.__wrapped__() == again  # kept, in a folder of this user's own where the cache is shared
+    assert len(compiled) == 2
+
+
+@pytest.mark.parametrize("user", ["another", "root"])
+def test_only_this_users_libraries_and_roots_are_loaded(
+    user: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another user: everything in the cache, and the folder that is named for this one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    first = compiler.build.__wrapped__()
+    mine = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
+    monkeypatch.setattr(compiler, "_TRUSTED", {mine} if user == "root" else set())
+    again = compiler.build.__wrapped__()
+    if user == "root":
+        assert again == first
+    else:
+        assert len(compiled) == 2
+        assert again.parent.name.startswith("d2sd-")
+
+
+def test_a_link_in_the_cache_is_not_followed(
+    compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = compiler.build.__wrapped__()
+    first.rename(tmp_path / "elsewhere")
+    first.symlink_to(tmp_path / "elsewhere")
+    assert compiler.build.__wrapped__() == first
+    assert len(compiled) == 2
+    assert not first.is_symlink()
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_is_built_can_be_loaded_under_every_umask(
+    umask: int, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = os.umask(umask)
+    try:
+        first = compiler.build.__wrapped__()
+    finally:
+        os.umask(before)
+    assert compiler.build.__wrapped__() == first
+    assert len(compiled) == 1
+
+
+def test_a_library_without_our_functions_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "build", lambda: Path(ctypes.util.find_library("m") or ""))
+    assert "d2sd_" in str(library.load.__wrapped__())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-import weakref
 
 import pytest
 import torch
@@ -28,11 +27,25 @@ def test_a_chunk_is_freed_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> N
     large = memory.empty((1 << 22,), torch.uint8).fill_(2)
     assert (small == 1).all()
     assert (large == 2).all()
-    assert memory._chunk is not None
-    mapped = weakref.ref(memory._chunk)
-    memory._chunk = None  # monkeypatch would keep it
+    mapped = memory._chunk
+    assert mapped is not None
     assert mapped() is not None
     del large
     gc.collect()
     assert mapped() is None
     assert (small == 1).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")
+def test_nothing_stays_mapped_behind_the_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after the close of a model; the next one begins a chunk of its own."""
+    monkeypatch.setattr(memory, "_chunk", None)
+    first = memory.empty((64,), torch.uint8)
+    chunk = memory._chunk
+    second = memory.empty((64,), torch.uint8)
+    assert memory._chunk is chunk  # one chunk holds both
+    del first, second
+    gc.collect()
+    assert chunk is not None
+    assert chunk() is None
+    assert (memory.empty((64,), torch.uint8).fill_(3) == 3).all()
