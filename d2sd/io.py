@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -158,6 +159,12 @@ def atomic_write(path: Path) -> Iterator[Path]:
         if partial != path:
             with suppress(OSError):  # usually renamed already
                 partial.unlink()
+
+
+def remove_partial(path: Path) -> None:
+    """Delete what killed processes left of writing `path`; the caller has a lock, so that nobody writes it now."""
+    for left in path.parent.glob(f"{glob.escape(path.name)}.[0-9]*.partial"):
+        left.unlink()
 
 
 def write_text(path: Path, text: str) -> None:

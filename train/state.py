@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from d2sd.convert.checkpoint.weights import open_tensors
 from d2sd.errors import CheckpointError, D2SDError
-from d2sd.io import atomic_write
+from d2sd.io import atomic_write, remove_partial
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.kinds import trained_kind
 from d2sd.train.muon import BatchedMuon
@@ -110,8 +110,9 @@ class _Saved(BaseModel):
 
 
 def save_state(folder: Path, step: int, drafter: nn.Module, optimizer: Optimizer, identity: Identity) -> None:
-    """Write the folder's checkpoint, atomically."""
+    """Write the folder's checkpoint, atomically; the work folder is locked."""
     folder.mkdir(parents=True, exist_ok=True)
+    remove_partial(folder / _NAME)
     tensors = {f"drafter.{k}": v.detach().cpu().contiguous() for k, v in drafter.named_parameters()}
     tensors |= {f"optimizer.{k}": v for k, v in optimizer.tensors().items()}
     with atomic_write(folder / _NAME) as partial:

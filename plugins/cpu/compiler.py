@@ -3,8 +3,8 @@
 The library is built for this processor and kept in the user's cache folder, under the hash of its sources, the compiler
 and the processor's features; its last bytes are the hash of the others, so that a part of one is never loaded. In a
 cache that others write it is kept in a folder of this user; where that cannot be written either, it is built for this
-process alone, in a temporary one. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package `ziglang`
-(the extra `cpu`). An empty D2SD_CC means none.
+process alone, in a temporary one. The compiler is the command in D2SD_CC, or else `cc`, or else that of the package
+`ziglang` (the extra `cpu`). An empty D2SD_CC means none.
 """
 
 from __future__ import annotations

