@@ -37,6 +37,10 @@ _GROUPS: tuple[tuple[Mapping[str, Any], Mapping[str, Any] | None, Scheme], ...] 
     (_FLOAT4, _FLOAT4 | {"dynamic": "local"}, schemes.NVFP4_COMPRESSED),
     (_FLOAT4, None, schemes.NVFP4_WEIGHTS_COMPRESSED),
 )
+#: Most names of modules in a list, and characters in one: published lists are far below.
+_MOST, _LONGEST = 2048, 1000
+#: A regular expression with at most two counts, of one digit: `regex` compiles a copy for each repetition.
+_EXPANDED = re.compile(r"[^{]*(?:\{\d?,?\d?\}[^{]*){0,2}")
 _NEUTRAL: tuple[object, ...] = ({}, None)
 
 
@@ -67,10 +71,10 @@ def _compressed(part: HFConfig) -> Quantization:
         if not isinstance(values, dict):
             raise CheckpointError("A group is not a dictionary.", where=where, found=type(values).__name__)
         group = HFConfig(values, where)
-        groups.append((_compressed_scheme(group), _patterns(group, "targets")))
+        groups.append((_compressed_scheme(group), read_patterns(group, "targets")))
     if not groups:
         raise part.refuse("No group of layers is described.", "config_groups", "one group or more")
-    ignored = _patterns(part, "ignore")
+    ignored = read_patterns(part, "ignore")
     version = part.get("version", str, "unknown")
     return Quantization(ignored, kv is not None, ("compressed-tensors", version), tuple(groups), "regex", part.values)
 
@@ -95,12 +99,11 @@ def _compressed_scheme(group: HFConfig) -> Scheme:
 
 
 def _integers(weights: HFConfig) -> Scheme:
-    weights.only("strategy", "group", "channel")
+    strategy = weights.required("strategy", "group", "channel")
     weights.only("actorder", None, False, "weight", "static", "group", "dynamic")
-    group = weights.size("group_size") if weights.values["strategy"] == "group" else None
     return schemes.packed_integers(
-        weights.values["num_bits"],
-        group,
+        weights.required("num_bits", 4, 8),
+        weights.size("group_size") if strategy == "group" else None,
         zero_points=not weights.get("symmetric", bool, True),
         ordered=weights.values.get("actorder") in ("group", "dynamic"),
     )
@@ -109,10 +112,9 @@ def _integers(weights: HFConfig) -> Scheme:
 def _fp8(part: HFConfig) -> Quantization:
     part.only("fmt", "e4m3", "float8_e4m3fn", None)
     part.only("scale_fmt", None, "float")  # ue8m0 rounds the scales of inputs to powers of two
-    part.only("activation_scheme", "dynamic", "static")
+    dynamic = part.required("activation_scheme", "dynamic", "static") == "dynamic"
     part.only("dequantize", False, None)
-    ignored = (*_patterns(part, "modules_to_not_convert"), *_patterns(part, "ignored_layers"))
-    dynamic = part.values["activation_scheme"] == "dynamic"
+    ignored = (*read_patterns(part, "modules_to_not_convert"), *read_patterns(part, "ignored_layers"))
     if part.values.get("weight_block_size") is None:
         scheme = schemes.FP8_TENSOR_DYNAMIC if dynamic else schemes.FP8
     else:
@@ -123,28 +125,28 @@ def _fp8(part: HFConfig) -> Quantization:
 
 
 def _awq(part: HFConfig) -> Quantization:
-    part.only("bits", 4)
+    part.required("bits", 4)
     part.only("version", "gemm", "GEMM", None)
     part.only("zero_point", True)
-    ignored = _patterns(part, "modules_to_not_convert")
+    ignored = read_patterns(part, "modules_to_not_convert")
     groups = ((schemes.awq(_group_size(part)), (EVERY,)),)
     return Quantization(ignored, False, ("awq", "unknown"), groups, "part", part.values)
 
 
 def _gptq(part: HFConfig) -> Quantization:
-    part.only("bits", 4, 8)
+    bits = part.required("bits", 4, 8)
     part.only("checkpoint_format", "gptq", "gptq_v2", None)
     part.only("lm_head", False, None)
     part.only("dynamic", *_NEUTRAL)  # other settings for some layers
     less_one = part.values.get("checkpoint_format") != "gptq_v2"
-    scheme = schemes.gptq(part.values["bits"], _group_size(part), less_one=less_one)
+    scheme = schemes.gptq(bits, _group_size(part), less_one=less_one)
     return Quantization((), False, ("gptq", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
 
 
 def _mxfp4(part: HFConfig) -> Quantization:
     """gpt-oss: experts alone."""
     part.only("dequantize", False, None)
-    ignored = tuple(name if "*" in name else f"{name}*" for name in _patterns(part, "modules_to_not_convert"))
+    ignored = tuple(name if "*" in name else f"{name}*" for name in read_patterns(part, "modules_to_not_convert"))
     groups = ((schemes.MXFP4, ("*.mlp.experts.*",)),)
     return Quantization(ignored, False, ("mxfp4", "unknown"), groups, "wildcard", part.values)
 
@@ -176,16 +178,19 @@ def _inputs_say(found: Mapping[str, Any] | None, expected: Mapping[str, Any] | N
     return _says(found, expected) and found.get("symmetric", True) is True
 
 
-def _patterns(part: HFConfig, key: str) -> tuple[str, ...]:
-    """Names of modules; behind `re:` a regular expression."""
+def read_patterns(part: HFConfig, key: str) -> tuple[str, ...]:
+    """Names of modules, with wildcards or behind `re:` a regular expression, so few that matching them has a bound."""
     names = part.get(key, list, [])
+    if not all(isinstance(name, str) and len(name) <= _LONGEST for name in names) or len(names) > _MOST:
+        expected = f"at most {_MOST:,} names of modules of up to {_LONGEST} characters"
+        raise part.refuse("This list may hold only names.", key, expected)
     for name in names:
-        if not isinstance(name, str):
-            raise part.refuse("This list may hold only names.", key, "names of modules")
-        try:
-            re.compile(name[3:] if name.startswith("re:") else "")
-        except re.error as error:
-            raise part.refuse(
-                f"This is not a regular expression ({error}).", key, "patterns that Python reads"
-            ) from None
+        if name.startswith("re:"):
+            try:
+                re.compile(name[3:])
+            except (re.error, RecursionError, OverflowError) as error:
+                message = f"This is not a regular expression ({error})."
+                raise part.refuse(message, key, "patterns that Python reads") from None
+            if not _EXPANDED.fullmatch(name):
+                raise part.refuse("This regular expression may take very long.", key, "at most two short {counts}")
     return tuple(names)

@@ -101,6 +101,15 @@ class HFConfig:
         if key in self.values and self.values[key] not in allowed:
             raise self.refuse("This feature is not supported.", key, " or ".join(json.dumps(a) for a in allowed))
 
+    def required(self, key: str, *allowed: T) -> T:
+        """Return the value of `key`, which must be there and one of `allowed`, in the type that stands there."""
+        if key not in self.values:
+            raise CheckpointError(
+                "A key is missing.", where=f"{self.where}: {key}", expected=" or ".join(json.dumps(a) for a in allowed)
+            )
+        self.only(key, *allowed)
+        return allowed[allowed.index(self.values[key])]
+
     def part(self, key: str) -> HFConfig:
         """Return the nested object under `key`."""
         return HFConfig(self.get(key, dict), f"{self.where}: {key}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from d2sd.convert.checkpoint import schemes
-from d2sd.convert.checkpoint.dialects import read_dialect
+from d2sd.convert.checkpoint.dialects import read_dialect, read_patterns
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.nested import text_config, without_prefix
 from d2sd.convert.checkpoint.schemes import EVERY, Quantization
@@ -26,6 +26,7 @@ __all__ = [
     "Quantization",
     "described",
     "read_drafter_quantization",
+    "read_inline",
     "read_quantization",
     "refuse_unserved",
 ]
@@ -47,7 +48,7 @@ def read_quantization(directory: Path, config: HFConfig) -> Quantization | None:
     Raises `CheckpointError` for what d2sd does not read, and if two descriptions disagree.
     """
     config = text_config(config)
-    inline = _read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
+    inline = read_inline(config.part(KEY)) if config.values.get(KEY) is not None else None
     path = directory / FILE
     if not path.is_file():
         return inline
@@ -135,10 +136,11 @@ def _read_file(file: HFConfig) -> Quantization:
     part.only("has_zero_point", False, None)
     part.only("pre_quant_scale", False, None)
     kv = part.values.get("kv_cache_quant_algo") == "FP8"
-    return Quantization(_names(part, "exclude_modules"), kv, _producer(file), ((scheme, (EVERY,)),))
+    return Quantization(read_patterns(part, "exclude_modules"), kv, _producer(file), ((scheme, (EVERY,)),))
 
 
-def _read_inline(part: HFConfig) -> Quantization:
+def read_inline(part: HFConfig) -> Quantization:
+    """Read `quantization_config`; raises `CheckpointError` naming the key."""
     if part.values.get("quant_method") != "modelopt":
         return read_dialect(part)
     scheme, _, expected = _algorithm(part)
@@ -147,7 +149,7 @@ def _read_inline(part: HFConfig) -> Quantization:
         if group != expected:
             raise part.refuse("This quantization is not supported.", "config_groups", json.dumps(expected))
     kv = part.values.get("kv_cache_scheme") is not None
-    return Quantization(_names(part, "ignore"), kv, _producer(part), ((scheme, (EVERY,)),))
+    return Quantization(read_patterns(part, "ignore"), kv, _producer(part), ((scheme, (EVERY,)),))
 
 
 def _algorithm(part: HFConfig) -> tuple[Scheme, int | None, dict[str, Any]]:
@@ -156,13 +158,6 @@ def _algorithm(part: HFConfig) -> tuple[Scheme, int | None, dict[str, Any]]:
         fix = "start from the checkpoint from before it was quantized"
         raise part.refuse("This quantization is not supported.", "quant_algo", ", ".join(_ALGORITHMS), fix)
     return _ALGORITHMS[name]
-
-
-def _names(part: HFConfig, key: str) -> tuple[str, ...]:
-    names = part.get(key, list, [])
-    if not all(isinstance(name, str) for name in names):
-        raise part.refuse("This list may hold only names.", key, "names of modules")
-    return tuple(names)
 
 
 def _producer(config: HFConfig) -> tuple[str, str]:

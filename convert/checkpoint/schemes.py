@@ -7,12 +7,16 @@ in config.json (`dialects.py`, `quantization.py`) choose rows; nothing else know
 
 from __future__ import annotations
 
-import re
+import fnmatch
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
+from functools import lru_cache
 from typing import Any
 
+import regex
+
+from d2sd.errors import CheckpointError
 from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.mxfp4 import Mxfp4Experts
 from d2sd.modeling.nvfp4 import Nvfp4Linear, Nvfp4Weights
@@ -65,25 +69,43 @@ def gptq(bits: int, group: int | None, *, less_one: bool) -> Scheme:
     return _row("GPTQ", GptqLinear, None, bits=bits, group=group, less_one=less_one)
 
 
-#: Whether a pattern of a dialect names a module.
-Matches = Callable[[str, str], bool]
+#: Whether a pattern of a dialect names a module; the last argument is the time by which that must be known.
+Matches = Callable[[str, str, float], bool]
 
 
-def by_wildcard(pattern: str, name: str) -> bool:
+def by_wildcard(pattern: str, name: str, until: float) -> bool:
     """ModelOpt: `*` is any text."""
-    return fnmatchcase(name, pattern)
+    return _matches(_translated(pattern), name, until)
 
 
-def by_regex(pattern: str, name: str) -> bool:
+def by_regex(pattern: str, name: str, until: float) -> bool:
     """compressed-tensors: a name, or behind `re:` a regular expression for its beginning."""
-    return re.match(pattern[3:], name) is not None if pattern.startswith("re:") else pattern == name
+    return _matches(pattern[3:], name, until) if pattern.startswith("re:") else pattern == name
 
 
-def by_part(pattern: str, name: str) -> bool:
+def by_part(pattern: str, name: str, _until: float) -> bool:
     """transformers' `modules_to_not_convert`: a name, a module that contains it, or the last part of it."""
     return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
 
 
+#: Seconds in which the patterns of a checkpoint must have been matched with its layers.
+_SECONDS = 10
+
+
+def _matches(pattern: str, name: str, until: float) -> bool:
+    """Python's `re` may need a time that is exponential in the length of the name; `regex` has a limit."""
+    try:
+        return _compiled(pattern).match(name, timeout=max(until - time.monotonic(), 1e-3)) is not None
+    except (TimeoutError, RecursionError, regex.error) as error:
+        raise CheckpointError(
+            "A pattern for names of layers takes too long.",
+            where="config.json: quantization_config",
+            found=f"{pattern} ({error})",
+            fix="write the layers' names in its place",
+        ) from None
+
+
+_compiled, _translated = lru_cache(4096)(regex.compile), lru_cache(4096)(fnmatch.translate)
 _MATCHES: Mapping[str, Matches] = {"wildcard": by_wildcard, "regex": by_regex, "part": by_part}
 #: The target of a group that takes every linear layer.
 EVERY = "Linear"
@@ -104,18 +126,19 @@ class Quantization:
 
     def schemes(self, names: Iterable[str], prefix: str = "") -> dict[str, Scheme]:
         """The schemes of those of the linear layers `names` that are quantized; patterns match `prefix` + name."""
-        found = {name: self._scheme(prefix + name) for name in names}
+        until = time.monotonic() + _SECONDS
+        found = {name: self._scheme(prefix + name, until) for name in names}
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
         """Those of the linear layers `names` that are quantized."""
         return list(self.schemes(names, prefix))
 
-    def _scheme(self, name: str) -> Scheme | None:
+    def _scheme(self, name: str, until: float) -> Scheme | None:
         matches = _MATCHES[self.patterns]
-        if any(matches(pattern, name) for pattern in self.exclude):
+        if any(matches(pattern, name, until) for pattern in self.exclude):
             return None
-        named = (scheme for scheme, targets in self.groups if any(matches(target, name) for target in targets))
+        named = (scheme for scheme, targets in self.groups if any(matches(target, name, until) for target in targets))
         every = (scheme for scheme, targets in self.groups if EVERY in targets)
         return next(named, next(every, None))
 

@@ -209,9 +209,6 @@ def check_headers(directory: Path, found: Mapping[str, TensorInfo], expected: Sh
             if any("scale" in name for name in unknown)
             else None,
         )
-    if len(set(names.values())) < len(names):
-        twice = sorted(name for name, ours in names.items() if list(names.values()).count(ours) > 1)
-        raise CheckpointError("A tensor is stored twice, under two names.", where=directory, found=_some(twice))
     for name, ours in names.items():
         info = found[name]
         if info.shape != expected[ours] and not _same_scales(info.shape, ours, expected):

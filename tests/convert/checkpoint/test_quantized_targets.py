@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from copy import deepcopy
 from functools import cache
 from pathlib import Path
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 
 from d2sd.convert.checkpoint.dialects import read_dialect
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.quantization import KEY, read_quantization
+from d2sd.convert.checkpoint.quantization import KEY, read_inline, read_quantization
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.convert.checkpoint.weights import INDEX
 from d2sd.convert.kinds import DFLASH
@@ -268,6 +270,83 @@ def test_ignored_layers_are_plain(ignore: list[str], left: set[str]) -> None:
     part = HFConfig(BY_NAME["fp8-dynamic"].config | {"ignore": ignore}, "config.json")
     names = linear_names(BY_NAME["fp8-dynamic"].decoder())
     assert {name.rpartition(".")[2] for name in read_dialect(part).of(names, "model.")} == left
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "re:([a-z0-9_.]+)+!",
+        "re:(?:.*a?)*!",
+        "re:" + "(l|.)" * 60 + "!",
+        "re:" + ".*" * 40 + "!",
+        "re:(.+)+(.+)+(?<!p)",
+        "re:(?=(.*)*!)(x+x+)+y",
+        "re:(?:(?:(?:(?:a?){50}){50}){50}){50}x",
+        "re:(?:a{9}){9}{9}",
+        "re:a{99999999999999}",
+        "re:" + "(" * 400 + ")" * 400,
+        "re:(?R)",
+        "re:(?:model){e}",
+        "re:" + "a?" * 5000,
+        "*".join("abcdefgh" * 200),
+    ],
+)
+@pytest.mark.parametrize("layout", ["fp8-dynamic", "nvfp4-modelopt"])
+def test_no_pattern_hangs(pattern: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's `re` takes exponential time for some, and so it may for any that is made to."""
+    monkeypatch.setattr("d2sd.convert.checkpoint.schemes._SECONDS", 0.5)
+    config = {**BY_NAME[layout].config, "ignore": ["lm_head", pattern]}
+    begun = time.process_time()
+    with suppress(CheckpointError):
+        quantization = read_inline(HFConfig(config, "config.json"))
+        quantization.of(linear_names(BY_NAME[layout].decoder()), "model.")
+    assert time.process_time() - begun < 5
+
+
+def test_more_patterns_than_any_checkpoint_has_are_refused() -> None:
+    config = BY_NAME["fp8-dynamic"].config | {"ignore": [f"model.layers.{n}" for n in range(100_000)]}
+    with pytest.raises(CheckpointError, match="ignore"):
+        read_dialect(HFConfig(config, "config.json"))
+
+
+def paths(value: object, at: str = "") -> Iterator[str]:
+    """The keys of a dictionary and of those inside it."""
+    for key, inside in value.items() if isinstance(value, dict) else ():
+        yield f"{at}{key}"
+        yield from paths(inside, f"{at}{key}.")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+@pytest.mark.parametrize("value", [..., None, True, 4.0, 8.0, 0, -1, "x", [], {}, [[]]], ids=repr)
+def test_a_key_that_is_missing_or_odd_is_read_or_named(layout: Published, value: object, tmp_path: Path) -> None:
+    names = linear_names(layout.decoder())
+    for path in paths(layout.config):
+        edit_json(write(tmp_path / "part.json", layout.config), path, value)
+        with suppress(CheckpointError):
+            quantization = read_inline(HFConfig.of_file(tmp_path / "part.json"))
+            for scheme in quantization.schemes(names, "model.").values():
+                scheme.empty(64, 32, False)
+
+
+def write(path: Path, values: object) -> Path:
+    path.write_text(json.dumps(values))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("layout", "key"),
+    [
+        ("gptq", "bits"),
+        ("awq", "bits"),
+        ("fp8-blocks", "activation_scheme"),
+        ("w4a16", "config_groups.group_0.weights.strategy"),
+        ("w4a16", "config_groups.group_0.weights.num_bits"),
+    ],
+)
+def test_a_missing_key_is_named(layout: str, key: str, tmp_path: Path) -> None:
+    edit_json(write(tmp_path / "part.json", BY_NAME[layout].config), key, ...)
+    with pytest.raises(CheckpointError, match=key.rpartition(".")[2] if "num_bits" not in key else "weights"):
+        read_inline(HFConfig.of_file(tmp_path / "part.json"))
 
 
 def test_groups_of_several_schemes() -> None:
