@@ -32,7 +32,7 @@ def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if size == 0 or sys.platform != "linux":
         return torch.empty(shape, dtype=dtype)
     with _lock:
-        chunk = _chunk and _chunk()
+        chunk = None if _chunk is None else _chunk()
         if chunk is None or _used + size > len(chunk):
             chunk, _used = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), 0
             with suppress(OSError):  # a kernel without huge pages

@@ -121,6 +121,13 @@ def test_a_library_in_a_cache_that_cannot_be_written_is_used(
     assert len(compiled) == 1
 
 
+def built() -> Path:
+    """The library, built or found."""
+    library = compiler.build.__wrapped__()
+    assert isinstance(library, Path), library
+    return library
+
+
 def _cut(file: Path) -> None:
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
@@ -141,10 +148,10 @@ def test_a_library_that_is_not_whole_is_built_again(
 ) -> None:
     """A power cut leaves any part of a file, and loading that ends the process by SIGBUS."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = compiler.build.__wrapped__()
+    first = built()
     whole = first.read_bytes()
     damage(first)
-    assert compiler.build.__wrapped__() == first
+    assert built() == first
     assert len(compiled) == 2
     assert first.read_bytes() == whole
 
@@ -155,13 +162,13 @@ def test_a_library_that_others_can_write_is_not_loaded(
     bits: int, of: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = compiler.build.__wrapped__()
+    first = built()
     changed = first if of == "file" else first.parent
     changed.chmod(changed.stat().st_mode | bits)
-    again = compiler.build.__wrapped__()
+    again = built()
     assert len(compiled) == 2
     assert not (again.stat().st_mode | again.parent.stat().st_mode) & 0o022
-    assert compiler.build.__wrapped__() == again  # kept, in a folder of this user's own where the cache is shared
+    assert built() == again  # kept, in a folder of this user's own where the cache is shared
     assert len(compiled) == 2
 
 
@@ -172,11 +179,11 @@ def test_only_this_users_libraries_and_roots_are_loaded(
     """Of another user: everything in the cache, and the folder that is named for this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    first = compiler.build.__wrapped__()
+    first = built()
     mine = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: mine + 1)
     monkeypatch.setattr(compiler, "_TRUSTED", {mine} if user == "root" else set())
-    again = compiler.build.__wrapped__()
+    again = built()
     if user == "root":
         assert again == first
     else:
@@ -188,10 +195,10 @@ def test_a_link_in_the_cache_is_not_followed(
     compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    first = compiler.build.__wrapped__()
+    first = built()
     first.rename(tmp_path / "elsewhere")
     first.symlink_to(tmp_path / "elsewhere")
-    assert compiler.build.__wrapped__() == first
+    assert built() == first
     assert len(compiled) == 2
     assert not first.is_symlink()
 
@@ -203,10 +210,10 @@ def test_what_is_built_can_be_loaded_under_every_umask(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = os.umask(umask)
     try:
-        first = compiler.build.__wrapped__()
+        first = built()
     finally:
         os.umask(before)
-    assert compiler.build.__wrapped__() == first
+    assert built() == first
     assert len(compiled) == 1
 
 
