@@ -111,7 +111,7 @@ class Sequence:
         requested = self.request.sampling.prompt_logprobs is not None
         return requested and len(self.prompt_logprobs) < len(self.request.prompt) - 1
 
-    def _ends(self, token: int) -> bool:
+    def ends_at(self, token: int) -> bool:
         """Whether the answer ends at a token; at an end token of a grammar always, because nothing may follow."""
         return token in self.request.stop_tokens or (self.matcher is not None and token in self.matcher.end_tokens)
 
@@ -155,7 +155,7 @@ class Sequence:
             self.tokens.append(token)
             length = len(self.tokens) - len(request.prompt)
             may_stop = length > request.sampling.min_tokens
-            if self._ends(token) and may_stop:
+            if self.ends_at(token) and may_stop:
                 self.finish = "stop"
             if self.text is not None and (self.finish is None or request.stop_visible):
                 text += self.text.feed(token, may_stop=may_stop and self.finish is None)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from rich.cells import cell_len
 
-from d2sd.viz.nodes import Step
+from d2sd.viz.nodes import DRAFTED, Step
 from d2sd.viz.text import cut, visible
 
 #: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, plus some padding.
@@ -49,7 +49,7 @@ def arrange(step: Step) -> Layout:
     for depth in range(1 + max(node.depth for node in step.nodes)):
         here = [node for node in step.nodes if node.depth == depth]
         width = max(cell_len(cut(visible(node.text), MOST_CELLS)) for node in here) * CELL + 2 * PAD
-        if any(node.source in ("first", "second") for node in here):
+        if any(node.source in DRAFTED for node in here):
             width += NUMBER
         width = max(width, 44)
         columns.append(Box(round(left, 1), 0, round(width, 1)))

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Literal
 
+from d2sd.policies import FirstPass
+
 if TYPE_CHECKING:
     from d2sd.runtime.decode import StepTrace
 
@@ -38,6 +40,8 @@ class Step:
     draft: tuple[str, ...]  # the first draft: top-1 token of every slot
     right: int  # length of the prefix of `draft` that matches the target
     rows: int  # tree rows computed by the target, padding included
+    copied: bool = False  # the first draft is a copy of earlier text
+    end: bool = False  # its last token ends the answer and is no text
 
     @property
     def gained(self) -> tuple[Node, ...]:
@@ -66,14 +70,13 @@ class Step:
         return next((i for i, n in enumerate(self.nodes) if n.chain and n.depth == depth and not n.accepted), None)
 
     @property
-    def by_second(self) -> bool:
-        """Whether a node of the second pass was accepted."""
-        return any(node.source == "second" for node in self.gained)
-
-    @property
-    def by_copy(self) -> bool:
-        """Whether the last accepted draft is a copy of earlier text."""
-        return bool(self.accepted) and self.accepted[-1].source == "copy"
+    def saver(self) -> Source | None:
+        """What rescued the step: copies behind its last draft, else the second pass, else a sibling of the first."""
+        if not self.saved:
+            return None
+        if self.accepted[-1].source == "copy":
+            return "copy"
+        return "second" if any(node.source == "second" for node in self.accepted) else "first"
 
 
 def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int | None = None) -> Step:
@@ -91,6 +94,7 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int 
     if ended and right == drafts:
         draft = draft[:right]
 
+    copied = trace.policy.first_pass is FirstPass.PROMPT_LOOKUP
     tokens, parents, depths = tree.tokens[row].tolist(), tree.parent[row].tolist(), tree.depth[row].tolist()
     origins, scores, valid = tree.branch_id[row].tolist(), tree.score[row].tolist(), tree.valid[row].tolist()
     index: dict[int, int] = {}  # row of the tree -> index of the node, without padding rows
@@ -107,7 +111,7 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int 
         # branch may have a higher score.
         probability = math.exp(min(0.0, scores[number] - scores[parents[number]]))
         proposer = trace.policy.proposer(origins[number])
-        source: Source = "copy" if proposer < 0 else "first"
+        source: Source = "copy" if copied or proposer < 0 else "first"
         if proposer > 0 and trace.branches is not None:
             source = "second"
         chain = nodes[above].chain and depth <= len(draft) and tokens[number] == draft[depth - 1]
@@ -116,7 +120,7 @@ def read_step(trace: StepTrace, row: int, show: Callable[[int], str], kept: int 
         )
     if not ended:
         nodes.append(Node(show(chosen[-1]), index[path[-1]], count, "bonus", 0, 1.0, True, False))
-    return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens))
+    return Step(tuple(nodes), tuple(map(show, draft)), right, len(tokens), copied)
 
 
 def token_text(decode: Callable[[list[int]], str]) -> Callable[[int], str]:

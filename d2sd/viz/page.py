@@ -11,17 +11,14 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from d2sd.policies import FirstPass
 from d2sd.viz.nodes import Step
 from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
 from d2sd.viz.text import asset, cut, text_markup, token_markup
-from d2sd.viz.words import caption, introduction, mix, rescue, story
+from d2sd.viz.words import caption, introduction, mix, rescue, shade, story
 
 if TYPE_CHECKING:
     from jinja2.runtime import LoopContext
-
-    from d2sd.runtime.speculation.policy import Policy
 
 #: Steps that are open initially, in addition to all rescued ones.
 _FIRST_OPEN = 3
@@ -59,11 +56,9 @@ def _environment() -> Environment:
         "caption": _caption,
         "figures": _figures,
         "sources": _sources,
-        "drafts": _drafts,
-        "second_pass": _second_pass,
         "rescue": rescue,
         "story": story,
-        "shade": _shade,
+        "shade": shade,
     }
     return environment
 
@@ -96,19 +91,6 @@ def _sources(turns: Iterable[Turn]) -> set[str]:
     return {node.source for turn in turns for node in turn.step.gained}
 
 
-def _drafts(policies: Iterable[Policy]) -> bool:
-    return any(policy.first_pass is not FirstPass.NONE for policy in policies)
-
-
-def _second_pass(policies: Iterable[Policy]) -> bool:
-    return any(policy.second_pass is not None for policy in policies)
-
-
-def _shade(step: Step) -> str:
-    """Classes of a rescued step, each after a space."""
-    return " saved by-second" if step.saved and step.by_second else " saved" if step.saved else ""
-
-
 def _figures(recording: Recording) -> list[tuple[str, str, str]]:
     """(value, name, explanation) of each metric of an answer."""
     turns, steps = recording.turns, len(recording.turns)
@@ -119,6 +101,7 @@ def _figures(recording: Recording) -> list[tuple[str, str, str]]:
         (str(tokens), "tokens", "of the answer"),
         (str(steps), "steps", "passes of the target; plain decoding needs one for each token"),
         (f"{tokens / steps:.2f}", "tokens a step, τ", "of the answer, bonus tokens included"),
+        (f"{tokens / recording.seconds:.1f}", "tokens a second", "from the request to the last token, with its prompt"),
         (f"{saved / steps:.0%}", "steps rescued", "that accepted more than the first draft's top-1 chain"),
         (f"{sum(turn.step.rows for turn in turns) / steps:.0f}", "rows a step", "tree rows the target computes"),
     ]

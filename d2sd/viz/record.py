@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from time import perf_counter
 from typing import TYPE_CHECKING
 
-from d2sd.viz.nodes import Node, Step, read_step, token_text
+from d2sd.viz.nodes import Step, read_step, token_text
 
 if TYPE_CHECKING:
     from d2sd.runtime.decode import StepTrace
@@ -24,9 +25,11 @@ class Turn:
     policy: str  # name of the policy that drafted it
 
     @property
-    def tokens(self) -> list[tuple[Node, str]]:
-        """The tokens of the answer and their text."""
-        return list(zip(self.step.gained, self.pieces, strict=True))
+    def tokens(self) -> list[tuple[str, str]]:
+        """(source, text) of each token of the answer; the source of one that ends it has ` end` behind it."""
+        sources: list[str] = [node.source for node in self.step.gained]
+        sources[-1] += " end" * self.step.end
+        return list(zip(sources, self.pieces, strict=True))
 
 
 class Recording:
@@ -39,6 +42,8 @@ class Recording:
         self.policies: dict[str, Policy] = {}  # the policies of its steps, by name, in order of first use
         self._show = token_text(token)
         self._stream = stream
+        self._begun = perf_counter()
+        self.seconds = 0.0  # from here to the last step
         self._room = 0  # characters output by the engine that are not assigned to a piece yet
 
     def add(self, trace: StepTrace, output: Output) -> None:
@@ -47,6 +52,9 @@ class Recording:
             return
         kept = None if output.finish is None else len(output.tokens)
         step = read_step(trace, trace.sequences.index(output.sequence), self._show, kept)
+        if output.finish == "stop" and output.sequence.ends_at(output.tokens[-1]):
+            step = replace(step, end=True)
+        self.seconds = perf_counter() - self._begun
         self.policies.setdefault(trace.policy.name, trace.policy)
         pieces = [self._stream.feed(token) for token in output.tokens]
         if output.finish is not None:

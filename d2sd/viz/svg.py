@@ -8,11 +8,10 @@ from html import escape
 from rich.cells import cell_len
 
 from d2sd.viz.layout import BOX, CELL, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
-from d2sd.viz.nodes import DRAFTED, Node, Step
+from d2sd.viz.nodes import DRAFTED, Node, Source, Step
 from d2sd.viz.text import asset, cut, token_markup, visible
 
 _CAPTION = 34  # height of the caption line of a standalone picture
-_KEY_WIDTH = 860  # of a legend on a page, before it wraps
 _BEND = 9  # radius of an edge's corners
 
 
@@ -21,7 +20,7 @@ def standalone(step: Step, caption: str) -> str:
     layout = arrange(step)
     least = cell_len(caption) * 8.5 + 2 * MARGIN
     width = max(layout.width, least, 760)
-    keys, below, _ = legend([step], width - 2 * MARGIN)
+    keys, below = legend([step], width - 2 * MARGIN)
     height = _CAPTION + layout.height + below
     body = [
         f"<style>{asset('tree.css').strip()}</style>",
@@ -40,12 +39,11 @@ def inline(step: Step, caption: str) -> str:
 
 
 def key(steps: Sequence[Step]) -> str:
-    """An <svg> element with the legend of several trees."""
-    keys, height, width = legend(steps, _KEY_WIDTH)
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="tree" role="img" width="{width + 2 * MARGIN:g}" '
-        f'height="{height + 4:g}" viewBox="0 0 {width + 2 * MARGIN:g} {height + 4:g}">\n<title>legend</title>\n'
-        f'<g transform="translate({MARGIN} 8)">{keys}</g>\n</svg>'
+    """The legend of several trees in HTML: samples that wrap at the width of the page."""
+    return "".join(
+        f'<span><svg class="tree" width="{_SAMPLE + 4}" height="22" viewBox="-2 -1 {_SAMPLE + 4} 22" '
+        f'aria-hidden="true">{_sample(kind, radius, 0, 0)}</svg>{text}</span>'
+        for kind, radius, text in _entries(steps)
     )
 
 
@@ -60,7 +58,7 @@ def _svg(step: Step, caption: str, width: float, height: float, body: str) -> st
 def _alt(step: Step) -> str:
     """The picture in words, for screen readers."""
     accepted = ", ".join(repr(node.text) for node in step.accepted) or "none"
-    drafted = sum(node.source in ("first", "second") for node in step.nodes)
+    drafted = sum(node.source in DRAFTED for node in step.nodes)
     end = "The answer ends with it." if step.bonus is None else f"Bonus token: {step.bonus.text!r}."
     return f"A tree of {drafted} drafted tokens after the anchor {step.nodes[0].text!r}. Accepted: {accepted}. {end}"
 
@@ -78,18 +76,17 @@ def _tree(step: Step, layout: Layout) -> str:
         parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
     drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path is drawn last, on top
     parts += [
-        _halo(layout.boxes[step.nodes.index(node)], step.by_second)
-        for node in step.gained[step.right :][: step.saved > 0]
+        _halo(layout.boxes[step.nodes.index(node)], step.saver) for node in step.gained[step.right :][: step.saved > 0]
     ]
     parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
     parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
     return "\n".join(parts)
 
 
-def _halo(box: Box, by_second: bool) -> str:
+def _halo(box: Box, saver: Source | None) -> str:
     """The highlight around the node that rescued the step."""
     place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
-    return f'<rect class="halo{" by-second" * by_second}" {place} rx="17"/>'
+    return f'<rect class="halo by-{saver}" {place} rx="17"/>'
 
 
 def _node(box: Box, node: Node, miss: bool) -> str:
@@ -148,8 +145,8 @@ _LINE = 26
 _SAMPLE = 30
 
 
-def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
-    """The legend entries that `steps` need, as SVG at most `width` wide; its height and width."""
+def _entries(steps: Sequence[Step]) -> list[tuple[str, int, str]]:
+    """(class, corner radius, text) of each entry of the legend that `steps` need."""
     sources = {node.source for step in steps for node in step.nodes}
     keys = [("anchor", 5, "last token so far")]
     if "first" in sources:
@@ -158,27 +155,35 @@ def legend(steps: Sequence[Step], width: float) -> tuple[str, float, float]:
         keys.append(("second", 10, "second pass"))
     if "copy" in sources:
         keys.append(("copy", 5, "copy of earlier text"))
-    if "first" in sources:
+    drafted = not sources.isdisjoint(DRAFTED)
+    if drafted:
         keys.append(("yes", 5, "accepted by the target"))
     if any(step.miss is not None for step in steps):
-        keys.append(("miss", 5, "first wrong token of the first draft"))
-    if any(step.saved and not step.by_second for step in steps):
-        keys.append(("rescue", 10, "another guess saved the step here"))
-    if any(step.saved and step.by_second for step in steps):
-        keys.append(("rescue by-second", 10, "the second pass saved the step here"))
+        keys.append(("miss", 5, f"first wrong token of the {'first draft' if 'first' in sources else 'copy'}"))
+    savers = {step.saver for step in steps}
+    names = (("first", "another guess"), ("second", "the second pass"), ("copy", "a copy"))
+    keys += [(f"rescue by-{who}", 10, f"{name} saved the step here") for who, name in names if who in savers]
     keys.append(("bonus", 5, "bonus: the target's own"))
-    if "first" in sources:
-        keys.append(("%", 0, "drafter's probability"))
-    parts, x, y, widest = [], 0.0, 0, 0.0
-    for kind, radius, text in keys:
+    if drafted:
+        keys.append(("%", 0, "probability given its parent"))
+    return keys
+
+
+def _sample(kind: str, radius: int, x: float, y: float) -> str:
+    if kind == "%":
+        return f'<g><text class="p" x="{x + _SAMPLE - 2:g}" y="{y + 14:g}">62%</text></g>'
+    box = f'<rect class="box" x="{x:g}" y="{y + 1:g}" width="{_SAMPLE}" height="18" rx="{radius}"/>'
+    return f'<g class="{kind}">{box}</g>'
+
+
+def legend(steps: Sequence[Step], width: float) -> tuple[str, float]:
+    """The legend of `steps` as SVG at most `width` wide, and its height."""
+    parts, x, y = [], 0.0, 0
+    for kind, radius, text in _entries(steps):
         room = _SAMPLE + 7 + len(text) * CELL * 0.92 + 18
         if x and x + room > width:
             x, y = 0.0, y + _LINE
-        sample = f'<rect class="box" x="{x:g}" y="{y + 1}" width="{_SAMPLE}" height="18" rx="{radius}"/>'
-        if kind == "%":
-            sample = f'<text class="p" x="{x + _SAMPLE - 2:g}" y="{y + 14}">62%</text>'
         label = f'<text class="key" x="{x + _SAMPLE + 7:g}" y="{y + 14}">{text}</text>'
-        parts.append(f'<g class="{kind}">{sample}</g>{label}')
+        parts.append(_sample(kind, radius, x, y) + label)
         x += room
-        widest = max(widest, x)
-    return "\n".join(parts), y + _LINE + 8.0, widest
+    return "\n".join(parts), y + _LINE + 8.0

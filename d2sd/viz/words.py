@@ -33,13 +33,18 @@ def introduction(policies: Collection[Policy]) -> str:
             f"each without conditioning on the others. {_CHECKED}"
         )
     if FirstPass.DRAFTER not in first:
-        return f"At each step the text that followed the last occurrence of the latest tokens is the draft. {_CHECKED}"
+        return (
+            "At each step the text that followed the last occurrence of the latest tokens is the draft (dashed). "
+            f"{_CHECKED}"
+        )
     drafted = (
         "At each step a small diffusion drafter predicts the next tokens in parallel (grey boxes), each "
         "without conditioning on the others"
     )
     if any(policy.second_pass is not None for policy in policies):
-        return f"{drafted}; where it is likely to go wrong, a second pass drafts again from there (violet). {_CHECKED}"
+        drafted += "; where it is likely to go wrong, a second pass drafts again from there (violet)"
+    if any(policy.copies for policy in policies):
+        drafted += "; copies of earlier text compete with the drafts (dashed)"
     return f"{drafted}. {_CHECKED}"
 
 
@@ -56,34 +61,62 @@ def mix(policies: Iterable[str]) -> str:
     return ", ".join(f"{name} {count / steps.total():.0%}" for name, count in steps.most_common())
 
 
+#: What rescues a step, by `Step.saver`.
+_SAVERS = {
+    "first": "another guess of the first draft",
+    "second": "a branch of the second pass",
+    "copy": "a copy of earlier text",
+}
+
+
 def rescue(step: Step) -> str:
-    """Says which pass saved how many tokens; empty if the first draft's top-1 chain gave as many."""
-    if not step.saved:
-        return ""
-    if step.by_copy:
-        return f"a copy of earlier text saved {step.saved}"
-    return f"{'second pass' if step.by_second else 'another guess of the first pass'} saved {step.saved}"
+    """Says what saved how many tokens; empty if the first draft's top-1 chain gave as many."""
+    return f"{_SAVERS[step.saver]} saved {step.saved}" if step.saver else ""
+
+
+def shade(step: Step) -> str:
+    """Classes of the stretch of text that a step wrote, each after a space."""
+    if not step.draft:
+        return " plain"
+    return f" saved by-{step.saver}" if step.saver else ""
 
 
 def caption(step: Step, number: int, steps: int) -> str:
     """One line above a tree."""
-    text = f"Step {number} of {steps}: {counted(len(step.gained), 'token')}"
-    return f"{text}, {rescue(step)}" if step.saved else text
+    return f"Step {number} of {steps}: {gain(step)}"
+
+
+def gain(step: Step) -> str:
+    """How many tokens a step gave, and what rescued it."""
+    return ", ".join(filter(None, (counted(len(step.gained), "token"), rescue(step))))
 
 
 def story(step: Step) -> str:
     """A description of a step."""
     if not step.draft:
-        return "Nothing was drafted: the target wrote one token."
+        return f"Nothing was drafted: the target {'ended the answer' if step.end else 'wrote one token'}."
+    return f"{_fate(step)}. {_ending(step)}."
+
+
+def _fate(step: Step) -> str:
+    """What became of the first draft, and of its rivals."""
+    begun = f"The {'copy of earlier text' if step.copied else 'first draft'} was "
     if step.right == len(step.draft):
-        begun = "The first draft was right to its end"
+        begun += "right to its end"
     elif step.right:
-        begun = f"The first draft was right for {step.right} of its {counted(len(step.draft), 'token')}"
+        begun += f"right for {step.right} of its {counted(len(step.draft), 'token')}"
     else:
-        begun = "The first draft was wrong at once"
-    if step.saved:
-        which = "a branch of the second pass" if step.by_second else "another guess of the first pass"
-        begun += f"; {'a copy of earlier text' if step.by_copy else which} was right for {step.saved} more"
+        begun += "wrong at once"
+    if not step.copied:  # tokens that the draft shares with a rival are drawn as the rival's
+        shared = Counter(node.source for node in step.accepted[: step.right])
+        rivals = (("second", "the second pass (violet)"), ("copy", "a copy of earlier text (dashed)"))
+        begun += "".join(f"; {who} agreed on {shared[source]}" for source, who in rivals if shared[source])
+    return f"{begun}; {_SAVERS[step.saver]} was right for {step.saved} more" if step.saver else begun
+
+
+def _ending(step: Step) -> str:
+    if step.end:
+        return "The target ended the answer" if step.bonus else "The last accepted token ends the answer"
     if step.bonus is None:
-        return f"{begun}. The answer ends with “{visible(step.gained[-1].text)}”."
-    return f"{begun}. The target added “{visible(step.bonus.text)}”."
+        return f"The answer ends with “{visible(step.gained[-1].text)}”"
+    return f"The target added “{visible(step.bonus.text)}”"

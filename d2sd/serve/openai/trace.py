@@ -21,9 +21,9 @@ from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.protocol import ChatBody
 from d2sd.viz.record import Recording, Turn
-from d2sd.viz.svg import inline
+from d2sd.viz.svg import inline, key
 from d2sd.viz.text import asset
-from d2sd.viz.words import counted, rescue, story
+from d2sd.viz.words import gain, shade, story
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -110,15 +110,16 @@ async def trace_events(generation: Generation, recording: Recording) -> AsyncIte
 
 def _event(turn: Turn) -> dict[str, Any]:
     step = turn.step
-    title = f"{counted(len(step.gained), 'token')}{', ' * (step.saved > 0)}{rescue(step)}"
+    title = gain(step)
     return {
-        "tokens": [{"text": text, "source": node.source} for node, text in turn.tokens],
+        "tokens": [{"text": text, "source": source} for source, text in turn.tokens],
         "accepted": len(step.accepted),
         "saved": step.saved,
-        "by_second": step.by_second,
+        "shade": shade(step),
         "rows": step.rows,
         "policy": turn.policy,
         "title": title,
         "story": story(step),
         "svg": inline(step, title),
+        "key": key([step]),
     }

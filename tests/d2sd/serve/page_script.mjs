@@ -4,7 +4,7 @@ import { runInNewContext } from "node:vm";
 
 class Element {
   constructor(tag) {
-    Object.assign(this, { tag, children: [], listeners: {}, attributes: {}, own: "", value: "", disabled: false });
+    Object.assign(this, { tag, children: [], listeners: {}, attributes: {}, style: {}, own: "", value: "", disabled: false });
     this.classList = { add: () => {}, remove: () => {} };
   }
   get textContent() {
@@ -26,6 +26,9 @@ class Element {
   }
   setAttribute(name, value) {
     this.attributes[name] = value;
+  }
+  getAttribute(name) {
+    return this.attributes[name];
   }
 }
 
@@ -61,6 +64,7 @@ runInNewContext(readFileSync(script, "utf-8"), {
     parseFromString(text) {
       const parsed = new Element("svg");
       parsed.textContent = text;
+      parsed.setAttribute("width", "100");
       return { documentElement: parsed };
     }
   },
@@ -76,6 +80,7 @@ for (visit of visits) {
   await done;
   const texts = Object.fromEntries(Object.entries(elements).map(([id, one]) => [id, one.textContent]));
   const blocks = element("answer").children.map((child) => child.className);
-  seen.push({ ...texts, busy, idle: [element("go").disabled, element("stop").disabled], blocks });
+  const widths = element("tree").children.map((tree) => tree.style.minWidth);
+  seen.push({ ...texts, busy, idle: [element("go").disabled, element("stop").disabled], blocks, widths });
 }
 console.log(JSON.stringify({ seen, sent }));

@@ -115,17 +115,18 @@ def streamed(*found: dict[str, Any], end: bool = True) -> str:
     return "".join(f"data: {json.dumps(one)}\n\n" for one in found) + "data: [DONE]\n\n" * end
 
 
-def step(words: list[str], policy: str, *, saved: int = 0, by_second: bool = False) -> dict[str, Any]:
+def step(words: list[str], policy: str, *, saved: int = 0, shade: str = "") -> dict[str, Any]:
     tokens = [{"text": word, "source": "first"} for word in words]
-    told = {"title": "", "story": "told", "svg": "<svg/>", "rows": 8}
-    return {"tokens": tokens, "saved": saved, "by_second": by_second, "policy": policy, **told}
+    told = {"title": "", "story": "told", "svg": "<svg/>", "key": "<span>keys</span>", "rows": 8}
+    return {"tokens": tokens, "saved": saved, "shade": shade, "policy": policy, **told}
 
 
 FIELDS = {"prompt": "Why?", "policy": "", "temperature": "0", "seed": "0", "tokens": "96", "key": ""}
 
 
 def test_the_page_shows_the_figures_of_an_answer() -> None:
-    steps = [step(["a", "b", "c"], "hybrid", saved=1, by_second=True), step(["d"], "off"), step(["e", "f"], "hybrid")]
+    saved = step(["a", "b", "c"], "hybrid", saved=1, shade=" saved by-second")
+    steps = [saved, step(["d"], "off", shade=" plain"), step(["e", "f"], "hybrid")]
     (seen,), (sent,) = visit({"fields": FIELDS | {"policy": "hybrid"}, "text": streamed(*steps)})
     assert sent["body"] == {
         "messages": [{"role": "user", "content": "Why?"}],
@@ -142,9 +143,10 @@ def test_the_page_shows_the_figures_of_an_answer() -> None:
         "tau": "2.00",
         "rescued": "33%",
         "mix": "hybrid 67%, off 33%",
-        "number": "3",
+        "number": "step 3",
     }
-    assert seen["blocks"] == ["step saved by-second", "step", "step"]
+    assert seen["blocks"] == ["turn saved by-second", "turn plain", "turn"]
+    assert seen["widths"] == ["90px"], "a tree of 100 pixels shrinks by a tenth at most"
     assert float(seen["rate"]) > 0 <= float(seen["seconds"])
     assert (seen["busy"], seen["idle"]) == ([True, False], [False, True])
 
@@ -163,7 +165,7 @@ def test_an_error_leaves_nothing_of_the_answer_before() -> None:
     assert sent["body"] == {"messages": [{"role": "user", "content": "Why?"}]}, "an empty field was sent"
     assert sent["headers"]["authorization"] == "Bearer secret"
     assert {seen[name] for name in ("count", "steps", "tau", "rescued", "seconds", "rate", "mix")} == {"–"}
-    assert (seen["tree"], seen["number"], seen["story"][:8]) == ("", "", "Point at")
+    assert (seen["tree"], seen["key"], seen["number"], seen["story"][:8]) == ("", "", "a step", "Point at")
     assert seen["answer"] == (
         "The request does not fit the context; found: 30 + 5000 = 5030; expected: at most 2048. "
         "Ask for fewer tokens, or shorten the prompt."

@@ -6,11 +6,14 @@ import base64
 import hashlib
 import html
 import math
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -27,12 +30,12 @@ from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import DDTree, Lookup, Off
 from d2sd.runtime.text import TextStream
 from d2sd.viz.layout import BOX, arrange
-from d2sd.viz.nodes import Node, Source, Step, read_step, token_text
+from d2sd.viz.nodes import DRAFTED, Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
 from d2sd.viz.record import Recording
-from d2sd.viz.svg import inline, standalone
-from d2sd.viz.text import cut, text_markup, token_markup, visible
-from d2sd.viz.words import mix, story
+from d2sd.viz.svg import inline, key, standalone
+from d2sd.viz.text import asset, cut, text_markup, token_markup, visible
+from d2sd.viz.words import mix, shade, story
 from tests.convert.helpers import write_project
 from tests.tiny import random_tree
 
@@ -93,7 +96,7 @@ def random_step(size: int, seed: int, texts: list[str]) -> Step:
     accepted = {0, next((i for i in range(1, size) if parents[i] == 0), 0)}
     for i, parent in enumerate(parents):
         depths[i] = depths[parent] + 1 if i else 0
-        source: Source = "anchor" if i == 0 else "second" if i % 3 else "first"
+        source: Source = "anchor" if i == 0 else ("first", "second", "copy")[i % 3]
         share = ((i * 7919 + seed) % 101) / 100
         nodes.append(Node(texts[i % len(texts)], parent, depths[i], source, i % 3, share, i in accepted, i < 2))
     last = max(accepted)
@@ -119,7 +122,7 @@ def test_a_step_is_read_as_it_happened() -> None:
     assert [n.chain for n in step.nodes] == [True, True, True, True, False, False, False]
     assert step.draft == ("t1", "t2", "t3")
     assert [n.text for n in step.gained] == ["t1", "t4", "t5", "t9"]
-    assert (step.right, step.saved, step.by_second, step.miss, step.rows) == (1, 2, True, 2, 16)
+    assert (step.right, step.saved, step.saver, step.miss, step.rows) == (1, 2, "second", 2, 16)
     assert story(step) == (
         "The first draft was right for 1 of its 3 tokens; a branch of the second pass was right for 2 more. "
         "The target added “t9”."
@@ -159,13 +162,13 @@ def test_a_step_that_another_guess_saved_is_not_the_second_pass_s() -> None:
     trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: {0: 1, 1: 4, 4: 6}.get(t, 8), second=False)
     step = read_step(trace, 0, word)
     picture = standalone(step, "")
-    assert 'class="halo"' in picture
+    assert 'class="halo by-first"' in picture
     assert "another guess saved the step here" in picture
     assert "second" not in picture.partition("</style>")[2]
     assert "the second pass saved the step here" in standalone(rescued(), "")
     assert {n.source for n in step.nodes} == {"anchor", "first", "bonus"}
-    assert (step.right, step.saved, step.by_second) == (1, 1, False)
-    assert "another guess of the first pass was right for 1 more" in story(step)
+    assert (step.right, step.saved, step.saver) == (1, 1, "first")
+    assert "another guess of the first draft was right for 1 more" in story(step)
 
 
 def test_a_lookup_ends_where_it_found_nothing_more() -> None:
@@ -176,13 +179,45 @@ def test_a_lookup_ends_where_it_found_nothing_more() -> None:
     step = read_step(StepTrace((), LOOKUP, first, None, tree, done), 0, word)
     assert [n.text for n in step.nodes] == ["t5", "t6", "t7"]
     assert (step.draft, step.right) == (("t6",), 0)
+    assert [n.source for n in step.nodes] == ["anchor", "copy", "bonus"]
+    assert story(step) == "The copy of earlier text was wrong at once. The target added “t7”."
+    assert "first wrong token of the copy" in key([step])
+    assert "first draft" not in standalone(step, "")
+
+
+@pytest.mark.parametrize(
+    ("sources", "right", "saver", "told"),
+    [
+        (["copy", "copy"], 2, None, "was right to its end; a copy of earlier text (dashed) agreed on 2."),
+        (
+            ["second", "copy"],
+            2,
+            None,
+            "; the second pass (violet) agreed on 1; a copy of earlier text (dashed) agreed on 1.",
+        ),
+        (["first", "copy"], 1, "copy", "was right for 1 of its 2 tokens; a copy of earlier text was right for 1 more."),
+        (["second", "first"], 0, "second", "was wrong at once; a branch of the second pass was right for 2 more."),
+    ],
+)
+def test_a_story_names_who_is_drawn(sources: list[Source], right: int, saver: str | None, told: str) -> None:
+    """A token that the first draft shares with the second pass or a copy is drawn as theirs, which its story says."""
+    drafts = [Node(f"t{i}", i, i + 1, source, 0, 0.5, True, i < right) for i, source in enumerate(sources)]
+    nodes = (Node("r", -1, 0, "anchor", 0, 1.0, True, True), *drafts, Node("e", 2, 3, "bonus", 0, 1.0, True, False))
+    step = Step(nodes, ("t0", "t1" if right == 2 else "t9"), right, 8)
+    assert step.saver == saver
+    assert told in story(step)
+    assert shade(step) == (f" saved by-{saver}" if saver else "")
+    picture = inline(step, "")
+    assert picture.count("halo") == (saver is not None) == picture.count(f"halo by-{saver}")
+    assert f"of {len(sources)} drafted tokens" in picture
 
 
 def test_plain_decoding_is_an_anchor_and_a_bonus() -> None:
     tree = from_chain(torch.tensor([[5]]), torch.zeros(1, 1))
     step = read_step(StepTrace((), OFF, None, None, tree, accept(tree, torch.tensor([[7]]), 1)), 0, word)
     assert [(n.text, n.source) for n in step.nodes] == [("t5", "anchor"), ("t7", "bonus")]
-    assert (step.draft, step.right, step.saved, step.miss) == ((), 0, 0, None)
+    assert (step.draft, step.right, step.saved, step.miss, shade(step)) == ((), 0, 0, None, " plain")
+    assert story(replace(step, end=True)) == "Nothing was drafted: the target ended the answer."
     assert "+1" in "".join(ET.fromstring(inline(step, "")).itertext())
 
 
@@ -224,7 +259,7 @@ def test_boxes_lie_apart_and_inside(seed: int) -> None:
         assert box.x >= 8
         assert box.x + box.width <= layout.width - 8
         assert 16 <= box.y <= layout.height - BOX - 8
-        assert box.width >= min(cell_len(visible(node.text)), 16) * 7.2 + 16 + 28 * (node.source in ("first", "second"))
+        assert box.width >= min(cell_len(visible(node.text)), 16) * 7.2 + 16 + 28 * (node.source in DRAFTED)
         if node.parent >= 0:
             parent = layout.boxes[node.parent]
             assert box.x >= parent.x + parent.width + 20, "no room for the edge"
@@ -364,8 +399,10 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
     read = Reader(page([recording("Why?", ["Be", "cause", " it", " is"])]))
     assert read.texts["prompt"] == "Why?"
     assert read.texts["answer"] == "Because it isBe"
-    figures = read.texts["figures"].split()
-    assert figures == ["d2sdpolicy6tokens2steps3.00tokens", "a", "step,", "τ100%steps", "rescued16rows", "a", "step"]
+    assert re.fullmatch(
+        r"d2sdpolicy6tokens2steps3.00tokens a step, τ[\d.]+tokens a second100%steps rescued16rows a step",
+        read.texts["figures"].strip(),
+    )
     spans = [a.get("class") for a in read.all("span") if a.get("class") in ("first", "second", "bonus")]
     assert spans == ["first", "second", "second", "bonus", "first", "second"]
     assert [a.get("class") for a in read.all("i")][:4] == ["first", "second", "second", "bonus"]
@@ -374,9 +411,39 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
     assert [i.get("class") for i in read.all("i")][4:6] == ["first", "second"], "a bar of what is behind the end"
     assert read.texts["by-second"] == "Violet shade"
     assert "mark" not in read.texts, "a shade that no step has"
-    assert read.texts["badge"] == "second pass saved 2second pass saved 1"
+    assert read.texts["badge"] == "a branch of the second pass saved 2a branch of the second pass saved 1"
     fates = [td.get("class") for td in read.all("td")][:9]
     assert fates == [None, "right", "wrong", "moot", "first", "second", "second", "bonus", None]
+
+
+@pytest.mark.parametrize("kept", [3, 4])
+def test_the_token_that_ends_an_answer_is_counted_and_marked(kept: int) -> None:
+    """It is a draft or the target's own, and no text."""
+    says = {0: 1, 1: 4, 4: 5, 5: 9}
+    trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: says.get(t, 8))
+    owner, last = trace.sequences[0], (1, 4, 5, 9)[kept - 1]
+    owner.request = Request((1,), stop_tokens=frozenset({last}))
+    made = Recording("", lambda ids: "".join(map(word, ids)), TextStream(lambda ids: "t" * len([*ids][: kept - 1])))
+    made.add(trace, Output(owner, (1, 4, 5, 9)[:kept], "t" * (kept - 1), "stop"))
+    read = Reader(page([made]))
+    source = {3: "second", 4: "bonus"}[kept]
+    (last_span,) = (a for a in read.all("span") if (a.get("class") or "").endswith(" end"))
+    assert last_span["class"] == f"{source} end"
+    assert "∎" in read.texts["hint"]
+    assert f"{kept}tokens1steps" in read.texts["figures"]
+    told = {3: "The last accepted token ends the answer.", 4: "The target ended the answer."}[kept]
+    assert read.texts["p"].count(told) == 1
+
+
+@pytest.mark.parametrize("source", ["first", "second", "copy", "bonus"])
+def test_a_source_looks_the_same_wherever_a_token_is_shown(source: str) -> None:
+    """In the answer, in a bar, in a step's tokens, in its table and in its tree; the first draft has no underline."""
+    web, tree = asset("page.css"), asset("tree.css")
+    shown = [f"i.{source} {{", f"td.{source} {{", *([f".turn .{source},", f"code.{source} {{"] * (source != "first"))]
+    assert [rule for rule in shown if rule not in web] == []
+    if source in ("second", "copy"):
+        assert f".tree .{source} rect.box" in tree
+        assert f".tree .yes.{source} rect.box" in tree, "an accepted one has the border of another source"
 
 
 def test_the_first_steps_and_the_rescued_ones_are_open() -> None:
@@ -436,10 +503,13 @@ def run(bundle: Path, *arguments: object) -> Result:
 
 
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
-def test_generate_draws_what_it_wrote(bundle: Path, tmp_path: Path, policy: str) -> None:
+def test_generate_draws_what_it_wrote(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
     files = [tmp_path / name for name in ("a.svg", "a.html", "b.svg", "b.html")]
     plain = run(bundle, "-p", "w1 w5 w9", "--policy", policy)
     for svg, web in (files[:2], files[2:]):
+        monkeypatch.setattr("d2sd.viz.record.perf_counter", count().__next__)
         result = run(bundle, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web)
         assert result.exit_code == 0, result.output
         assert result.stdout == plain.stdout
@@ -449,6 +519,8 @@ def test_generate_draws_what_it_wrote(bundle: Path, tmp_path: Path, policy: str)
     assert read.texts["prompt"] == "w1 w5 w9"
     assert read.texts["answer"] == plain.stdout.removesuffix("\n")
     assert read.texts["figures"].strip().startswith(f"{policy}policy12tokens")
+    tau = 12 / len(read.all("details"))
+    assert f"{tau:.2f}tokens a step, τ{tau:.1f}tokens a second" in read.texts["figures"], "a step takes a second here"
     caption = ET.parse(files[0]).findtext(f"{SVG}title") or ""
     most = max(int(str(link["title"]).split(": ")[1].split()[0]) for link in read.all("a"))
     assert f": {most} token" in caption

@@ -11,7 +11,8 @@ function reset() {
   steps = [];
   element("answer").replaceChildren();
   element("tree").replaceChildren();
-  element("number").textContent = "";
+  element("key").replaceChildren();
+  element("number").textContent = "a step";
   element("story").textContent = HINT;
   for (const id of FIGURES) element(id).textContent = "–";
 }
@@ -19,13 +20,16 @@ function reset() {
 function show(index) {
   const step = steps[index];
   if (!step) return;
-  document.querySelectorAll(".step.shown").forEach((old) => old.classList.remove("shown"));
+  document.querySelectorAll(".turn.shown").forEach((old) => old.classList.remove("shown"));
   step.block.classList.add("shown");
-  element("number").textContent = `${index + 1}`;
+  element("number").textContent = `step ${index + 1}`;
   element("story").textContent = step.story;
   // Parsed as XML: the server escapes all generated text, and the page's policy runs no inline script.
   const svg = new DOMParser().parseFromString(step.svg, "image/svg+xml").documentElement;
-  element("tree").replaceChildren(document.importNode(svg, true));
+  const tree = document.importNode(svg, true);
+  tree.style.minWidth = `${0.9 * tree.getAttribute("width")}px`; // then it scrolls
+  element("tree").replaceChildren(tree);
+  element("key").innerHTML = step.key; // holds nothing that was generated
 }
 
 // The names of the steps' policies with their shares, the commonest first; one name stands alone.
@@ -40,7 +44,7 @@ function mix() {
 function add(event, seconds) {
   const index = steps.length;
   const block = document.createElement("span");
-  block.className = ["step", event.saved && "saved", event.saved && event.by_second && "by-second"].filter(Boolean).join(" ");
+  block.className = `turn${event.shade}`;
   block.title = event.title;
   for (const token of event.tokens) {
     const piece = document.createElement("span");
