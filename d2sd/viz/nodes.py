@@ -41,7 +41,7 @@ class Step:
     right: int  # length of the prefix of `draft` that matches the target
     rows: int  # tree rows computed by the target, padding included
     copied: bool = False  # the first draft is a copy of earlier text
-    end: bool = False  # its last token ends the answer and is no text
+    end: bool = False  # its last token ends the answer and has no text
 
     @property
     def gained(self) -> tuple[Node, ...]:
@@ -71,7 +71,7 @@ class Step:
 
     @property
     def saver(self) -> Source | None:
-        """What rescued the step: copies behind its last draft, else the second pass, else a sibling of the first."""
+        """Source that rescued the step: of its last draft if that is a copy, else the second pass if it has a part."""
         if not self.saved:
             return None
         if self.accepted[-1].source == "copy":

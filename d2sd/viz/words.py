@@ -99,7 +99,7 @@ def story(step: Step) -> str:
 
 
 def _fate(step: Step) -> str:
-    """What became of the first draft, and of its rivals."""
+    """Result of the first draft and of its rivals."""
     begun = f"The {'copy of earlier text' if step.copied else 'first draft'} was "
     if step.right == len(step.draft):
         begun += "right to its end"

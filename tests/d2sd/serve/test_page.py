@@ -54,9 +54,9 @@ def test_the_page_runs_nothing_but_its_own_script(server: Running) -> None:
     assert not re.search(r"https?://|<script>|style=|\son\w+=", page.text)
     for name in re.findall(r'(?:href|src)="([^"]+)"', page.text):
         assert server.http.get(f"/{name}").status_code == 200
-    assert set(re.findall(r'element\("(\w+)"\)', server.http.get("/page.js").text)) <= set(
-        re.findall(r'id="(\w+)"', page.text)
-    )
+    ids = re.findall(r'id="(\w+)"', page.text)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'element\("(\w+)"\)', server.http.get("/page.js").text)) <= set(ids)
 
 
 def test_a_visitor_chooses_a_policy(server: Running) -> None:
@@ -165,7 +165,7 @@ def test_an_error_leaves_nothing_of_the_answer_before() -> None:
     assert sent["body"] == {"messages": [{"role": "user", "content": "Why?"}]}, "an empty field was sent"
     assert sent["headers"]["authorization"] == "Bearer secret"
     assert {seen[name] for name in ("count", "steps", "tau", "rescued", "seconds", "rate", "mix")} == {"–"}
-    assert (seen["tree"], seen["key"], seen["number"], seen["story"][:8]) == ("", "", "a step", "Point at")
+    assert (seen["tree"], seen["legend"], seen["number"], seen["story"][:8]) == ("", "", "a step", "Point at")
     assert seen["answer"] == (
         "The request does not fit the context; found: 30 + 5000 = 5030; expected: at most 2048. "
         "Ask for fewer tokens, or shorten the prompt."

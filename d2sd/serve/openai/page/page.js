@@ -11,7 +11,7 @@ function reset() {
   steps = [];
   element("answer").replaceChildren();
   element("tree").replaceChildren();
-  element("key").replaceChildren();
+  element("legend").replaceChildren();
   element("number").textContent = "a step";
   element("story").textContent = HINT;
   for (const id of FIGURES) element(id).textContent = "–";
@@ -29,7 +29,7 @@ function show(index) {
   const tree = document.importNode(svg, true);
   tree.style.minWidth = `${0.9 * tree.getAttribute("width")}px`; // then it scrolls
   element("tree").replaceChildren(tree);
-  element("key").innerHTML = step.key; // holds nothing that was generated
+  element("legend").innerHTML = step.key; // holds nothing that was generated
 }
 
 // The names of the steps' policies with their shares, the commonest first; one name stands alone.
