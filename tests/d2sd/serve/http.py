@@ -7,12 +7,12 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import httpx
-import openai
 from fastapi import FastAPI
 
 from d2sd.bundle.load import load_bundle
@@ -22,17 +22,38 @@ from d2sd.serve.openai.app import Server, create_app
 from d2sd.serve.openai.run import make_server
 from d2sd.serve.openai.settings import ServerSettings
 
+if TYPE_CHECKING:
+    import openai
+
 
 class Running:
     """A server that accepts connections."""
 
     def __init__(self, url: str, app: FastAPI, key: str) -> None:
-        self.app, self.url = app, url
+        self.app, self.url, self._key = app, url, key
         self.server: Server = app.state.server
         self.service, self.engine = self.server.engine, self.server.engine.engine
-        self.openai = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
-        self.async_openai = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=30)
         self.http = httpx.Client(base_url=url, timeout=30)
+
+    # The SDK is imported by the tests that use it: the environments of Triton and Dynamo do not have it.
+
+    @cached_property
+    def openai(self) -> openai.OpenAI:
+        import openai
+
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
+
+    @cached_property
+    def async_openai(self) -> openai.AsyncOpenAI:
+        import openai
+
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
+
+    def close(self) -> None:
+        """Close the clients that were used."""
+        self.http.close()
+        if "openai" in vars(self):
+            self.openai.close()
 
 
 @contextmanager
@@ -54,8 +75,7 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
         try:
             yield running
         finally:
-            running.http.close()
-            running.openai.close()
+            running.close()
             server.should_exit = True
             thread.join(20)
             assert not thread.is_alive()
