@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy
 
@@ -18,16 +17,25 @@ from d2sd.serve.structured import GrammarCompiler
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
 
+
+def number_fields(parameters: type) -> tuple[str, ...]:
+    """The fields of a dataclass that are a float, or a float or None."""
+    return tuple(name for name, hint in get_type_hints(parameters).items() if hint in (float, float | None))
+
+
 #: Sampling options that `SamplingParams` has under the same name; the numbers among them arrive as float32.
-_NUMBERS = tuple(field.name for field in fields(SamplingParams) if field.type == "float")
+_NUMBERS = number_fields(SamplingParams)
 _SHARED = (*_NUMBERS, "top_k", "seed", "include_stop_str_in_output")
-#: Options that are refused unless they have a value that changes nothing.
-_REFUSED: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "sampling_options": {"n": (1,), "best_of": (1,), "use_beam_search": (False,), "length_penalty": (1.0,)},
-    "stop_conditions": {"max_thinking_tokens": ()},
-    "output_options": {"prompt_logprobs": ()},
-    "routing": {"lora_name": ()},
+_STOP_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
+_SHOWN = ("skip_special_tokens", "return_tokens_as_token_ids", "formatted_prompt", "no_stop_trim")
+#: Options that are read here, and those that Dynamo's frontend carries out.
+_KNOWN: Mapping[str, tuple[str, ...]] = {
+    "sampling_options": (*_SHARED, "guided_decoding"),
+    "stop_conditions": (*_STOP_IDS, "max_tokens", "min_tokens", "ignore_eos", "stop"),
+    "output_options": (*_SHOWN, "logprobs"),
 }
+#: The value of an option that is not done which changes nothing.
+_HARMLESS: Mapping[str, float] = {"n": 1, "best_of": 1, "length_penalty": 1.0}
 #: Parts of a request that are refused, by what they are for.
 _PARTS = {
     "multi_modal_data": "images, audio and video",
@@ -76,7 +84,7 @@ class RequestReader:
         values: dict[str, Any] = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
         values |= {name: options[name] for name in _SHARED if options.get(name) is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
-        ends = set[int]().union(*(value or () for name, value in stops.items() if name.startswith("stop_token_ids")))
+        ends = set[int]().union(*(stops.get(name, ()) for name in _STOP_IDS))
         stop_tokens, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
         params = SamplingParams(
             **values,
@@ -111,16 +119,18 @@ def _refuse(message: Mapping[str, Any]) -> None:
     for name, purpose in _PARTS.items():
         if message.get(name):
             raise RequestError(f"This worker does not support {purpose}.", where=name)
-    for part, names in _REFUSED.items():
-        options = _part(message, part)
-        for name, harmless in names.items():
-            if name in options and options[name] not in harmless:
-                raise RequestError(
-                    "This worker does not support the parameter.",
-                    where=name,
-                    found=options[name],
-                    expected=f"{harmless[0]}, or nothing" if harmless else "nothing",
-                )
+    if (adapter := _part(message, "routing").get("lora_name")) is not None:
+        raise _unsupported("lora_name", adapter)
+    for part, names in _KNOWN.items():
+        for name, value in _part(message, part).items():
+            asks = value is not False and value not in ("", [], {}, _HARMLESS.get(name))
+            if asks and name not in names:
+                raise _unsupported(name, value)
+
+
+def _unsupported(name: str, value: Any) -> RequestError:
+    harmless = f"{_HARMLESS[name]}, or nothing" if name in _HARMLESS else "nothing"
+    return RequestError("This worker does not support the parameter.", where=name, found=value, expected=harmless)
 
 
 def _form(guided: Mapping[str, Any]) -> StructuredOutputsParams | None:

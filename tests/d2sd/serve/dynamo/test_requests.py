@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import numpy
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import RequestError
-from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt, restored
+from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt, number_fields, restored
 from tests.d2sd.serve.dynamo.test_engine import message
 
 
@@ -74,9 +76,49 @@ def test_capacity_is_what_the_pages_hold() -> None:
         ("sampling_options", "length_penalty", 0.5),
         ("stop_conditions", "max_thinking_tokens", 5),
         ("output_options", "prompt_logprobs", 1),
+        ("sampling_options", "logit_bias", {"5": 1.0}),
+        ("sampling_options", "bad_words", ["w5"]),
+        ("sampling_options", "of_tomorrow", 0),
+        ("sampling_options", "n", 0),
+        ("stop_conditions", "of_tomorrow", 0.0),
+        ("stop_conditions", "stop_regex", "w5"),
+        ("output_options", "of_tomorrow", True),
+        ("routing", "lora_name", "x"),
     ],
 )
 def test_what_is_not_done_is_refused_by_name(reader: RequestReader, part: str, name: str, value: Any) -> None:
     with pytest.raises(RequestError, match=f"where: {name}"):
         reader.read({"token_ids": [3], part: {name: value}})
     reader.read({"token_ids": [3], part: {name: None}})
+
+
+def test_what_asks_for_nothing_or_is_the_frontends_is_taken(reader: RequestReader) -> None:
+    """Dynamo 1.6.1 sends all of these; a list that is empty and a switch that is off are no wish."""
+    sampling = {
+        "n": 1,
+        "best_of": 1,
+        "use_beam_search": False,
+        "length_penalty": 1.0,
+        "logit_bias": {},
+        "bad_words": [],
+    }
+    stops = {"stop": ["w5"], "stop_token_ids_visible": [5], "stop_token_ids_hidden": [6], "of_tomorrow": False}
+    shown = {"skip_special_tokens": False, "return_tokens_as_token_ids": True, "no_stop_trim": True}
+    parts = {"sampling_options": sampling, "stop_conditions": stops, "output_options": shown}
+    assert reader.read({"token_ids": [3], **parts}).stop_tokens >= {5, 6}
+
+
+def test_numbers_are_floats_that_may_be_none() -> None:
+    """Those that are left at None must not arrive as float32 either once a client sends them."""
+
+    @dataclass
+    class Parameters:
+        text: str
+        whole: int
+        plain: float
+        either: float | None
+        maybe: Optional[float]  # noqa: UP045
+        biases: Mapping[int, float]
+        several: Sequence[float]
+
+    assert number_fields(Parameters) == ("plain", "either", "maybe")
