@@ -14,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MAKEFILE = (ROOT / "Makefile").read_text().replace("\\\n", " ")
 #: Folders and files of tests, and a line of the recipe that installs d2sd and what tests need.
 LANES = {
