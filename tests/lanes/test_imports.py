@@ -1,4 +1,4 @@
-"""Lanes of the Makefile with an environment of their own: what their tests import to be collected is installed there."""
+"""Lanes with an environment of their own: what their tests import to be collected is installed there."""
 
 from __future__ import annotations
 
