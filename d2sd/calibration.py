@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, DraftUse, PolicyName, UseName, parse_method
+from d2sd.policies import FACTS, DrafterName, DrafterRole, DraftUse, PolicyName, UseName, parse_method
 from d2sd.schema import read_model
 
 NAME = "calibration.json"
@@ -65,17 +65,6 @@ class CalibrationFile(BaseModel):
     tau: dict[Literal["0", "1"], dict[str, list[Annotated[float, Field(ge=1)]]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_list(cls, values: object) -> object:
-        """Read the fingerprints of files that were written before they had names."""
-        listed = values.get("drafters") if isinstance(values, dict) else None
-        if not isinstance(values, dict) or not isinstance(listed, list) or len(listed) != 2:
-            return values
-        named = zip(DRAFTER_NAMES, [*listed, values.get("flex")], strict=True)
-        drafters = {name: fingerprint for name, fingerprint in named if fingerprint is not None}
-        return {key: value for key, value in values.items() if key != "flex"} | {"drafters": drafters}
 
     @model_validator(mode="after")
     def _usable(self) -> Self:

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from d2sd.errors import BundleError
 from d2sd.licence import NOT_STATED
-from d2sd.policies import DRAFTER_NAMES, DrafterName
+from d2sd.policies import DrafterName
 from d2sd.recipe import Builder, Recipe
 from d2sd.schema import read_model
 
@@ -83,21 +83,11 @@ class Manifest(_Part):
     d2sd_bundle: Literal[1] = SCHEMA
     recipe: Recipe
     target: TargetGeometry
-    #: By name. Bundles that were built before this field have a key for each name instead, null without the drafter.
     drafters: dict[DrafterName, DrafterGeometry]
     engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
     checks: dict[str, JsonValue]  # figures of the build's checks
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_a_key_each(cls, values: object) -> object:
-        """Read the keys of bundles that were built before `drafters`."""
-        if not isinstance(values, dict) or "drafters" in values:
-            return values
-        drafters = {name: values[name] for name in DRAFTER_NAMES if values.get(name) is not None}
-        return {key: value for key, value in values.items() if key not in DRAFTER_NAMES} | {"drafters": drafters}
 
     def figures(self) -> list[str]:
         """The figures of the checks, one line per mapping."""

@@ -138,14 +138,6 @@ class Source(Part):
     #: A wheel on PyPI.
     pypi: PyPI | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_hub(cls, values: object) -> object:
-        """Read the sources of manifests that were written when there was a key `hf`, which is null there."""
-        if not isinstance(values, dict) or values.get("hf") is not None:
-            return values
-        return {key: value for key, value in values.items() if key != "hf"}
-
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.pypi is None):

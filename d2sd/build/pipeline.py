@@ -1,5 +1,5 @@
 """Builds a bundle from a recipe, in the stages fetch, target, drafter_... for each drafter, calibration, trtllm,
-elsewhere, onnx, engines/..., check, manifest.
+onnx, engines/..., check, manifest.
 
 `StageCache` makes a killed build resumable. A bundle's bytes depend only on its recipe, its sources and the tools'
 versions, with two exceptions: FP8 scales also depend on the processor, which determines the order of sums, and TensorRT
@@ -32,8 +32,6 @@ from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.gguf import convert_gguf
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.elsewhere import FOLDER as ELSEWHERE
-from d2sd.convert.elsewhere import write_elsewhere
 from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
@@ -98,7 +96,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
     target = cast("DecoderConfig", plan.target.config)
     served = unsupported_reason(plan.recipe, first.draft_config if first else None, target) is None
     engines = EngineBuild.of(plan, work)
-    optional = {"calibration": bool(plan.calibration or fit), TRTLLM: served, ELSEWHERE: served}
+    optional = {"calibration": bool(plan.calibration or fit), TRTLLM: served}
     stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}
     work.prune(stages | set(engines.stages if engines else ()))
     unproven = Manifest(
@@ -134,7 +132,6 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
     if served:
         inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
         files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
-        files |= work.stage(ELSEWHERE, inputs, 1 << 20, lambda folder: write_elsewhere(folder, plan.recipe)).files
     if engines is not None:
         models = {
             name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}

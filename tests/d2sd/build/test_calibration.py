@@ -53,17 +53,6 @@ def test_what_is_written_is_read(recipe: Path, tmp_path: Path) -> None:
     assert [line.split('"')[1] for line in lines[1:-1]] == list(json.loads((tmp_path / "a.json").read_text()))
 
 
-def test_a_file_of_the_older_form_is_read(recipe: Path) -> None:
-    """A list of the first and the second, null where there is none, and a head's fingerprint under its own key."""
-    path = recipe.with_name("calibration.json")
-    calibration = load_calibration(path)
-    edit_json(path, "drafters", list(calibration.drafters.values()))
-    assert load_calibration(path) == calibration
-    shipped = ROOT / "models" / "smollm2-135m-flex" / "calibration.json"
-    values = json.loads(shipped.read_text())
-    assert (values["drafters"], load_calibration(shipped).drafters) == ([None, None], {"flex": values["flex"]})
-
-
 def test_a_file_without_uses_is_read(recipe: Path) -> None:
     """One that was written before they were told apart: each has the parameters of the one it is like."""
     path = recipe.with_name("calibration.json")
@@ -155,7 +144,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "a drafter of another name": (on("drafters.third", "ab"), ("drafters.third",)),
     "nothing at all": (on("drafters", {}), ("drafters is empty",)),
     "no fingerprint of the first alone": (on("drafters.first", ...), ("drafters.second",)),
-    "the older form, of nothing": (on("drafters", [None, None]), ("drafters is empty",)),
     "the older form, a drafter too many": (on("drafters", ["ab", "cd", "ef"]), ("drafters",)),
     "not a number": (on("report", {"prompts": "many"}), ("report.prompts",)),
     "NaN": (lambda p: p.write_text(p.read_text().replace("0.5", "NaN", 1)), ("slope",)),

@@ -17,7 +17,7 @@ from d2sd.build.sources import cached_file, fetch, located
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BuildError, D2SDError, RecipeError
 from d2sd.policies import DrafterRole
-from d2sd.recipe import PyPI, Source, load_recipe
+from d2sd.recipe import PyPI, load_recipe
 from tests.convert.helpers import WHEEL_CONTENT as CONTENT
 from tests.convert.helpers import make_wheel, write_project
 
@@ -122,11 +122,6 @@ def test_a_source_that_names_no_exact_bytes_is_refused(tmp_path: Path, first: di
     with pytest.raises(RecipeError) as raised:
         load_recipe(recipe)
     assert told in str(raised.value)
-
-
-def test_a_source_of_an_older_manifest_is_read() -> None:
-    """Manifests once had a key for files of a hub, which was null without them."""
-    assert Source.model_validate({"path": "first", "hf": None}) == Source(path="first")
 
 
 def test_a_gguf_without_its_extra_names_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
