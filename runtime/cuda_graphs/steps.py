@@ -45,10 +45,9 @@ logger = logging.getLogger(__name__)
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
 _KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
-#: And one that has none: it changes and reports logits.
-_CHANGED = SamplingParams(
-    temperature=1.0, top_p=0.5, repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={0: 1.0}, logprobs=1
-)
+#: And those that have none. Kernels choose the tokens of the first three too, from inputs that are not a graph's.
+_REPORTED = [replace(kind, logprobs=1) for kind in _KINDS]
+_CHANGED = replace(_KINDS[-1], repetition_penalty=1.1, frequency_penalty=0.1, logit_bias={0: 1.0}, logprobs=1)
 
 
 class DecodeSteps:
@@ -148,7 +147,8 @@ class DecodeSteps:
         largest_first = sorted(served, key=lambda pair: -pair[1])
         captured = [partial(self._warm, *pair, kind) for pair in largest_first for kind in _KINDS]
         guided = [partial(self._warm, *pair, kind, NoGrammar()) for pair in largest_first for kind in _KINDS]
-        return [*captured, *guided, *(partial(self._warm, *pair, _CHANGED) for pair in largest_first)]
+        others = [partial(self._warm, *pair, kind) for pair in largest_first for kind in (*_REPORTED, _CHANGED)]
+        return [*captured, *guided, *others]
 
     def _warm(self, policy: Policy, size: int, kind: SamplingParams, grammar: StepGrammar | None = None) -> None:
         """Capture the graph of such a step, or run it, if it has none."""

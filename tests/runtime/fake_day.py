@@ -4,7 +4,7 @@
 
 KIND is one of `KINDS` of models. Prints a JSON line for each policy and kind: how many specialisations of Triton's
 kernels the warm-up asks for, and those that only requests ask for, which would be compiled while they wait. A
-specialisation is what Triton's own binder makes of a launch's arguments. FOLDER has the device guard of
+specialisation is what Triton makes of a launch's arguments (`specialisations.py`). FOLDER has the device guard of
 tests/cuda/guard.py, which other tests' processes must not load.
 """
 
@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 from unittest.mock import patch
 
-from torch import Tensor
-from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
-from triton.compiler import make_backend  # type: ignore[import-untyped]
-from triton.runtime.jit import JITFunction, create_function_from_signature  # type: ignore[import-untyped]
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.policies import PolicyName
 from d2sd.runtime import model_runner
@@ -34,6 +31,7 @@ from d2sd.runtime.sampling_params import SamplingParams
 from tests.cuda import fake, guard
 from tests.runtime.fake_cuda import Captures, unpack
 from tests.runtime.soak import Thirds
+from tests.runtime.specialisations import Specialisations, launched
 
 #: Kinds of models, as arguments of `fake.runner`.
 KINDS: dict[str, dict[str, Any]] = {
@@ -44,49 +42,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "windows": {"windows": (40, None), "sinks": True},
 }
 LIMITS = Limits(max_batch=6, max_context=1024, page_size=16, prefill_chunk=128)
-
-
-class Pointer:
-    """A tensor to Triton's binder: its type, and whether its address is a multiple of 16."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self.dtype, self._offset = tensor.dtype, int(tensor.storage_offset()) * tensor.element_size()
-
-    def data_ptr(self) -> int:
-        return 1 << 20 | self._offset % 16
-
-
-def _bound(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_bound, value))
-    return Pointer(value) if isinstance(value, Tensor) else value
-
-
-class Specialisations:
-    """The specialisations that launches have asked for, by when."""
-
-    def __init__(self) -> None:
-        self.phase = "warm"
-        self.found: dict[str, set[str]] = {"warm": set(), "day": set()}
-        self._backend = make_backend(GPUTarget("cuda", 90, 32))
-        self._binders: dict[Any, Any] = {}
-
-    def note(self, kernel: Any, *args: Any, **options: Any) -> None:
-        """Note the specialisation of a launch."""
-        if kernel not in self._binders:
-            self._binders[kernel] = create_function_from_signature(kernel.signature, kernel.params, self._backend)
-        options |= {"debug": False}
-        _, specialization, rest = self._binders[kernel](*map(_bound, args), **options)
-        self.found[self.phase].add(f"{kernel.__name__} {specialization} {rest}")
-
-    @property
-    def late(self) -> list[str]:
-        return sorted(self.found["day"] - self.found["warm"])
-
-
-def launched(kernel: Any, asked: Specialisations, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """In place of `JITFunction.run`."""
-    asked.note(kernel, *args, **options)
 
 
 def request(dice: random.Random, started: list[tuple[int, ...]]) -> Request:

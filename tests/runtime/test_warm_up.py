@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from tests.conftest import Once
 from tests.cuda import guard
 from tests.runtime.helpers import expected, free_pages, honest, make_engine, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.runtime.soak import Thirds
 
 ROOT = Path(__file__).parents[2]
 #: Every kind of model, every number of passes; the others are `full`.
@@ -55,6 +56,30 @@ def test_nothing_is_compiled_after_the_warm_up(days: tuple[tuple[str, str], ...]
         assert one["warm"] > 30, "the kernels are seen"
         assert {"steps", "prefilled", "hits", "batch 1"} <= one["seen"].keys()
         assert one["late"] == [], one["kind"]
+
+
+#: Each kind of request: its step has a graph, or one of the reasons to have none.
+SAMPLED: tuple[dict[str, Any], ...] = {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}
+KINDS = [SamplingParams(**sampled, **reported) for sampled, reported in product(SAMPLED, ({}, {"logprobs": 2}))]
+CHANGED = SamplingParams(repetition_penalty=1.2), SamplingParams(1.0, logit_bias={5: 2.0}, logprobs=1)
+
+
+@pytest.mark.parametrize("policy", ["hybrid", pytest.param("chain", marks=pytest.mark.slow)])
+def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName) -> None:
+    """One of each, alone; the days below mix them, on larger models and in larger batches."""
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    from tests.runtime.meta_gpu import meta_engine, meta_gpu
+    from tests.runtime.specialisations import Specialisations
+
+    asked = Specialisations()
+    with meta_gpu(asked):
+        engine = meta_engine(policy, Limits(1, 64, 16, 16), lookup=policy == "hybrid")
+        engine.warm_up()
+        asked.phase = "day"
+        requests = [Request((1, 2, 3), 2, kind) for kind in (*KINDS, *CHANGED)]
+        engine.generate([*requests, Request((1, 2, 3), 2, SamplingParams(1.0), grammar=Thirds())])
+    assert len(asked.found["warm"]) > 30, "the kernels are seen"
+    assert asked.late == []
 
 
 def shapes_of(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> tuple[list[PrefillShape], Any]:
