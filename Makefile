@@ -93,10 +93,11 @@ gpu-suite: $(if $(DRY),.venv/dev)
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 
-## [20 min] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
-## tensors, its launches. Two versions of Triton that miscompile are installed to see them fail
+## [25 min] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
+## tensors, its launches, and whole days of requests that find every kernel compiled. Two versions of Triton that
+## miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
-	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda
+	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
 
 ## [45 min] does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
 ## checkout; MUTANTS="layer_ops H3" runs those with a part of this name or file

@@ -360,6 +360,7 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
         for n, f in (
             ("ge", lambda a, b: a >= b),
             ("geu", lambda a, b: not a < b),
+            ("gtu", lambda a, b: not a <= b),
             ("leu", lambda a, b: not a > b),
             ("eq", lambda a, b: a == b),
             ("nan", lambda a, b: np.isnan(a) or np.isnan(b)),
