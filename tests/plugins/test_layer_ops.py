@@ -67,8 +67,8 @@ def beginning(
     positions: Tensor | Behind = Behind(start, steps.expand(2, 3))
     if not behind:
         positions = torch.tensor([[0, 7, 3], [90_001, 12, 4]])
-    # Of this seed no normed number of 37 columns is so near the middle of two 16-bit numbers that a sum in another order
-    # may round it to the other: `assert_same` counts such numbers, and none is the share of so few that may differ.
+    # With this seed no normed number of 37 columns is so near the middle of two 16-bit numbers that another order of
+    # its sum may round it to the other: `assert_same` allows a share, which of so few numbers is none.
     table, weight = some(9, width, seed=5).to(dtype), some(width, seed=2).to(dtype)
     frequencies = 100.0 ** -(torch.arange(SIZE // 2) / (SIZE // 2))
     front = Front(some(4, width).to(dtype), some(width, seed=1).to(dtype), torch.tensor([[2, 9], [6, 700]]))
