@@ -1,12 +1,36 @@
 """The `D2SDError` family: errors that a user can cause. The CLI prints their message and exits with code 2.
 
-A message states what is wrong, where (file and key), what was found, what was expected, and how to fix it.
+A message states what is wrong, where (file and key), what was found, what was expected, and how to fix it. A setting
+that its readers call by different names is written in braces, as in "choose another {policy}"; each reader gets a word.
 """
 
 from __future__ import annotations
 
+import re
 import reprlib
+from collections.abc import Mapping
+from copy import copy
 from pathlib import Path
+
+from typing_extensions import Self
+
+#: The words for those who use Python, who use the command line, and who send requests to a server.
+PYTHON: Mapping[str, str] = {
+    "policy": "policy=",
+    "executor": "backend=",
+    "max_tokens": "max_tokens",
+    "prompt": "prompt",
+    "untemplated": "LLM.generate()",
+    "or_longer": ", or raise limits.max_context in the recipe and build the bundle again",
+}
+CLI: Mapping[str, str] = {
+    **PYTHON,
+    "policy": "--policy",
+    "executor": "--executor",
+    "max_tokens": "--max-new-tokens",
+    "untemplated": "--raw",
+}
+CLIENT: Mapping[str, str] = {**PYTHON, "policy": "policy", "untemplated": "/v1/completions", "or_longer": ""}
 
 #: Longest `found` in characters, so that a damaged file does not flood the terminal.
 _FOUND = 200
@@ -28,14 +52,32 @@ class D2SDError(Exception):
     ) -> None:
         """`what` is one sentence; the rest become labelled lines under it, in this order. Long values are cut."""
         self.what, self.where, self.found, self.expected, self.fix = what, where, found, expected, fix
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        return self.told(PYTHON)
+
+    def told(self, words: Mapping[str, str]) -> str:
+        """The message in the words of a reader, such as `CLI`. What was found is quoted as it is."""
         labelled = {
-            "where": where if where is None else shortened(str(where), _LINE),
-            "found": found if found is None else shortened(found),
-            "expected": expected if expected is None else shortened(expected, _LINE),
-            "fix": fix,
+            "where": None if self.where is None else shortened(spelled(str(self.where), words), _LINE),
+            "found": None if self.found is None else shortened(self.found),
+            "expected": None if self.expected is None else shortened(self.expected, _LINE),
+            "fix": None if self.fix is None else spelled(self.fix, words),
         }
         lines = [f"  {label}: {text}" for label, text in labelled.items() if text is not None]
-        super().__init__("\n".join([shortened(what, _LINE), *lines]))
+        return "\n".join([shortened(spelled(self.what, words), _LINE), *lines])
+
+    def at(self, where: str | Path | None) -> Self:
+        """The same error at another place, without its traceback."""
+        moved = copy(self)
+        moved.where = where
+        return moved
+
+
+def spelled(text: str, words: Mapping[str, str]) -> str:
+    """The text with a word for each name in braces that `words` has."""
+    return re.sub(r"\{(\w+)\}", lambda name: words.get(name[1], name[0]), text)
 
 
 def shortened(value: object, most: int = _FOUND) -> str:
@@ -82,6 +124,10 @@ class RankLost(D2SDError):
 
 class RequestError(D2SDError):
     """A generation request asks for something outside the engine's limits."""
+
+
+class ContextLengthExceeded(RequestError):
+    """The prompt, or the prompt and the answer that is asked for, are longer than the context."""
 
 
 class GenerationError(D2SDError):

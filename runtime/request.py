@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from d2sd.errors import RequestError
+from d2sd.errors import ContextLengthExceeded, RequestError
 from d2sd.runtime.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
@@ -85,23 +85,20 @@ class Limits:
         """Raise RequestError if these limits or the vocabulary can never fit the request."""
         if not request.prompt:
             raise RequestError("the prompt is empty", where="prompt", expected="at least one token")
-        total = len(request.prompt) + request.max_new_tokens
-        if total > self.max_context:  # first: what follows reads the whole prompt
-            raise RequestError(
-                "the request does not fit the context",
-                where="prompt + max_new_tokens",
-                found=f"{len(request.prompt)} + {request.max_new_tokens} = {total}",
-                expected=f"at most {self.max_context}",
-                fix="shorten the prompt, lower max_new_tokens, or raise limits.max_context in the recipe",
+        prompt, answer = len(request.prompt), request.max_new_tokens
+        if prompt + answer > self.max_context:  # first: what follows reads the whole prompt
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {self.max_context} tokens. However, you requested "
+                f"{prompt + answer} tokens ({prompt} in the {{prompt}}, {answer} in the completion).",
+                where="{prompt}" if prompt >= self.max_context else "{max_tokens}",
+                fix="shorten the {prompt} or lower {max_tokens}{or_longer}",
             )
         if bad := [t for t in request.prompt if not 0 <= t < vocab_size]:
             raise RequestError(
                 "prompt token outside the vocabulary", where="prompt", found=bad[0], expected=f"0 .. {vocab_size - 1}"
             )
-        if request.max_new_tokens < 1:
-            raise RequestError(
-                "nothing to generate", where="max_new_tokens", found=request.max_new_tokens, expected="1 or more"
-            )
+        if answer < 1:
+            raise RequestError("nothing to generate", where="{max_tokens}", found=answer, expected="1 or more")
         _check_tokens(request, vocab_size)
         _check_stops(request)
 
@@ -135,7 +132,7 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
             where="min_tokens",
             found=sampling.min_tokens,
             expected=f"at most {request.max_new_tokens}",
-            fix="lower min_tokens or raise max_tokens",
+            fix="lower min_tokens or raise {max_tokens}",
         )
 
 

@@ -35,7 +35,7 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
             where="tensor parallel",
             found=name,
             expected="torch",
-            fix="serve it with --executor torch",
+            fix="choose torch for {executor}",
         )
     drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     if name == "torch":
@@ -56,14 +56,14 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
         raise BundleError(
             "The bundle has neither graphs nor engines.",
             where=bundle.path,
-            fix="build it with --set 'engines={compute: [portable]}', or serve it with --executor torch",
+            fix="build it with --set 'engines={compute: [portable]}', or choose torch for {executor}",
         )
     if missing := [role.folder for role in drafters if role.folder not in built.profiles]:
         raise BundleError(
             f"The bundle has neither a graph nor an engine of {missing[0]}.",
             where=bundle.path,
             found=f"graphs of {', '.join(built.profiles)}",
-            fix="build it again, choose another policy, or serve it with --executor torch",
+            fix="build it again, choose another {policy}, or torch for {executor}",
         )
     return _onnx(bundle, drafters) if name == "onnx" else _tensorrt(bundle, drafters, built)
 
@@ -94,7 +94,7 @@ def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRu
         raise BundleError(
             "ONNX Runtime does not support bf16 on CPUs.",
             where=f"{bundle.path}: precision",
-            fix="build the bundle in fp16 or fp32, or serve it with --executor torch",
+            fix="build the bundle in fp16 or fp32, or choose torch for {executor}",
         )
     folder = bundle.path / "onnx"
     target = GraphDecoder(bundle.target, aux_layer_ids(bundle), OnnxSession(folder / "target.onnx"))
@@ -148,5 +148,5 @@ def choose_compute(built: Sequence[str], capability: tuple[int, int], folder: Pa
         where=folder,
         found=", ".join(built),
         expected=architecture,
-        fix="build it with engines.compute for this GPU, or serve it with --executor torch",
+        fix="build it with engines.compute for this GPU, or choose torch for {executor}",
     )

@@ -62,7 +62,7 @@ def render_chat(
             "The chat template cannot be rendered.",
             where=where,
             found=str(error)[:300],
-            fix="correct the messages or the template, or pass the prompt without it (--raw)",
+            fix="correct the messages or the template, or pass the prompt without it: {untemplated}",
         ) from None
     _check_text(text, where)
     return text

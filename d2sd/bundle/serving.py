@@ -149,16 +149,16 @@ def check_policy(drafters: Drafters, name: PolicyName, where: Path, backend: Bac
             where=where,
             found=", ".join(role.key for role in drafters) or "no drafters",
             expected=f"drafters.{missing[0]} in its recipe",
-            fix="choose another with --policy",
+            fix="choose another {policy}",
         )
     if reason := next(filter(None, (drafters[role].refusal(name) for role in facts.drafters)), None):
-        raise BundleError(reason, where=where, found=name, fix="choose another with --policy")
+        raise BundleError(reason, where=where, found=name, fix="choose another {policy}")
     if backend != "torch" and facts.first_pass is FirstPass.CARRIED:
         raise BundleError(
             "Graphs and engines do not draft in the pass that verifies.",
             where=where,
             found=f"{name} by {backend}",
-            fix="choose another with --policy, or serve it with --executor torch",
+            fix="choose another {policy}, or torch for {executor}",
         )
 
 

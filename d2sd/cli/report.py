@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from d2sd.errors import D2SDError
+from d2sd.errors import CLI, D2SDError
 from d2sd.interrupts import noting_interrupts
 from d2sd.io import printable
 from d2sd.logs import show_warnings
@@ -72,7 +72,7 @@ def report(error: BaseException) -> int:
         click.echo("interrupted", err=True)
         return INTERRUPTED
     if isinstance(error, D2SDError):
-        click.echo(f"error: {printable(error)}", err=True)
+        click.echo(f"error: {printable(error.told(CLI))}", err=True)
         return USER_ERROR
     if isinstance(error, OSError):  # permissions, a full disk; those of libraries in Rust have no number
         place = f"\n  where: {error.filename}" if error.filename is not None else ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from pathlib import Path
 from threading import Event, Lock
 from typing import TYPE_CHECKING, TypeVar
 
@@ -55,13 +54,13 @@ class GrammarCompiler:
                 return grammar
             if key in self._refused:
                 self._refused.move_to_end(key)
-                raise _moved(self._refused[key], where)
+                raise self._refused[key].at(where)
             tokenizer = self._made_tokenizer()
         try:
             grammar = _compile(tokenizer, params, where, stop)
         except RequestError as error:
             with self._lock:
-                _keep(self._refused, key, _moved(error, None), _REFUSED)  # without the frames of a traceback
+                _keep(self._refused, key, error.at(None), _REFUSED)  # without the frames of a traceback
             raise
         with self._lock:
             _keep(self._grammars, key, grammar, _KEPT)
@@ -83,9 +82,9 @@ class GrammarCompiler:
             try:
                 self._tokenizer = self._make_tokenizer()
             except RequestError as error:  # trying takes half a second
-                self._tokenizer = _moved(error, error.where)
+                self._tokenizer = error.at(error.where)
         if isinstance(self._tokenizer, RequestError):
-            raise _moved(self._tokenizer, self._tokenizer.where)
+            raise self._tokenizer.at(self._tokenizer.where)
         return self._tokenizer
 
     def _make_tokenizer(self) -> GuidanceTokenizer:
@@ -118,8 +117,3 @@ def _keep(cache: OrderedDict[bytes, T], key: bytes, value: T, most: int) -> None
     cache.move_to_end(key)
     if len(cache) > most:
         cache.popitem(last=False)
-
-
-def _moved(error: RequestError, where: str | Path | None) -> RequestError:
-    """The same error at a field of another request."""
-    return RequestError(error.what, where=where, found=error.found, expected=error.expected, fix=error.fix)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from d2sd.errors import D2SDError, RequestError
+from d2sd.errors import CLIENT, D2SDError, RequestError
 from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.events import KVReporter
@@ -115,14 +115,14 @@ class DynamoEngine:
                     yield self._chunk(merge(held))
                     held.clear()
         except RequestError as error:
-            raise errors.InvalidArgument(str(error)) from None
+            raise errors.InvalidArgument(error.told(CLIENT)) from None
         except QueueFull as error:
-            raise errors.HttpError(429, str(error)) from None
+            raise errors.HttpError(429, error.told(CLIENT)) from None
         except (ShuttingDown, EngineFailed) as error:
-            raise errors.EngineShutdown(str(error)) from None  # the frontend moves the stream to another worker
+            raise errors.EngineShutdown(error.told(CLIENT)) from None  # the frontend moves the stream to another worker
         except D2SDError as error:  # its own grammar, or a package that is not installed
             finish = "error"
-            raise errors.Unknown(str(error)) from None
+            raise errors.Unknown(error.told(CLIENT)) from None
         finally:
             self._streams.pop(context.id(), None)
             if stream is not None:

@@ -81,7 +81,9 @@ class Server:
     def check_model(self, name: str | None) -> None:
         """Raise ModelNotFound unless the name is this server's model, or none."""
         if name not in (None, self.settings.model):
-            raise errors.ModelNotFound("The model does not exist.", found=name, expected=self.settings.model)
+            raise errors.ModelNotFound(
+                "The model does not exist.", where="model", found=name, expected=self.settings.model
+            )
 
     async def answer(
         self,

@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from d2sd.errors import RequestError
+from d2sd.errors import ContextLengthExceeded, RequestError
 
 if TYPE_CHECKING:
     from d2sd.runtime.request import Request as EngineRequest
@@ -57,7 +57,13 @@ class Bounds:
                 found=len(words),
                 expected=f"at most {_WORDS}",
             )
-        self._check_characters("stop" if stop else "bad_words", words)
+        if sum(map(len, words)) > self.characters:
+            raise RequestError(
+                "The stop strings and bad words are too long.",
+                where="stop" if stop else "bad_words",
+                found=f"{sum(map(len, words)):,} characters",
+                expected=f"at most {self.characters:,}",
+            )
         if len(ids := getattr(body, "tokens", ())) > self.tokens:
             raise self._too_long("tokens", f"{len(ids):,} tokens")
 
@@ -72,7 +78,7 @@ class Bounds:
                 where="prompt_logprobs" if prompts > answers else "logprobs",
                 found=f"{prompts:,} of prompts and {answers:,} of {len(requests)} answers",
                 expected=f"at most {most:,}",
-                fix="send fewer prompts at once, a smaller n or a smaller max_tokens",
+                fix="send fewer prompts at once, a smaller n or a smaller {max_tokens}",
             )
         if requests[0].priority and not self._settings.priorities:
             raise RequestError(
@@ -115,12 +121,9 @@ class Bounds:
             raise self._too_long(where, f"{count:,} characters")
 
     def _too_long(self, where: str, size: str) -> RequestError:
-        return RequestError(
-            "The text cannot fit the context.",
-            where=where,
-            found=size,
-            expected=f"at most {self.tokens:,} tokens; text of more than {self.characters:,} characters has more",
-            fix="shorten it",
+        limit = f"This model's maximum context length is {self.tokens} tokens."
+        return ContextLengthExceeded(
+            f"{limit} However, you sent {size}, which are more.", where=where, fix="shorten it"
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -12,10 +12,24 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from d2sd.errors import D2SDError, GenerationError, RequestError, UnexpectedError, shortened
+from d2sd.errors import (
+    CLIENT,
+    ContextLengthExceeded,
+    D2SDError,
+    GenerationError,
+    RequestError,
+    UnexpectedError,
+    shortened,
+    spelled,
+)
 from d2sd.serve.errors import Busy, DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 
 logger = logging.getLogger(__name__)
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that this server does not have."""
+
 
 _TYPES = {
     401: "authentication_error",
@@ -36,11 +50,17 @@ _STATUS: tuple[tuple[type[D2SDError], int, str], ...] = (
     (EngineFailed, 503, "engine_failed"),
     (UnexpectedError, 500, "internal_error"),
     (GenerationError, 400, "generation_failed"),
+    (ModelNotFound, 404, "model_not_found"),
+    (ContextLengthExceeded, 400, "context_length_exceeded"),
     (RequestError, 400, "invalid_request"),
     (D2SDError, 501, "not_supported"),  # such as a package that is not installed
 )
-#: What the engine calls the length of an answer.
-_LENGTHS = ("max_new_tokens", "prompt + max_new_tokens")
+#: The words of clients, where a route has its own.
+_WORDS: Mapping[str, Mapping[str, str]] = {
+    "/v1/chat/completions": {**CLIENT, "prompt": "messages"},
+    "/trace": {**CLIENT, "prompt": "messages"},
+    "/v1/responses": {**CLIENT, "prompt": "input", "max_tokens": "max_output_tokens"},
+}
 #: Validation errors of pydantic that have a clearer text for a client.
 _MESSAGES = {
     "extra_forbidden": "Unsupported parameter: '{name}'.",
@@ -49,28 +69,22 @@ _MESSAGES = {
 }
 
 
-class ModelNotFound(RequestError):
-    """The request names a model that this server does not have."""
-
-
 def body_of(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """The body of an error."""
     kind = _TYPES.get(status, "invalid_request_error")
     return {"error": {"message": _encodable(message), "type": kind, "param": param, "code": code}}
 
 
-def describe(error: Exception) -> tuple[int, dict[str, Any], dict[str, str]]:
-    """Status, body and headers for an error raised by a request."""
-    if isinstance(error, ModelNotFound):
-        return 404, body_of(404, str(error), "model", "model_not_found"), {}
+def describe(error: Exception, path: str = "") -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for an error raised by a request to the route `path`."""
+    words = _WORDS.get(path, CLIENT)
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             if status == 500:
                 logger.error("a request failed: %s", error)
-            param = str(error.where)[:200] if isinstance(error, RequestError) and error.where else None
-            param = "max_tokens" if param in _LENGTHS else param
+            where = spelled(str(error.where), words) if isinstance(error, RequestError) and error.where else None
             headers = {"retry-after": str(QueueFull.retry_after)} if status in (429, 503) else {}
-            return status, body_of(status, str(error), _encodable(param) if param else None, code), headers
+            return status, body_of(status, error.told(words), where and _encodable(where[:200]), code), headers
     logger.error("a request failed", exc_info=error)
     return 500, body_of(500, "The server failed to process the request.", None, "internal_error"), {}
 
@@ -84,7 +98,7 @@ def install(app: FastAPI) -> None:
     """Make every error of `app` an OpenAI error body."""
 
     def known(request: Request, error: Exception) -> JSONResponse:
-        status, body, headers = describe(error)
+        status, body, headers = describe(error, request.url.path)
         return JSONResponse(body, status, headers)
 
     def invalid(request: Request, error: Exception) -> JSONResponse:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from threading import Lock
 from typing import Any
 
-from d2sd.errors import D2SDError, GenerationError, RequestError
+from d2sd.errors import CLIENT, D2SDError, GenerationError, RequestError
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 
 
@@ -80,6 +80,6 @@ def describe(error: Exception) -> tuple[str, str]:
     """Text and code for the client; an error that is not its own is logged and not shown."""
     for kind, code in _CODES:
         if isinstance(error, kind):
-            return str(error), code
+            return error.told(CLIENT), code
     logger.error("a request failed", exc_info=error)
     return "The model failed to process the request.", "INTERNAL"

@@ -111,7 +111,7 @@ def test_a_bundle_has_the_plan_of_its_recipe(tmp_path: Path) -> None:
     [
         ({"ttft": 1e-6}, "one request alone on a GPU misses the TTFT"),
         ({"itl": 1e-6}, "one request alone on a GPU misses the ITL"),
-        ({"prompt_tokens": 60}, "does not fit the context"),
+        ({"prompt_tokens": 60}, "maximum context length"),
         ({"out": "sheet.txt"}, "a name in .md or .json"),
         ({"tau": 9.0}, "out of range"),
         ({"rate": "nan"}, "nan is not a number"),

@@ -496,7 +496,7 @@ def test_no_bundle(tmp_path: Path) -> None:
         (("--per-set", "0"), ("--per-set", "0")),
         (("--repeat", "0"), ("--repeat", "0")),
         (("--max-new-tokens", "0"), ("--max-new-tokens", "0")),
-        (("--max-new-tokens", "64"), ("does not fit the context", "64")),
+        (("--max-new-tokens", "64"), ("maximum context length", "64")),
         (("--seed", "-1"), ("--seed", "-1")),
     ],
     ids=lambda value: "=".join(value) if value[0].startswith("--") else "",

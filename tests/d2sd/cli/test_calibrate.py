@@ -256,7 +256,7 @@ def test_errors(recipe: Path, bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "bad.jsonl").write_text('{"name": "p1"}\n')
     refused(calibrate(bundle, out, "--exclude", tmp_path / "bad.jsonl"), "`id` must be a string", "bad.jsonl:1")
     refused(calibrate(bundle, out, "--exclude", bundle.parent / "prompts.jsonl"), "No prompt is left", "prompts.jsonl")
-    refused(calibrate(bundle, out, "--max-new-tokens", 64), "does not fit the context")
+    refused(calibrate(bundle, out, "--max-new-tokens", 64), "maximum context length")
     (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
     plain = built(recipe, tmp_path / "none", "drafters={}")
     refused(calibrate(plain, out), "no drafter", "none")

@@ -122,7 +122,7 @@ def test_statistics_are_shown(path: Path) -> None:
     [
         (["--temperature", "-1"], "temperature"),
         (["--top-p", "0"], "top_p"),
-        (["--max-new-tokens", "100000"], "does not fit the context"),
+        (["--max-new-tokens", "100000"], "maximum context length"),
         (["--stop", ""], "stop string is empty"),
     ],
 )

@@ -132,7 +132,7 @@ async def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
 
 async def test_a_request_that_can_never_run_is_refused(engine: Engine) -> None:
     async with served(engine) as service:
-        with pytest.raises(RequestError, match="does not fit the context"):
+        with pytest.raises(RequestError, match="maximum context length"):
             service.submit([LONG, Request((5,), 100)])
         assert service.live == 0
 

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 #: Parameters of a chat -> those of a response.
 _NAMES = {
-    "max_new_tokens": "max_output_tokens",
-    "prompt + max_new_tokens": "max_output_tokens",
     "max_tokens": "max_output_tokens",
     "max_completion_tokens": "max_output_tokens",
     "messages": "input",
@@ -47,7 +45,4 @@ def _renamed(error: RequestError) -> RequestError:
     """The error with the parameter as a response names it."""
     where = str(error.where)
     chat = next((name for name in _NAMES if where == name or where.startswith((f"{name}.", f"{name}["))), None)
-    if chat is None:
-        return error
-    where = _NAMES[chat] + where.removeprefix(chat)
-    return RequestError(error.what, where=where, found=error.found, expected=error.expected, fix=error.fix)
+    return error if chat is None else error.at(_NAMES[chat] + where.removeprefix(chat))

@@ -119,7 +119,7 @@ async def test_logprobs_are_those_of_the_answer(bundle: Bundle, engine: Engine) 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"token_ids": [3] * 60}, "does not fit the context"),
+        ({"token_ids": [3] * 60}, "maximum context length"),
         ({"prefill_result": {"disaggregated_params": {}}}, "disaggregated serving"),
         ({"multi_modal_data": {"image_url": []}}, "images"),
         ({"routing": {"lora_name": "a"}}, "lora_name"),

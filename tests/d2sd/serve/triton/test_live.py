@@ -172,7 +172,7 @@ def test_a_killed_client_frees_its_pages(server: Triton) -> None:
     [
         ({"max_tokens": 2}, "text_input"),
         ({"text_input": "w3", "max_tokens": 0}, "max_tokens out of range"),
-        ({"text_input": "w3", "max_tokens": 10_000}, "does not fit the context"),
+        ({"text_input": "w3", "max_tokens": 10_000}, "maximum context length"),
         ({"text_input": "w3", "temperature": -1}, "temperature"),
         ({"text_input": "w3", "top_p": 2}, "top_p"),
         ({"text_input": "w3", "max_tokens": 2, "sampling_param_max_tokens": 3}, "Two inputs"),

@@ -1,4 +1,4 @@
-"""LangChain: an agent's loop over chats and over responses, and structured output."""
+"""LangChain: an agent's loop over chats and over responses, structured output, and the error for a full context."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 from typing import Any, Literal
 
 from langchain.agents import create_agent
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from pydantic import BaseModel
@@ -33,6 +34,12 @@ def main(url: str) -> None:
         assert names == ["model", "tools", "model"], names
         streamed = "".join(chunk.text for chunk in model.stream("Hello"))
         assert streamed in ("It is 21 degrees.", "It is cold."), streamed
+        for ask in (model.invoke, lambda text, model=model: list(model.stream(text))):
+            try:
+                ask("Weather? " * 4000)
+            except ContextOverflowError:
+                continue
+            raise AssertionError(ask)
         structured = model.with_structured_output(City, method="json_schema")
         assert isinstance(structured.invoke("How many?"), City)
     calling = model.with_structured_output(City, method="function_calling", tool_choice="City")

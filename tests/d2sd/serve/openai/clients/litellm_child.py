@@ -1,4 +1,4 @@
-"""LiteLLM: chat, stream, a tool loop and responses."""
+"""LiteLLM: chat, stream, a tool loop, responses, and the error that makes it fall back to a longer context."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import litellm
 ANSWERS = ("It is 21 degrees.", "It is cold.")
 CITY: Any = {"type": "object", "properties": {"city": {"enum": ["Oslo", "Rome"]}}, "required": ["city"]}
 TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": CITY | {"additionalProperties": False}}}
+LONG: Any = [{"role": "user", "content": "Weather? " * 4000}]
 
 
 def main(url: str) -> None:
@@ -23,6 +24,16 @@ def main(url: str) -> None:
         result = {"role": "tool", "tool_call_id": answer.tool_calls[0].id, "content": "21"}
         again = litellm.completion(messages=[*messages, answer, result], tools=[TOOL], **options)
         assert again.choices[0].message.content in ANSWERS
+        for long in (
+            {"messages": LONG},
+            {"messages": messages, "max_tokens": 5000},
+            {"messages": LONG, "stream": True},
+        ):
+            try:
+                litellm.completion(**options, **long)
+            except litellm.ContextWindowExceededError:
+                continue
+            raise AssertionError(long)
     found = litellm.responses(model="openai/tiny", input="Hello", api_base=url, api_key="key")
     assert found.output[0].content[0].text in ANSWERS
 

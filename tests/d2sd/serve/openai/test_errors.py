@@ -1,0 +1,66 @@
+"""Refusals that clients recognise by their code, and that speak the caller's language."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import openai
+import pytest
+
+from tests.d2sd.serve.http import Running
+
+#: Routes, a body with `count` words of prompt, and what the route calls its prompt and the length of an answer.
+ROUTES: dict[str, tuple[Any, str, str]] = {
+    "/v1/chat/completions": (
+        lambda count: {"messages": [{"role": "user", "content": "w5 " * count}]},
+        "messages",
+        "max_tokens",
+    ),
+    "/trace": (lambda count: {"messages": [{"role": "user", "content": "w5 " * count}]}, "messages", "max_tokens"),
+    "/v1/completions": (lambda count: {"prompt": "w5 " * count}, "prompt", "max_tokens"),
+    "/v1/responses": (lambda count: {"input": "w5 " * count}, "input", "max_output_tokens"),
+}
+
+
+@pytest.mark.parametrize("path", ROUTES)
+@pytest.mark.parametrize(
+    ("words", "length"),
+    [(64, None), (70, 2), (2000, None), (90_000, 1), (3, 62), (40, 10_000_000)],
+    ids=["full", "long", "longer", "far too long", "answer", "far too long answer"],
+)
+def test_what_exceeds_the_context_is_recognised(server: Running, path: str, words: int, length: int | None) -> None:
+    body, prompt, answer = ROUTES[path]
+    response = server.http.post(path, json=body(words) | ({} if length is None else {answer: length}))
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+    assert error["message"].startswith("This model's maximum context length is 64 tokens. However, you ")
+    assert error["param"] == (prompt if words >= 64 else answer)
+    for foreign in ("max_new_tokens", "recipe", "--", "{", "LLM"):
+        assert foreign not in error["message"]
+    if words < 64:
+        assert f"in the {prompt}, {length} in the completion" in error["message"]
+        assert f"shorten the {prompt} or lower {answer}\n" in error["message"] + "\n"
+
+
+def test_openais_client_sees_the_code(server: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 64 tokens") as raised:
+        server.openai.completions.create(model="tiny", prompt=[5] * 64)
+    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
+    with pytest.raises(openai.BadRequestError) as response:
+        server.openai.responses.create(model="tiny", input="w5 " * 80)
+    assert (response.value.code, response.value.param) == ("context_length_exceeded", "input")
+
+
+def test_an_answer_that_is_left_open_shrinks_to_the_context(server: Running) -> None:
+    found = server.openai.completions.create(model="tiny", prompt=[5] * 60, extra_body={"ignore_eos": True})
+    assert found.usage is not None
+    assert found.usage.completion_tokens == 4
+    assert server.http.post("/v1/completions", json={"prompt": [5] * 60, "max_tokens": 5}).status_code == 400
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses"])
+def test_a_template_that_fails_names_what_the_client_can_do(server: Running, path: str) -> None:
+    turns = [{"role": "user", "content": "w5"}] * 2  # the template refuses two turns of one role
+    error = server.http.post(path, json={("input" if "responses" in path else "messages"): turns}).json()["error"]
+    assert "/v1/completions" in error["message"]
+    assert "--raw" not in error["message"]
