@@ -14,7 +14,7 @@ from d2sd.viz.nodes import DRAFTED, Step
 from d2sd.viz.text import cut, visible
 
 #: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, plus some padding.
-CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 34, 9
+CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 26, 9
 NUMBER = 29  # room for "100%" at 9 px
 MOST_CELLS = 16  # of a token; the tooltip has the full text
 MARGIN, HEAD = 16, 26  # around the tree; above it, for the column headings

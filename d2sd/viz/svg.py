@@ -15,11 +15,10 @@ _CAPTION = 34  # height of the caption line of a standalone picture
 _BEND = 9  # radius of an edge's corners
 
 
-def standalone(step: Step, caption: str) -> str:
-    """A complete SVG document: caption, tree and legend on a white card."""
+def standalone(step: Step, caption: str, least: float = 760) -> str:
+    """A complete SVG document, at least `least` wide: caption, tree and legend on a white card."""
     layout = arrange(step)
-    least = cell_len(caption) * 8.5 + 2 * MARGIN
-    width = max(layout.width, least, 760)
+    width = max(layout.width, cell_len(caption) * 8.5 + 2 * MARGIN, least)
     keys, below = legend([step], width - 2 * MARGIN)
     height = _CAPTION + layout.height + below
     body = [
