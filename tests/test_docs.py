@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import runpy
 import shlex
+import subprocess
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ DOCS = ROOT / "docs"
 WRITTEN = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 #: Measured on a day, with that day's names.
 DATED = DOCS / "results"
-LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"")
 #: Written by docs/generate.py from the schemas, whose prose tests/test_words.py checks.
 GENERATED = DOCS / "reference"
 #: A file or folder of the repository in backticks.
@@ -42,7 +43,7 @@ def anchors(path: Path) -> set[str]:
 
 
 def links(path: Path) -> Iterator[str]:
-    for target in LINK.findall(path.read_text("utf-8")):
+    for target in map("".join, LINK.findall(path.read_text("utf-8"))):
         if not target.startswith(("http:", "https:")):
             yield target
 
@@ -61,6 +62,35 @@ def test_links_resolve(path: Path) -> None:
         assert found.exists(), f"{ids(path)} links to {target}"
         if anchor:
             assert anchor in anchors(found), f"{ids(path)} links to {target}"
+
+
+def test_every_picture_is_shown_somewhere() -> None:
+    shown = {(path.parent / target).resolve() for path in WRITTEN for target in links(path)}
+    assert [path.name for path in sorted((DOCS / "images").iterdir()) if path.resolve() not in shown] == []
+
+
+def test_variables_that_documents_name_are_read() -> None:
+    """An environment variable of ours is read, or set, by a file that is no document."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    texts = {name: (ROOT / name).read_text("utf-8", "ignore") for name in listed if (ROOT / name).is_file()}
+    code = "".join(text for name, text in texts.items() if not name.endswith((".md", "test_docs.py")))
+    for name, text in texts.items():
+        if name.endswith(".md") and name != "CHANGELOG.md":
+            assert [found for found in re.findall(r"\bD2SD_[A-Z0-9_]+\b", text) if found not in code] == [], name
+
+
+def test_every_extra_is_explained() -> None:
+    section = (ROOT / "pyproject.toml").read_text("utf-8").partition("[project.optional-dependencies]\n")[2]
+    extras = re.findall(r"^([\w-]+) = \[", section.partition("\n[")[0], flags=re.M)
+    assert len(extras) > 8
+    explained = re.findall(r"^\| `([\w-]+)` \|", (DOCS / "install.md").read_text("utf-8"), flags=re.M)
+    assert set(extras) - set(explained) == set()
+
+
+def test_the_glossary_has_each_term_once_and_in_order() -> None:
+    rows = re.findall(r"^\| \*\*(.+?)\*\*", (DOCS / "glossary.md").read_text("utf-8"), flags=re.M)
+    names = [re.sub(r"\W+", " ", row.lower()) for row in rows]
+    assert names == sorted(set(names))
 
 
 @pytest.mark.parametrize("path", [path for path in WRITTEN if DATED not in path.parents], ids=ids)
@@ -82,14 +112,13 @@ def test_the_site_s_footer_names_the_version() -> None:
 
 
 def test_rows_of_the_ledger_are_answered_or_not_yet_run() -> None:
-    """Every row has a question, a command and an answer; missing numbers are explained."""
+    """Every row has a question, a command and an answer; no number is missing."""
     text = (DOCS / "gpu.md").read_text("utf-8")
     rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in text.splitlines() if line[:3] > "| 0"]
     numbered = {int(row[0]): row[1:] for row in rows if row[0].isdigit()}
     assert len(numbered) > 20
     assert all(len(row) == 3 and all(row) for row in numbered.values())
-    for number in set(range(1, max(numbered) + 1)) - numbered.keys():
-        assert f"Row {number} asked" in text
+    assert sorted(numbered) == [*range(1, max(numbered) + 1)]
 
 
 def test_the_readme_is_short() -> None:
