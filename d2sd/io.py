@@ -162,7 +162,7 @@ def atomic_write(path: Path) -> Iterator[Path]:
 
 
 def remove_partial(path: Path) -> None:
-    """Delete what killed processes left of writing `path`; the caller has a lock, so that nobody writes it now."""
+    """Delete what killed processes left of writing `path`; the caller holds a lock, so no process writes it now."""
     for left in path.parent.glob(f"{glob.escape(path.name)}.[0-9]*.partial"):
         left.unlink()
 

@@ -18,6 +18,14 @@ from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
 NAME = "manifest.json"
+#: Another reading of a drafter's config fails the check `fit` if it commits this many times more tokens a step.
+FIT_RATIO = 1.05
+#: How to read the figures of that check.
+FIT_EXPLANATION = (
+    "tokens a step of each drafter under each reading of its config, on the same few tokens; more is better",
+    f"a build fails where another reading commits {FIT_RATIO} times as many as the declared one or more, and a sign",
+    "test token by token rules out chance; a smaller difference, either way, says nothing about so few tokens",
+)
 
 
 def _inside(name: str) -> str:

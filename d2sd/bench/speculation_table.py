@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from d2sd.build.tables import show_table
+from d2sd.console import show_table
 from d2sd.runtime.stats import COPY, FIRST_DRAFT, Clock, EngineStats, SequenceStats, mean_tau
 
 

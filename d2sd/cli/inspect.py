@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from d2sd.build.tables import show_manifest
+from d2sd.bundle.contents import show_manifest
 from d2sd.bundle.files import verify_files
 from d2sd.cli.options import bundle_argument
 from d2sd.cli.report import Reporting

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from pathlib import Path
 
 import click
 
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.io import exclusive
 from d2sd.progress import bar, silent
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.plan import plan as plan_stages
@@ -42,7 +40,6 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
         return
     dist = Dist.init()
     try:
-        with exclusive(work / "lock", wait=False) if dist.is_main else nullcontext():
-            Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo).all()
+        Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo).all()
     finally:
         dist.destroy()

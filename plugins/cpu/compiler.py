@@ -34,7 +34,7 @@ _SOURCES = Path(__file__).parent
 _SECONDS = 120
 #: Bytes of a SHA-256.
 _HASH = 32
-#: Users, beside this one, whose libraries are loaded: root, who makes the images of containers.
+#: Other users whose libraries are loaded: root, who makes the images of containers.
 _TRUSTED = frozenset({0})
 
 

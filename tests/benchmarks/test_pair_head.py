@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.pair_head import DEPTH, MARGINALS, PATH, Arm, Study, main
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe

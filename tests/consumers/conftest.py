@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import Family, Role
 from d2sd.modeling.decoder import Decoder

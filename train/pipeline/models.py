@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.sources import obtained
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.kinds import DFLASH

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.convert.kinds import KINDS
 from d2sd.extras import require_plots
-from d2sd.io import check_writable, claim, digest, disk_space
+from d2sd.io import check_writable, claim, digest, disk_space, exclusive
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
@@ -63,6 +64,10 @@ class Run:
 
     def all(self) -> None:
         """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
+        with exclusive(self.work / "lock", wait=False) if self.dist.is_main else nullcontext():
+            self._stages()
+
+    def _stages(self) -> None:
         bundle = self._target()
         check_geometry(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
         for role, settings in self.recipe.trained.items():

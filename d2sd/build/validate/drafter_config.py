@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from d2sd.bundle.load import Bundle
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError
+from d2sd.manifest import FIT_RATIO
 from d2sd.modeling.config import BodyConfig, DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.prepare import prepare_for_inference
@@ -41,21 +42,14 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 
-#: Another reading fails the build if it commits this many times more tokens a step; below, the build prints a hint.
-_RATIO = 1.05
-#: And if it passes a sign test at this level, which is far below that of a single test of independent trials, because
+#: Another reading fails the build if it commits `FIT_RATIO` times more tokens a step (below, the build prints a hint)
+#: and passes a sign test at this level, which is far below that of a single test of independent trials, because
 #: neighbouring tokens are correlated and several readings are tested.
 _CHANCE = 1e-4
 #: Below this many tokens a step a drafter is almost never accepted: one draft in ten steps.
 _NEVER = 1.1
 #: Of RMSNorm, and of windows: what drafters are published with. A window shows only in texts that are longer.
 _EPS, _WINDOWS = (1e-6, 1e-5), (512, 1024, 2048, 4096)
-#: How to read the figures of the check.
-EXPLANATION = (
-    "tokens a step of each drafter under each reading of its config, on the same few tokens; more is better",
-    f"a build fails where another reading commits {_RATIO} times as many as the declared one or more, and a sign test",
-    "token by token rules out chance; a smaller difference, either way, says nothing about so few tokens",
-)
 
 
 def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: Progress = silent) -> dict[str, Any]:
@@ -76,7 +70,7 @@ def check_drafter_config(bundle: Bundle, plain: SequenceOf[Sequence], progress: 
         expected = guesses[declared].mean
         better = [reading for reading in others if sign_test(guesses[reading], guesses[declared])]
         best = max(better, key=lambda reading: guesses[reading].mean, default=declared)
-        if best is not declared and guesses[best].mean >= _RATIO * expected:
+        if best is not declared and guesses[best].mean >= FIT_RATIO * expected:
             raise _wrong_config(bundle, role, declared, best, guesses)
         if guesses[best].mean > expected:
             print(

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.turns import encode_turns
 from d2sd.convert.checkpoint.offline import load_tokenizer

@@ -11,7 +11,7 @@ import pytest
 import torch
 from gguf import GGUFWriter
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.families import parse_target_config

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import tree_bytes
 

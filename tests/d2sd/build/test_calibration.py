@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import auto_policies, forecasts, scores_of
 from d2sd.calibration import load_calibration, write_calibration

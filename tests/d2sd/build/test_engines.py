@@ -11,8 +11,8 @@ import pytest
 import yaml
 
 from d2sd import tensorrt_env as tensorrt
-from d2sd.build import build
 from d2sd.build import engines as stages
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.engines.build import Job, Report

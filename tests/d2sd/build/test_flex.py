@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import auto_policies, can_run, make_engine

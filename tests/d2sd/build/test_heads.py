@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.build.validate.drafter_config import Hypothesis, evaluate_configs
 from d2sd.bundle.load import load_bundle

@@ -19,7 +19,7 @@ import torch
 import yaml
 
 from d2sd import io as files
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.bundle.load import Bundle
 from d2sd.errors import BuildError, CheckpointError, D2SDError
 from d2sd.recipe import load_recipe

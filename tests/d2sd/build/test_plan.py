@@ -14,7 +14,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from d2sd.build.plan import Plan, make_plan
-from d2sd.build.tables import _memory, kv_lines, show_table
+from d2sd.build.tables import _memory, kv_lines
+from d2sd.console import show_table
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.build.sources import cached_file, fetch, located
 from d2sd.bundle.load import load_bundle

@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from d2sd.bench.result import load_result
-from d2sd.build import build
 from d2sd.build import engines as stages
+from d2sd.build.pipeline import build
 from d2sd.build.validate.checks import check_bundle
 from d2sd.build.validate.graph_parity import ShadowDecoder
 from d2sd.bundle.backends import choose_compute

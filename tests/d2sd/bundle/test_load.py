@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.build import build
+from d2sd.build.pipeline import build
 from d2sd.bundle.files import verify_files
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import BundleError

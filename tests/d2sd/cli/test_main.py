@@ -97,12 +97,30 @@ def test_every_help_has_an_example() -> None:
         assert "      d2sd " in shown.output, command.name
 
 
+def imported(*arguments: object) -> set[str]:
+    """The modules that a process has imported when a command is done."""
+    run = f"try: main({[str(argument) for argument in arguments]})\nexcept SystemExit as end: assert not end.code"
+    program = f"import sys\nfrom d2sd.cli.main import main\n{run}\nprint('\\0', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    return set(done.stdout.rpartition("\0")[2].split())
+
+
+#: Not timed, for that depends on the machine: what takes the time is not imported.
+SLOW = {"torch", "transformers", "numpy", "safetensors", "matplotlib"}
+
+
+@pytest.mark.subprocess
 def test_help_is_instant() -> None:
-    """Not timed, for that depends on the machine: what takes the time is not imported."""
-    slow = "{'torch', 'transformers', 'rich', 'matplotlib', 'pydantic', 'yaml'}"
-    run = "try: main(['--help'])\nexcept SystemExit: pass"
-    program = f"import sys\nfrom d2sd.cli.main import main\n{run}\nsys.exit(bool({slow} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", program], check=False, stdout=subprocess.DEVNULL).returncode == 0
+    assert not imported("--help") & (SLOW | {"rich", "pydantic", "yaml"})
+
+
+@pytest.mark.slow
+@pytest.mark.subprocess
+def test_a_plan_imports_neither_engines_nor_training(recipe: Path) -> None:
+    """It imports PyTorch: shapes are those of modules without memory."""
+    found = imported("build", recipe, "--plan")
+    for package in ("train", "bench", "serve", "build.pipeline", "build.validate", "bundle.load", "runtime.engine"):
+        assert f"d2sd.{package}" not in found
 
 
 def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
@@ -124,6 +142,7 @@ def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
     told = " ".join(shown.stdout.split())
     assert "fit tokens a step of each drafter under each reading of its config" in told
     assert "a build fails where another reading commits 1.05 times as many as the declared one or more" in told
+    assert not imported("inspect", tmp_path / "out") & SLOW
 
 
 @pytest.mark.parametrize("output", [None, "built/here"])

@@ -17,11 +17,11 @@ from click.testing import CliRunner, Result
 from rich.console import Console
 from rich.table import Table
 
-from d2sd.build.tables import show_table
 from d2sd.cli.bench import bench
 from d2sd.cli.main import main
 from d2sd.cli.options import device_option
 from d2sd.cli.report import Reporting, ReportingGroup
+from d2sd.console import show_table
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 
