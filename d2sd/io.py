@@ -49,7 +49,14 @@ def open_regular(path: Path) -> BinaryIO:
         return stream
 
 
-def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "file", max_bytes: int = MAX_BYTES) -> str:
+def read_text(
+    path: Path,
+    *,
+    error: type[D2SDError] = D2SDError,
+    what: str = "file",
+    max_bytes: int = MAX_BYTES,
+    fix: str | None = None,
+) -> str:
     """Read a UTF-8 text file of at most `max_bytes`.
 
     Raises `error` naming the file, and the line if its encoding is wrong; messages call the file `what`.
@@ -58,7 +65,7 @@ def read_text(path: Path, *, error: type[D2SDError] = D2SDError, what: str = "fi
         with open_regular(path) as stream:
             data = stream.read(max_bytes + 1)
     except OSError as fault:
-        raise error(f"The {what} cannot be read.", where=path, found=fault.strerror) from None
+        raise error(f"The {what} cannot be read.", where=path, found=fault.strerror, fix=fix) from None
     if len(data) > max_bytes:
         raise error(f"The {what} is too large.", where=path, expected=f"at most {max_bytes:,} bytes")
     try:

@@ -13,7 +13,7 @@ from d2sd.yaml_reader import parse_yaml
 NOT_STATED = "not stated"
 #: Of a model card, and of the front matter at its beginning.
 _MAX_CARD, _MAX_FRONT = 1 << 20, 1 << 16
-_FRONT = re.compile(r"\A---\s*\n(.*?)\n---\s*(?:\n|\Z)", re.DOTALL)
+_FRONT = re.compile(r"\A---[^\S\n]*\n(.*?)\n---[^\S\n]*(?:\n|\Z)", re.DOTALL)
 #: Words of licences under which the weights may not serve a business.
 _NON_COMMERCIAL = re.compile(r"\bnc\b|non-?commercial|\bevaluation\b|\bresearch\b|\bacademic\b")
 

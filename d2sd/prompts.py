@@ -68,7 +68,8 @@ def read_ids(path: Path) -> set[str]:
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, object) of every line that is not blank."""
-    text = read_text(path, what="prompt file", max_bytes=_MAX_BYTES)
+    fix = "correct the path; `d2sd data` copies the public sets below data/, or says how to make them"
+    text = read_text(path, what="prompt file", max_bytes=_MAX_BYTES, fix=fix)
     for number, line in enumerate(text.split("\n"), 1):  # not splitlines: a string may hold other line separators
         if not line.strip():
             continue

@@ -142,7 +142,7 @@ class Source(Part):
     def _one_source(self) -> Self:
         if (self.path is None) == (self.pypi is None):
             raise ValueError("needs exactly one of `path` and `pypi`")
-        about = {"repo": self.repo, "geometry": self.geometry, "licence": self.licence}
+        about = {"repo": self.repo, "geometry": self.geometry}
         if self.path is None and (told := next((key for key, value in about.items() if value is not None), None)):
             raise ValueError(f"{told} says what path holds, which is absent; remove {told}")
         if self.revision is not None and self.repo is None:
@@ -289,6 +289,10 @@ class Checks(Part):
     count: Positive = 4
     #: New tokens per prompt.
     tokens: Positive = 24
+    #: Whether a drafter that fits better under another reading of its config ends the build, or is printed. A drafter
+    #: after few steps of training may do so, whatever its config; for drafters in an output folder of d2sd train it is
+    #: only printed.
+    fit: Literal["fail", "warn"] = "fail"
     #: The build fails if the first drafter's chain has fewer tokens per step (τ); by default τ is only reported.
     min_tau: Annotated[float, Field(ge=1)] | None = None
 

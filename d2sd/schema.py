@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
@@ -69,6 +70,10 @@ def validated(
         if len(others) > len(more):
             more.append(f"{len(others) - len(more)} more")
         found = None if first["type"] in ("missing", "value_error") else _quoted(first["input"])
+        if first["type"] == "extra_forbidden" and fix is None:
+            fix = _nearest(schema, str(first["loc"][-1]))
+        elif fix is None and "; fix: " in sentence:
+            sentence, _, fix = sentence.removesuffix(".").partition("; fix: ")
         if what is not None:
             found = sentence if found is None else f"{found}: {sentence}"
         lines = [what or sentence, *(f"  also: {line}" for line in more)]
@@ -81,6 +86,14 @@ def _described(error: ErrorDetails) -> tuple[str, str]:
     if error["type"] == "extra_forbidden":
         return key, "Unknown key."
     return key, shortened(error["msg"].removeprefix("Value error, "), 400) + "."
+
+
+def _nearest(schema: type[BaseModel], key: str) -> str | None:
+    """Name the keys of a schema and its parts that are spelled most like `key`."""
+    described = schema.model_json_schema()
+    known = {name for part in (described, *described.get("$defs", {}).values()) for name in part.get("properties", ())}
+    nearest = get_close_matches(key, known, cutoff=0.7)
+    return f"the nearest keys are {', '.join(nearest)}" if nearest else None
 
 
 def _quoted(value: object) -> str:

@@ -376,7 +376,7 @@ class TrainRecipe(RecipeFile):
         if self.evaluation.prompts > self.data.held_out:
             raise ValueError(
                 f"evaluation.prompts {self.evaluation.prompts} is more than data.held_out {self.data.held_out}: "
-                "evaluations use held-out prompts"
+                "evaluations use held-out prompts; fix: lower evaluation.prompts, or raise data.held_out"
             )
         return self
 

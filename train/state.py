@@ -146,7 +146,7 @@ def load_state(folder: Path, drafter: nn.Module, optimizer: Optimizer, identity:
                 where=path,
                 found={key: now.get(key) for key in changed},
                 expected={key: then.get(key) for key in changed},
-                fix="restore the recipe, or train into another folder",
+                fix="restore the recipe, or train in another folder of --work, or under another `name`",
             )
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():

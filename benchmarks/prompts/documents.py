@@ -68,8 +68,11 @@ class Repository:
             raise D2SDError("A repository is missing.", where=self._folder, fix=f"clone {name} with its history there")
         self.paths = self._git("ls-tree", "-r", "--name-only", commit).decode().splitlines()
 
+    def read(self, path: str) -> bytes:
+        return self._git("show", f"{self._commit}:{path}")
+
     def text(self, path: str) -> str:
-        return self._git("show", f"{self._commit}:{path}").decode()
+        return self.read(path).decode()
 
     def json(self, path: str) -> Any:
         return json.loads(self.text(path))

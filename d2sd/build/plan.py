@@ -207,6 +207,7 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
                 where="limits.max_context",
                 found=recipe.limits.max_context,
                 expected=f"at most {config.body.max_positions}",
+                fix=f"set limits.max_context to {config.body.max_positions}, or less",
             )
     drafters = {
         role: _known(source, _drafter(recipe, role, source, folder, config, weights=weights), role, geometries, told)

@@ -143,7 +143,7 @@ def gpu_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         needed = plan.weight_bytes + pool
         left = f"{size_text(memory - needed)} left" if needed < memory else f"{size_text(needed - memory)} too much"
         most = f"the weights and {plan.requests_in(memory):,} such requests"
-        yield (f"{name} {memory // 10**9} GB", f"{left}; four fifths of it hold {most}")
+        yield (f"{name} {memory // 10**9} GB", f"{left}; four fifths of its memory hold {most}")
 
 
 def shared_lines(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from d2sd.recipe import load_recipe
 )
 @held_out_option
 @device_option
-@click.option("-v", "--verbose", is_flag=True, help="Print every finished stage and the time.")
+@click.option("-v", "--verbose", is_flag=True, help="Print every finished stage and the time, as without a terminal.")
 def build(
     recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None,
     calibrate: bool, prompts: tuple[Path, ...], device: str, verbose: bool,
@@ -51,7 +52,7 @@ def build(
     start = time.monotonic()
 
     def finished(stage: str) -> None:
-        if verbose:
+        if verbose or not sys.stderr.isatty():
             click.echo(f"{stage:14} done after {time.monotonic() - start:.1f} s", err=True)
 
     manifest = pipeline.build(loaded, output, fit=fit, progress=bar, finished=finished)

@@ -18,7 +18,7 @@ def data(source: Path | None, to: Path) -> None:
     """Fill data/ with the prompt sets that recipes and benchmarks name.
 
     For sets that are missing, prints their public source. Nothing is downloaded; every file is checked by its hash.
-    Demo, build and tests do without the sets.
+    Demo, build and tests do without the sets. Programs in benchmarks/prompts/ make them of clones of those sources.
 
     For example:
 
@@ -28,9 +28,8 @@ def data(source: Path | None, to: Path) -> None:
         fill(to, source)
     files = present(to)
     for prompt_set in prompt_sets():
-        if prompt_set.file in files:
-            click.echo(f"{to / prompt_set.file}: {prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}")
-            continue
-        click.echo(f"{to / prompt_set.file}: missing; {prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}")
-        for label in ("source", "made", "sha256"):
+        missing = prompt_set.file not in files
+        told = f"{prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}"
+        click.echo(f"{to / prompt_set.file}: {'missing; ' if missing else ''}{told}")
+        for label in ("source", "made", "sha256") if missing else ():
             click.echo(f"  {label:7} {getattr(prompt_set, label)}")

@@ -37,6 +37,8 @@ def plot_training(curves: Sequence[Curve], path: Path) -> None:
     for curve, (loss, tau) in zip(begun, zip(*axes, strict=True), strict=True):
         _loss(loss, curve)
         _tau(tau, curve)
+        for panel in (loss, tau):  # one evaluation has no range of its own
+            panel.set_xlim(0, 1.03 * curve.steps[-1][0])
         tau.sharey(axes[1][0])
     axes[0][0].set_ylabel("loss")
     axes[1][0].set_ylabel("tokens a step (τ)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from click.testing import CliRunner
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
 from d2sd.licence import NOT_STATED, is_non_commercial, read_licence, warning
+from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
 
 CARDS = {
@@ -30,6 +32,21 @@ CARDS = {
 def test_a_model_card_names_it(tmp_path: Path, card: str, licence: str) -> None:
     (tmp_path / "README.md").write_text(card)
     assert read_licence(tmp_path) == licence
+
+
+@pytest.mark.parametrize("card", ["---" + "\n" * 500_000, "---\n" + "\n---  " * 100_000, "---" + " \n" * 250_000])
+def test_no_model_card_takes_long(tmp_path: Path, card: str) -> None:
+    (tmp_path / "README.md").write_text(card)
+    begun = time.process_time()
+    assert read_licence(tmp_path) == NOT_STATED
+    assert time.process_time() - begun < 5
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m", "smollm2-135m-flex", "smollm2-135m-fp8"])
+def test_the_embedded_default_states_all_licences(name: str) -> None:
+    recipe = load_recipe(Path("recipes") / f"{name}.yaml")
+    models = [recipe.target, *recipe.drafters.sources.values()]
+    assert [source.licence for source in models] == ["Apache-2.0"] * len(models)
 
 
 def test_a_file_names_it_where_no_card_does(tmp_path: Path) -> None:

@@ -122,6 +122,9 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, name
         (["fp8={}"], ["set precision to bf16 or fp16"]),
         (["fp8={weights: 8}", "precision=bf16"], ["fp8.weights", "Unknown key"]),
         (["checks.count=0"], ["checks.count"]),
+        (["drafter={}"], ["drafter", "Unknown key", "fix: the nearest keys are drafters"]),
+        (["limits.max_contxt=8"], ["limits.max_contxt", "fix: the nearest keys are max_context"]),
+        (["checks.fit=skip"], ["checks.fit", "'fail' or 'warn'"]),
     ],
 )
 def test_fields_that_contradict_each_other(tmp_path: Path, overrides: list[str], told: list[str]) -> None:

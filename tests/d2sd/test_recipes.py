@@ -282,7 +282,7 @@ def test_a_plan_tells_what_a_gpu_has_left(project: Path) -> None:
     assert "16 requests of 8192 + 16 tokens fill 8,208\n" in told
     # 80 - (9.436 + 1.049) of weights - 12.374 of K/V
     assert "a request      771.8 MB of K/V for 8,192 tokens" in told
-    assert "H100 80 GB     57.14 GB left; four fifths of it hold the weights and 69 such requests" in told
+    assert "H100 80 GB     57.14 GB left; four fifths of its memory hold the weights and 69 such requests" in told
     too_much = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "limits.max_batch=100")
     # 18.479 + (100 x 513 + 1) x 16 x 167,936 B - 141
     assert "H200 141 GB    15.32 GB too much" in too_much

@@ -174,6 +174,7 @@ def refused(made: Trainer, folder: Path) -> D2SDError:
 def test_changed_settings_are_named(done: Path, key: str, value: object) -> None:
     error = refused(fresh("second", **{key: value}), done)
     assert error.what == "the settings changed since this training began"
+    assert error.fix == "restore the recipe, or train in another folder of --work, or under another `name`"
     assert error.found == {key: value}
     assert error.expected == {key: settings().model_dump()[key]}
 

@@ -117,7 +117,12 @@ def test_every_default_has_its_reason_beside_it() -> None:
         ("first__objective", {"ce": 1, "smoothing": 0.5}, "smoothing has no effect with slots: decay"),
         ("first__objective", {"ce": 1, "slots": "uniform", "decay": 4}, "decay has no effect with slots: uniform"),
         ("first__on_rejection", 0.5, "first.on_rejection"),
-        ("evaluation__prompts", 49, "evaluation.prompts 49 is more than data.held_out 48"),
+        ("evaluation__prompts", 49, "fix: lower evaluation.prompts, or raise data.held_out"),
+        (
+            "evaluation__prompts",
+            49,
+            "evaluation.prompts 49 is more than data.held_out 48: evaluations use held-out prompts",
+        ),
         ("first__precision", "fp16", "first.precision"),
         ("first__micro_batch", 0, "first.micro_batch"),
         ("first__evaluate_every", 0, "first.evaluate_every"),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -13,6 +14,7 @@ from typing import cast
 import torch
 
 from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.calibration import NAME as CALIBRATION
 from d2sd.convert.kinds import KINDS
 from d2sd.extras import require_plots
 from d2sd.io import check_writable, claim, digest, disk_space, exclusive
@@ -102,8 +104,15 @@ class Run:
         if self.dist.is_main:
             finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
             self.draw_curves()
+            self.say(self._next(drafters.keys()), err=True)
             self.say(str(self.out))
         self.dist.barrier()
+
+    def _next(self, roles: Collection[DrafterRole]) -> str:
+        """The lines of a recipe that name the trained drafters, and the command that reads it."""
+        places = {role.key: self.out / role.key for role in roles} | {"calibration": self.out / CALIBRATION}
+        lines = [f"  {place}: {{path: {json.dumps(str(path.resolve()))}}}" for place, path in places.items()]
+        return "\n".join(["serve them: d2sd-build RECIPE, with these lines in it", "drafters:", *lines])
 
     def _target(self) -> Bundle:
         folder = self.work / "target"

@@ -32,6 +32,12 @@ from tests.tiny import tiny_decoder
 _TYPES = {"unquantized": torch.bfloat16, "FP8": torch.float8_e4m3fn, "scale": torch.float32}
 
 
+def test_a_context_beyond_the_targets_says_what_to_set(tmp_path: Path) -> None:
+    recipe = load_recipe(write_project(tmp_path), ["limits={max_context: 4096, page_size: 8, prefill_chunk: 32}"])
+    with pytest.raises(RecipeError, match=r"fix: set limits\.max_context to \d+, or less"):
+        make_plan(recipe)
+
+
 def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
     """Qwen3's way to long contexts; the public drafters were trained without it."""
     recipe = write_project(tmp_path / "project")

@@ -56,6 +56,11 @@ def test_tau_by_step(drawn: list[Axes]) -> None:
     assert drawn[2].get_ylim() == drawn[3].get_ylim(), "what the second adds is seen at a glance"
 
 
+def test_one_evaluation_is_shown_on_the_steps_of_the_training(drawn: list[Axes]) -> None:
+    for panel, last in zip(drawn, (4, 3, 4, 3), strict=True):
+        assert panel.get_xlim() == (0, pytest.approx(1.03 * last))
+
+
 def test_a_picture_one_can_read(tmp_path: Path) -> None:
     plot_training([FIRST, Curve("second", [], [])], tmp_path / "curves.png")
     pixels = imread(tmp_path / "curves.png")
