@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext, move_broken
 from d2sd.plugins.shared.fp8 import from_pages
 
 #: Columns a word of a packed mask.
@@ -66,10 +66,7 @@ def cascade_attention_reference(
 
     keys = gathered(context.k_pages, k, context.k_scale)
     values = gathered(context.v_pages, v, context.v_scale)
-    # Hidden keys weigh 0, which times NaN is NaN. So what is broken moves to the scores, where it is hidden alike.
-    broken = ~values.abs().amax(-1, keepdim=True).isfinite()
-    values.masked_fill_(broken, 0)
-    keys.masked_fill_(broken, torch.nan)
+    move_broken(keys, values)
     # All query heads of one K/V head become rows of one matrix: GQA without copying K or V.
     group = heads // kv_heads
     q_rows = q.float().reshape(batch, rows, kv_heads, group, size).permute(2, 0, 3, 1, 4)

@@ -101,10 +101,10 @@ def break_weight(model: torch.nn.Module, dice: random.Random) -> None:
     unit's bias.
     """
     weights = dict(model.named_parameters())
-    few = [name for name in weights if "embed_tokens" in name or "gate_up" in name or ".down" in name]
-    few += [name for name in weights if name.endswith("bias")]
+    kinds = ("embed_tokens",), (".gate_up", ".down"), ("bias",)
+    few = [found for kind in kinds if (found := [name for name in weights if any(part in name for part in kind)])]
     single = dice.random() < 0.6 and few
-    weight = weights[dice.choice(few if single else [*weights])]
+    weight = weights[dice.choice(dice.choice(few) if single else [*weights])]
     place = tuple(dice.randrange(size) for size in weight.shape)
     weight[place[: dice.choice((1, 1, 2, 3) if single else (0, 1, 1, 2, 2, 2))]] = dice.choice(BROKEN)
 
