@@ -335,6 +335,20 @@ def test_unused_slots_are_never_read(garbage: float) -> None:
     assert not torch.equal(call.over(context_len=call.context.context_len - 1).run(), clean)  # the used ones are read
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("exact", [False, True], ids=["reference", "compiled"])
+def test_a_key_whose_score_is_no_number_is_not_hidden(number: float, sinks: bool, exact: bool) -> None:
+    """Scores of NaN, and of infinity minus infinity, end as NaN, however small their weights."""
+    call = behind(make(Shape(size=16), ancestors), None, torch.zeros(0), sinks=sinks)
+    call.k[1, 2, 0] = number
+    call.q[1] = torch.where(torch.arange(16) % 2 == 0, 9.0, -8.0) if number == torch.inf else 9.0
+    found = cascade_attention(call.q, call.k, call.v, call.context, call.mask, sinks=call.sinks, exact=exact)
+    assert found[1, call.attn_mask[1, :, 2]][:, :3].isnan().all()
+    assert found[0].isfinite().all()
+    assert found[1, ~call.attn_mask[1, :, 2]].isfinite().all()
+
+
 #: A broken row's numbers, and whether its values are still values: huge ones are.
 BROKEN = [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -184,7 +185,7 @@ CHECKS = {
     "broken values": Check(
         "qk_norm_rope",
         "layers.test_what_is_broken_in_a_value_moves_to_its_key",
-        (1, "HQ", True, False, torch.nan),
+        (1, "HQ", True, False, math.nan),
         barriers=False,
     ),
     "injecting heads": Check("qk_norm_rope", "layers.test_heads_of_context", (True, TYPES["bf16"]), barriers=False),
