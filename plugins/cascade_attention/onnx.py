@@ -187,18 +187,7 @@ def functions() -> tuple[Any, ...]:
         all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
         return CascadeBehind(q, k, v, all_k, all_v, inside, places, attn_mask, first, sinks)
 
-    shared = (
-        PagedContext,
-        Before,
-        Unpacked,
-        Scores,
-        Weighed,
-        Apart,
-        Attend,
-        AttendWithSinks,
-        Cascade,
-        CascadeBehind,
-        Places,
-    )
+    inputs = PagedContext, Before, Unpacked, Places
+    sums = Scores, Weighed, Apart, Attend, AttendWithSinks, Cascade, CascadeBehind
     nodes = (TreeCascadeAttention, BlockDraftAttention, TreeWindowAttention, BlockWindowAttention)
-    return tuple(function.to_function_proto() for function in (*shared, *nodes))
+    return tuple(function.to_function_proto() for function in (*inputs, *sums, *nodes))
