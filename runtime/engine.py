@@ -288,6 +288,8 @@ class Engine:
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
         selector = None if self._chosen else self.selector
+        if selector is not None:
+            selector.launched(self.policy)
         begun = None if selector is None or delayed else selector.begun
         return Launched(sequences, self.in_force, result, self.steps.fetch(result, sequences), begun, batch.rows)
 

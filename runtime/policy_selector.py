@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
 from statistics import fmean
@@ -32,6 +32,8 @@ _COPY_MARGIN = 1.15
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
 #: Largest factor that one step can show: a step during which the machine did something else says nothing.
 _MOST_FACTOR = 2.0
+#: Steps that are served until a guessed time counts as measured.
+_SHOWN = 8
 #: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
 #: which is less than that of acceptance, because step times are learned in fewer steps.
 _TIME_DECAY_STEPS = 256
@@ -43,6 +45,7 @@ class Begun(NamedTuple):
     at: float  # seconds of the selector's clock
     seconds: float  # that it should take, uncorrected
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree; None: those of the policy
+    bucket: int = 1  # of its requests
 
 
 class Asked(NamedTuple):
@@ -82,9 +85,12 @@ class PolicySelector:
     begun: Begun = field(init=False, default=Begun(0.0, inf))  # the step that was chosen last
     _gains: dict[tuple[Policy, float], Gain] = field(init=False, default_factory=dict)  # of one temperature
     _ended: float = field(init=False, default=-inf)  # when the step before it did
+    #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
+    _shown: dict[tuple[Policy, int], int] = field(init=False)
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
+        self._shown = dict.fromkeys(self.times.guessed, 0)
 
     def choose(
         self,
@@ -95,7 +101,7 @@ class PolicySelector:
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
         requests: Sequence[RequestAcceptance] = (),
     ) -> Policy:
-        """The policy with the most tokens a second for a batch of `bucket` requests; its step begins now.
+        """The policy with the most tokens a second for a batch of `bucket` requests; `launched` says that it is served.
 
         `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.
         `pending` are the rows that each drafter must catch up with before it drafts: after plain decoding of a whole
@@ -111,10 +117,13 @@ class PolicySelector:
             if plan.rate > (drafting if policy.drafters else _COPY_MARGIN) * plans[self.off].rate
         ]
         best = max(paying, key=lambda policy: plans[policy].rate, default=self.off)
-        if best.drafters or best is self.off:
-            self._drafts = best is not self.off
-        self.begun = Begun(self.clock(), plans[best].seconds, plans[best].rows)
+        self.begun = Begun(self.clock(), plans[best].seconds, plans[best].rows, asked.bucket)
         return best
+
+    def launched(self, policy: Policy) -> None:
+        """The step that was chosen last runs: from now on speculation has begun, or ended."""
+        if policy.drafters or policy is self.off:
+            self._drafts = policy is not self.off
 
     def _plan(self, policy: Policy, asked: Asked) -> Plan | None:
         """The best step of this policy; None if its steps were not measured, or if it has nothing to copy."""
@@ -186,7 +195,9 @@ class PolicySelector:
             factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
         if not accepted:
             return
-        if factor is not None and not policy.drafters:
+        if begun and factor is not None and begun.rows is None and (policy, begun.bucket) in self._shown:
+            self._learn((policy, begun.bucket), factor)
+        elif factor is not None and not policy.drafters:
             self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
         elif factor is not None:
             self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
@@ -201,6 +212,15 @@ class PolicySelector:
         self.usual.observe(gain, [one - 1 for one in compress(accepted, drafted)])
         for known, one in compress(zip(requests, accepted, strict=False), drafted):
             known.observe(gain, one - 1)
+
+    def _learn(self, step: tuple[Policy, int], factor: float) -> None:
+        """Correct the guessed seconds of a step by the mean of what was served, at this speed of the machine."""
+        self._shown[step] += 1
+        scale = self.plain_scale * (self.speculation_scale if step[0].drafters else 1.0)
+        seconds = self.times.seconds[step] * (1 + (factor / scale - 1) / self._shown[step])
+        self.times = replace(self.times, seconds={**self.times.seconds, step: seconds})
+        if self._shown[step] == _SHOWN:
+            del self._shown[step]
 
 
 def _before_the_end(tau: float, remaining: float) -> float:

@@ -1,4 +1,8 @@
-"""How long the decode steps of each policy take on this machine, measured when the engine is made."""
+"""How long the decode steps of each policy take on this machine, measured when the engine is made.
+
+On a CPU it takes `LIMIT` seconds at most, whatever else runs there: the smallest batches come first, and the times of
+steps that are left out are read from the line through those of smaller batches until serving shows them.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,10 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate
 from math import inf
+from types import MappingProxyType
 
 import torch
 
@@ -20,7 +26,14 @@ from d2sd.runtime.speculation.policy import Off, Policy
 
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
+#: Seconds by policy and batch bucket.
+Seconds = Mapping[tuple[Policy, int], float]
 
+#: Seconds of measuring on a CPU; a step that has begun is finished. On a GPU each step is compiled and captured
+#: besides, which must be done once whether it is timed or not.
+LIMIT = 10.0
+#: The part of it for steps; the rest is for what context adds to them.
+_STEPS = 0.7
 _REPEATS, _FEW_REPEATS = 5, 2
 #: Context tokens of the requests that are timed. On a GPU, which reads it once for all rows, a longer context adds the
 #: same time to a step of every policy; a CPU computes each row's attention, so that it is measured for every policy.
@@ -33,12 +46,13 @@ _PENDING = 128
 class StepTimes:
     """Measured seconds of decode steps."""
 
-    seconds: Mapping[tuple[Policy, int], float]  # of a step, by policy and batch bucket; pruned policies are missing
-    context: Mapping[tuple[Policy, int], float]  # of a token more of context
+    seconds: Seconds  # of a step; pruned policies are missing
+    context: Seconds  # of a token more of context
     pending: Mapping[DrafterRole, float]  # of a row of pending context
+    guessed: frozenset[tuple[Policy, int]] = frozenset()  # of `seconds`, those that there was no time to measure
 
     @staticmethod
-    def of(seconds: Mapping[tuple[Policy, int], float]) -> StepTimes:
+    def of(seconds: Seconds) -> StepTimes:
         """Steps alone: context and pending rows cost nothing."""
         return StepTimes(seconds, {}, {})
 
@@ -87,14 +101,25 @@ def measure_step_times(
     limits: Limits,
     advance: Callable[[int], None] = lambda buckets: None,
     steps: DecodeSteps | None = None,
+    known: StepTimes | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """The times of this machine; arguments as of `time_steps`."""
-    steps = steps or DecodeSteps(runner, limits)
-    refused = steps.refused
-    seconds = time_steps(runner, policies, forecast, limits, advance, steps)
+    """The times of this machine; arguments as of `time_steps`. What is `known` is not measured again."""
+    steps, known = steps or DecodeSteps(runner, limits), known or StepTimes.of({})
+    begun, limit = clock(), inf if runner.device.startswith("cuda") else LIMIT
+    pending, refused, end = time_pending(runner), steps.refused, begun + _STEPS * limit
+    measured = time_steps(runner, policies, forecast, limits, advance, steps, clock, end=end, known=known.seconds)
     if steps.refused and not refused:  # some of them were captured, and no step is any more
-        seconds = time_steps(runner, policies, forecast, limits, steps=steps)
-    return StepTimes(seconds, time_context(runner, seconds, limits, steps), time_pending(runner))
+        measured = time_steps(runner, policies, forecast, limits, steps=steps)
+    seconds = measured if clock() < end else guess_steps(measured, policies, forecast, limits, runner.block_size)
+    end = begun + limit
+    context = time_context(runner, measured, limits, steps, clock, end, known.context)
+    if clock() < end and seconds is measured:
+        return StepTimes(seconds, context, pending)
+    guessed = frozenset(seconds.keys() - (measured.keys() & context.keys()))
+    most, added = max(((p.num_nodes * size, more) for (p, size), more in context.items()), default=(1, 0.0))
+    likely = {(policy, size): added * policy.num_nodes * size / most for policy, size in guessed}  # each row reads it
+    return StepTimes(seconds, likely | context, pending, guessed)
 
 
 def time_steps(
@@ -106,26 +131,74 @@ def time_steps(
     steps: DecodeSteps | None = None,
     clock: Callable[[], float] = time.perf_counter,
     context: int = _CONTEXT,
+    end: float = inf,
+    known: Seconds = MappingProxyType({}),
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
     policy are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are those of the engine
     that will serve them, with its calibration and its CUDA graphs; the default is a new one. `clock` gives seconds;
-    `context` is in tokens a request.
+    `context` is in tokens a request. Nothing is begun after `end` of the clock, and what is not measured by then is
+    left out, but for plain decoding of the first batch. What is `known` is taken over.
     """
     steps = steps or DecodeSteps(runner, limits)
-    (off,) = (policy for policy in policies if isinstance(policy, Off))
+    batch_of = cache(lambda bucket: _dummy_batch(runner, limits, bucket, context))
+    measured = set(known)
+
+    def seconds_of(policy: Policy, bucket: int) -> float | None:
+        if (policy, bucket) in known:
+            return known[policy, bucket]
+        if measured and clock() >= end:
+            return None
+        seconds = _time(runner, policy, batch_of(bucket), steps, clock, end=end if measured else inf)
+        measured.add((policy, bucket))
+        return seconds
+
+    sizes = buckets(limits.max_batch)
+    if end == inf:
+        sizes.reverse()  # graphs of smaller batches fit in the memory of larger ones
+    return _sweep(policies, sizes, forecast, runner.block_size, seconds_of, advance)
+
+
+def guess_steps(
+    measured: Seconds, policies: Sequence[Policy], forecast: Forecast, limits: Limits, block_size: int
+) -> dict[tuple[Policy, int], float]:
+    """The measured seconds and, on the line through them, those of batch sizes for which there was no time.
+
+    With one size alone they grow with the batch. A policy of which nothing was measured stays out.
+    """
+    sizes = buckets(limits.max_batch)
+
+    def seconds_of(policy: Policy, bucket: int) -> float | None:
+        points = [(size, measured[policy, size]) for size in sizes if (policy, size) in measured]
+        if not points or (policy, bucket) in measured:
+            return measured.get((policy, bucket))
+        line = RowTimes(((0, 0.0), *points) if len(points) == 1 else tuple(points))
+        return max(line(bucket), min(seconds for _, seconds in points))
+
+    return _sweep(policies, sizes, forecast, block_size, seconds_of)
+
+
+def _sweep(
+    policies: Sequence[Policy],
+    sizes: Sequence[int],
+    forecast: Forecast,
+    block_size: int,
+    seconds_of: Callable[[Policy, int], float | None],
+    advance: Callable[[int], None] = lambda buckets: None,
+) -> dict[tuple[Policy, int], float]:
+    """The seconds of every policy that may pay, by batch size; None leaves a step out."""
     times: dict[tuple[Policy, int], float] = {}
-    for bucket in reversed(buckets(limits.max_batch)):  # graphs of smaller batches fit in the memory of larger ones
-        batch = _dummy_batch(runner, limits, bucket, context)
-        plain = times[off, bucket] = _time(runner, off, batch, steps, clock)
-        pruned: set[str] = set()
-        for policy in policies:
-            if policy is off or policy.name in pruned:
+    for bucket in sizes:
+        plain, pruned = inf, set[str]()
+        for policy in sorted(policies, key=lambda policy: not isinstance(policy, Off)):
+            if policy.name in pruned or (seconds := seconds_of(policy, bucket)) is None:
                 continue
-            seconds = times[policy, bucket] = _time(runner, policy, batch, steps, clock)
-            if seconds > _most(policy, forecast, runner.block_size) * plain:
+            times[policy, bucket] = seconds
+            if isinstance(policy, Off):
+                plain = seconds
+            elif seconds > _most(policy, forecast, block_size) * plain:
                 pruned.add(policy.name)
         advance(1)
     return times
@@ -140,23 +213,30 @@ def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:
 
 def time_context(
     runner: ModelRunner,
-    seconds: Mapping[tuple[Policy, int], float],
+    seconds: Seconds,
     limits: Limits,
     steps: DecodeSteps | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    end: float = inf,
+    known: Seconds = MappingProxyType({}),
 ) -> dict[tuple[Policy, int], float]:
-    """Seconds that a token more of context adds to a step, by policy and batch bucket; `seconds` of `time_steps`."""
+    """Seconds that a token more of context adds to a step, by policy and batch bucket; `seconds` of `time_steps`.
+
+    Nothing is begun after `end` of the clock, and then some steps are left out. What is `known` is taken over.
+    """
     length = min(_LONG_CONTEXT, limits.max_context)
     if length <= _CONTEXT:
         return {}
     steps = steps or DecodeSteps(runner, limits)
-    found: dict[tuple[Policy, int], float] = {}
+    found = dict(known)
     for policy, size in seconds:
         measured = next(one for one, _ in seconds if isinstance(one, Off)) if runner.static_shapes else policy
-        if (measured, size) not in found:
-            longer = _time(runner, measured, _dummy_batch(runner, limits, size, length), steps, clock, _FEW_REPEATS)
-            found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - _CONTEXT)
-        found[policy, size] = found[measured, size]
+        if (measured, size) not in found and clock() < end:
+            batch = _dummy_batch(runner, limits, size, length)
+            if (longer := _time(runner, measured, batch, steps, clock, _FEW_REPEATS, end)) is not None:
+                found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - _CONTEXT)
+        if (measured, size) in found:
+            found[policy, size] = found[measured, size]
     return found
 
 
@@ -182,13 +262,16 @@ def _time(
     steps: DecodeSteps,
     clock: Callable[[], float],
     repeats: int = _REPEATS,
-) -> float:
+    end: float = inf,
+) -> float | None:
     """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
 
-    The first run is a warm-up.
+    The first run is a warm-up. None if `end` of the clock passes before the last one: a few runs show less.
     """
     durations = []
     for _ in range(1 + repeats):
+        if clock() >= end:
+            return None
         _wait(runner)
         start = clock()
         steps.run(policy, batch, graph=steps.graph_for(policy, batch))

@@ -1,7 +1,7 @@
 """Step times of a bundle, kept in a file: the next engine on the same machine reads them and starts at once.
 
 The name of the file is a hash of everything that the times depend on. Times measured under load are marked busy and
-re-measured on an idle start.
+re-measured on an idle start; what there was no time to measure is left out, and the next start measures it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from d2sd.plugins.cpu.compiler import processor
 from d2sd.policies import DrafterRole
 from d2sd.runtime.request import buckets
 from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.step_times import Forecast, StepTimes, measure_step_times
+from d2sd.runtime.step_times import LIMIT, Forecast, StepTimes, measure_step_times
 from d2sd.schema import read_model
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ _Seconds = Annotated[float, Field(ge=0)]
 #: Folders of d2sd whose code runs in a step.
 _FOLDERS = ("plugins", "modeling", "runtime")
 _PACKAGES = ("torch", "triton", "onnxruntime")
+_MEASURING = (
+    "measuring how long steps take here, on a CPU for at most %.0f s, with %d threads (where other work keeps the "
+    "cores busy, set OMP_NUM_THREADS lower); later starts read the times"
+)
 
 
 def step_times(
@@ -123,6 +127,7 @@ class _File(BaseModel):
     context: list[tuple[str, int, _Seconds]]  # the same of a token more of context
     pending: dict[DrafterRole, _Seconds]
     busy: bool = False  # other work had the processor
+    partial: bool = False  # there was no time for some of them
 
 
 def kept_step_times(
@@ -138,20 +143,19 @@ def kept_step_times(
     """The step times in the file `path`, or else those of `measure_step_times`, which are then written there.
 
     A file that cannot be read is measured again, and one that cannot be written is not kept; neither is an error.
-    Times of steps whose capture was refused are not kept.
+    Times of steps whose capture was refused are not kept, and neither are guesses.
     """
-    busy = _is_busy()
+    busy, known, partial = _is_busy(), None, False
     try:
-        times = _read(path, policies, buckets(limits.max_batch), busy=busy)
+        known, partial = _read(path, policies, buckets(limits.max_batch), busy=busy)
     except (D2SDError, OSError) as error:
         logger.info("measuring step times again: %s", error)
-    else:
-        if times is not None:
-            logger.info("step times were measured before on this machine; to measure again delete %s", path)
-            return times
-    logger.info("measuring how long steps take here; the times are kept for later starts")
+    if known is not None and not partial:
+        logger.info("step times were measured before on this machine; to measure again delete %s", path)
+        return known
+    logger.warning(_MEASURING, LIMIT, torch.get_num_threads())  # a warning: `LLM` shows nothing below it
     start = time.monotonic()
-    times = measure_step_times(runner, policies, forecast, limits, advance, steps)
+    times = measure_step_times(runner, policies, forecast, limits, advance, steps, known)
     seconds = time.monotonic() - start
     if steps is not None and steps.refused:
         logger.info("step times are not kept: steps run without CUDA graphs, which the next start may capture")
@@ -163,6 +167,8 @@ def kept_step_times(
         logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
     else:
         logger.info("measured step times in %.1f s; the next start reads them from %s", seconds, path)
+    if times.guessed:
+        logger.info("%d of %d are guesses, which serving corrects", len(times.guessed), len(times.seconds))
     return times
 
 
@@ -171,16 +177,16 @@ def _is_busy() -> bool:
     return hasattr(os, "getloadavg") and os.getloadavg()[0] > (os.cpu_count() or 1)
 
 
-def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy: bool) -> StepTimes | None:
-    """The times in the file, None if there is no file. Raises D2SDError if they are not of `policies` and `sizes`, or
-    of a busy machine that is not `busy` any more.
+def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy: bool) -> tuple[StepTimes | None, bool]:
+    """The times in the file, None if there is no file, and whether some are left out. Raises D2SDError if they are not
+    of `policies` and `sizes`, or of a busy machine that is not `busy` any more.
     """
     if not path.exists():
-        return None
-    times = read_model(_File, path, error=D2SDError, what="file of step times")
-    if times.busy and not busy:
+        return None, False
+    file = read_model(_File, path, error=D2SDError, what="file of step times")
+    if file.busy and not busy:
         raise D2SDError("The step times were measured on a busy machine.", where=path)
-    return _times(times, path, policies, sizes)
+    return _times(file, path, policies, () if file.partial else sizes), file.partial
 
 
 def _times(
@@ -213,7 +219,8 @@ def measured_step_times(
 
 
 def _write(path: Path, times: StepTimes, about: About | None, *, busy: bool) -> None:
-    seconds = [(str(policy), size, duration) for (policy, size), duration in times.seconds.items()]
-    context = [(str(policy), size, added) for (policy, size), added in times.context.items()]
-    file = _File(about=about, seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
+    seconds = [(str(step[0]), step[1], one) for step, one in times.seconds.items() if step not in times.guessed]
+    context = [(str(step[0]), step[1], one) for step, one in times.context.items() if step not in times.guessed]
+    values = {"about": about, "seconds": seconds, "context": context, "pending": dict(times.pending)}
+    file = _File(**values, busy=busy, partial=bool(times.guessed))
     write_text(path, file.model_dump_json() + "\n")

@@ -28,7 +28,15 @@ from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, 
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
-from d2sd.runtime.step_times import RowTimes, StepTimes, measure_step_times, time_context, time_steps
+from d2sd.runtime.step_times import (
+    LIMIT,
+    RowTimes,
+    StepTimes,
+    guess_steps,
+    measure_step_times,
+    time_context,
+    time_steps,
+)
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 
 FIRST, SECOND, *_ = DrafterRole
@@ -61,6 +69,7 @@ def selector(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> Polic
 def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, temperature: float = 0.0) -> Policy:
     """A step of one request or more that takes `factor` times as long as measured; returns its policy."""
     chosen, watch = own.choose(1, temperature), own.clock
+    own.launched(chosen)
     assert isinstance(watch, Watch)
     watch.now += factor * own.times.seconds[chosen, 1]
     own.update(chosen, temperature, accepted, own.begun)
@@ -145,13 +154,17 @@ def test_speculation_must_promise_a_margin() -> None:
 
 def test_what_speculates_goes_on_without_a_margin() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.98})  # 2 tokens
-    assert own.choose(1, 0.0) == OFF
+    for drafts, best in ((1.0, OFF), (1.2, CHAIN), (1.0, CHAIN), (0.97, OFF), (1.0, OFF)):
+        own.usual.drafts = drafts
+        assert own.choose(1, 0.0) == best
+        own.launched(best)
+
+
+def test_a_choice_that_is_not_launched_begins_nothing() -> None:
+    """The engine collects the step before first, and asks again: the margin for beginning is still due."""
+    own = selector({OFF: 1.0, CHAIN: 1.98})
     own.usual.drafts = 1.2
     assert own.choose(1, 0.0) == CHAIN
-    own.usual.drafts = 1.0
-    assert own.choose(1, 0.0) == CHAIN
-    own.usual.drafts = 0.97
-    assert own.choose(1, 0.0) == OFF
     own.usual.drafts = 1.0
     assert own.choose(1, 0.0) == OFF
 
@@ -336,7 +349,7 @@ def test_rows_go_to_the_requests_that_earn_them() -> None:
     assert own.begun.rows == (4, 1, 4, 1)
     assert own.begun.seconds == pytest.approx(1.6)
     assert own.choose(4, 0.0, requests=[known[1]] * 4) == OFF
-    assert own.begun[1:] == (1.0, None)
+    assert own.begun[1:] == (1.0, None, 4)
     smaller = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
     assert smaller.choose(4, 0.0, requests=known[:3]) == copy
     assert smaller.begun.rows == (4, 1, 4), "of a bucket of four"
@@ -403,6 +416,10 @@ class Scripted:
     slot_bytes: int = 0
     capture: None = None
 
+    drafting: float = 1.0  # seconds of a pass of a drafter
+    committing: float = 0.25
+    pending_rows: tuple[DrafterRole, ...] = ()
+
     @property
     def context(self) -> Scripted:
         return self
@@ -415,7 +432,7 @@ class Scripted:
 
     def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
         assert role in self.settled
-        self.now += 1.0
+        self.now += self.drafting
         size = len(batch.anchor), *shape
         return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
 
@@ -440,7 +457,7 @@ class Scripted:
         return Verified(tree.tokens, torch.zeros(size, rows, self.vocab_size), None)  # type: ignore[arg-type]
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        self.now += 0.25
+        self.now += self.committing
 
     def draft_ahead(
         self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
@@ -495,7 +512,9 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
     """On a CPU to that of every policy; a GPU reads it once for all rows, which plain decoding shows."""
     timed: list[tuple[Policy, int]] = []
 
-    def _time(runner: Any, policy: Policy, batch: Batch, calibration: Any, clock: Any, repeats: int = 5) -> float:
+    def _time(
+        runner: Any, policy: Policy, batch: Batch, calibration: Any, clock: Any, repeats: int = 5, end: float = 0
+    ) -> float:
         timed.append((policy, int(batch.context_len[0])))
         return 1.0 + len(batch.anchor) * policy.num_nodes * int(batch.context_len[0])
 
@@ -513,6 +532,103 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
     longer = [(OFF, 512), (CHAIN, 512)] if not on_gpu else [(OFF, 512)]
     assert timed == [(policy, 64) for policy in (OFF, CHAIN)] * 2 + longer * 2
     assert time_context(runner, seconds, Limits(2, 64, 4, 16)) == {}
+
+
+def measured_within(runner: Scripted, max_batch: int = 8, known: StepTimes | None = None) -> StepTimes:
+    forecast = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    limits = Limits(max_batch, 1024, 4, 16)
+    return measure_step_times(
+        cast(ModelRunner, runner), POLICIES, forecast, limits, known=known, clock=lambda: runner.now
+    )
+
+
+@pytest.mark.parametrize("pace", [0.001, 0.02, 0.1, 0.5])
+def test_measuring_ends_in_time_on_any_machine(pace: float) -> None:
+    """Whatever a step takes, all is over in ten seconds and the one step that had begun."""
+    runner = Scripted(lambda rows, size: pace * (1 + rows * size / 8), drafting=pace, committing=pace)
+    found = measured_within(runner)
+    longest = pace * (1 + 8) + 2 * pace
+    assert runner.now <= LIMIT + longest
+    assert {size for policy, size in found.seconds if policy == OFF} == {1, 2, 4, 8}
+    assert (found.guessed == frozenset()) == (pace == 0.001)
+    assert {(OFF, 1)} <= found.seconds.keys() - found.guessed or pace == 0.5
+    assert PolicySelector(POLICIES, found, FORECAST).choose(8, 0.0) in POLICIES
+
+
+def test_what_was_not_measured_lies_on_the_line_of_what_was() -> None:
+    """Steps take 1 s and 0.5 s a row of each request: at sizes 1 and 2 both are seen, at 8 the line says 5 s."""
+    known: dict[tuple[Policy, int], float] = {
+        (OFF, 1): 1.5,
+        (OFF, 2): 2.0,
+        (CHAIN, 1): 3.0,
+        (CHAIN, 2): 5.0,
+        (SMALL, 1): 3.0,
+    }
+    forecast = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    whole = guess_steps(known, POLICIES, forecast, Limits(8, 64, 4, 16), 4)
+    assert {size: whole[OFF, size] for size in (1, 2, 4, 8)} == {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}
+    assert {size: whole[CHAIN, size] for size in (1, 2, 4, 8)} == {1: 3.0, 2: 5.0, 4: 9.0, 8: 17.0}
+    assert [whole[SMALL, size] for size in (1, 2, 8)] == [3.0, 6.0, 24.0], "one size alone grows with the batch"
+    assert not any(policy == LARGE for policy, _ in whole), "of which nothing is known"
+    noisy = guess_steps(known | {(CHAIN, 2): 1.0}, POLICIES, forecast, Limits(8, 64, 4, 16), 4)
+    assert min(noisy.values()) > 0
+    nothing = guess_steps(known | {(LARGE, 1): 4.0}, POLICIES, {}, Limits(8, 64, 4, 16), 4)
+    assert (LARGE, 8) not in nothing, "a smaller tree of this policy cannot pay there"
+
+
+def test_a_later_start_measures_what_the_first_left_out() -> None:
+    runner = Scripted(lambda rows, size: 0.02 * (1 + rows * size / 8), drafting=0.02, committing=0.02)
+    whole = Scripted(runner.cost, drafting=0.02, committing=0.02)
+    times, starts = measured_within(runner), 1
+    while times.guessed:
+        kept = {step: seconds for step, seconds in times.seconds.items() if step not in times.guessed}
+        added = {step: seconds for step, seconds in times.context.items() if step not in times.guessed}
+        begun, verified, starts = runner.now, runner.verified.copy(), starts + 1
+        times = measured_within(runner, known=StepTimes(kept, added, {}))
+        assert runner.now - begun <= LIMIT + 0.3
+        assert times.seconds.items() >= kept.items()
+        assert runner.verified.total() > verified.total()
+    assert 1 < starts < 6
+    sizes, forecast = Limits(8, 1024, 4, 16), {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    alone = time_steps(cast(ModelRunner, whole), POLICIES, forecast, sizes, clock=lambda: whole.now)
+    assert times.seconds == pytest.approx(alone)
+
+
+@pytest.mark.parametrize(("device", "limited"), [("cpu", True), ("cuda", False), ("cuda:1", False)])
+def test_a_gpu_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch, device: str, limited: bool) -> None:
+    """Its steps must be compiled and captured anyway."""
+    runner, ends = Scripted(lambda rows, size: 1.0, device=device, now=5.0), list[float]()
+
+    def timed(*_: object, end: float, **__: object) -> dict[tuple[Policy, int], float]:
+        ends.append(end)
+        return {(OFF, 1): 1.0}
+
+    monkeypatch.setattr("d2sd.runtime.step_times.time_steps", timed)
+    monkeypatch.setattr("d2sd.runtime.step_times.time_context", lambda *_: {})
+    steps = cast(DecodeSteps, SimpleNamespace(refused=False))
+    arguments = cast(ModelRunner, runner), (OFF,), {}, Limits(1, 64, 4, 16)
+    assert not measure_step_times(*arguments, steps=steps, clock=lambda: runner.now).guessed
+    assert ends == [pytest.approx(12.0) if limited else math.inf]
+
+
+@pytest.mark.parametrize(("truth", "best"), [(0.5, CHAIN), (1.9, CHAIN), (4.0, OFF)])
+def test_serving_corrects_what_was_guessed(truth: float, best: Policy) -> None:
+    """A chain makes 2 tokens a step, guessed at 1.5 plain ones; its steps take `truth`, and others nothing anew."""
+    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 1.0, (CHAIN, 1): 1.5}
+    times = StepTimes(costs, {}, {}, frozenset({(CHAIN, 1)}))
+    own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
+    for _ in range(12):
+        chosen = own.choose(1, 0.0)
+        own.launched(chosen)
+        watch.now += truth if chosen == CHAIN else 1.0
+        own.update(chosen, 0.0, [2] if chosen == CHAIN else [1], own.begun)
+    assert own.choose(1, 0.0) == best
+    assert own.plain_scale == pytest.approx(1.0)
+    assert own.times.seconds[OFF, 1] == 1.0
+    if best == CHAIN:
+        assert own.times.seconds[CHAIN, 1] == pytest.approx(truth, rel=0.2)
+        assert own.speculation_scale == pytest.approx(1.0, abs=0.1)
+    assert times.seconds[CHAIN, 1] == 1.5, "another engine's selector may share them"
 
 
 def test_a_hiccup_of_the_machine_is_not_measured() -> None:
@@ -596,8 +712,11 @@ def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: 
         return outputs
 
     monkeypatch.setattr(engine, "step", watched)
+    begun = Counter[str]()
+    monkeypatch.setattr(PolicySelector, "launched", lambda self, policy: begun.update([policy.name]))
     sequences = run_staggered(engine, requests, gap=2)
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
+    assert begun == sum((Counter({name: count}) for (_, name), count in served.items()), Counter())
     assert served.keys() == {(1, "hybrid"), (2, "chain"), (3, "off"), (4, "off")}
     rows = {"hybrid": 14, "chain": BLOCK, "off": 1}
     assert sum(s.stats.verified_nodes for s in sequences) == sum(
@@ -639,7 +758,7 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(
             "d2sd.runtime.step_times.time_steps",
-            lambda *a: {(p, n): 1.0 + p.num_nodes / 10 for p in (OFF, CHAIN) for n in (1, 2)},
+            lambda *a, **b: {(p, n): 1.0 + p.num_nodes / 10 for p in (OFF, CHAIN) for n in (1, 2)},
         )
         engine.enable_auto((OFF, CHAIN), {"chain": ([1.9], [1.0])})
     for temperatures, wanted in {(0.0,): CHAIN, (1.0,): OFF, (1.0, 0.0): CHAIN, (1.2, 0.4): OFF}.items():

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -156,6 +158,53 @@ def test_an_engine_measures_real_models_once(tmp_path: Path, monkeypatch: pytest
     assert first.selector is not None
     assert second.selector is not None
     assert first.selector.times == second.selector.times
+
+
+def test_guesses_are_not_kept_and_the_next_start_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was measured is asked for no more, and in the end the file is whole."""
+    path, given = tmp_path / "times.json", list[dict[tuple[Policy, int], float] | None]()
+    first = {(POLICIES[0], 1), (POLICIES[0], 2), (POLICIES[1], 1)}
+
+    def measure(*arguments: Any) -> StepTimes:
+        known: StepTimes | None = arguments[-1]
+        given.append(None if known is None else dict(known.seconds))
+        guessed = TIMES.seconds.keys() - first if known is None else frozenset()
+        return replace(TIMES, guessed=frozenset(guessed))
+
+    monkeypatch.setattr("d2sd.bundle.step_times.measure_step_times", measure)
+    limits = Limits(2, 64, 4, 16)
+    for _ in range(3):
+        times = kept_step_times(path, cast("ModelRunner", None), POLICIES, {}, limits)
+        assert times.seconds == TIMES.seconds
+    assert given == [None, {step: TIMES.seconds[step] for step in first}]
+    assert not times.guessed
+
+
+def test_a_partial_file_of_a_busy_machine_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, load: Callable[[float], None]
+) -> None:
+    path, given = tmp_path / "times.json", list[StepTimes | None]()
+
+    def measure(*arguments: Any) -> StepTimes:
+        given.append(arguments[-1])
+        return replace(TIMES, guessed=frozenset({(POLICIES[2], 2)}))
+
+    monkeypatch.setattr("d2sd.bundle.step_times.measure_step_times", measure)
+    for average in (2.5, 2.5, 0.0):
+        load(average)
+        kept_step_times(path, cast("ModelRunner", None), POLICIES, {}, Limits(2, 64, 4, 16))
+    assert [known is None for known in given] == [True, False, True]
+
+
+def test_measuring_is_announced_where_nobody_asked_for_logs(
+    measured: Measured, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Python shows warnings on stderr where logging is not set up, as by `LLM`: one line, and what helps."""
+    assert measured.asked(tmp_path / "times.json")
+    (shown,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert re.search(r"at most 10 s, with \d+ threads .*OMP_NUM_THREADS", shown)
+    assert not measured.asked(tmp_path / "times.json")
+    assert len([record for record in caplog.records if record.levelno >= logging.WARNING]) == 1
 
 
 def test_times_of_a_refused_capture_are_not_kept(tmp_path: Path, measured: Measured) -> None:
