@@ -100,7 +100,7 @@ def _figures(recording: Recording) -> list[tuple[str, str, str]]:
         (mix(turn.policy for turn in turns), "policy", "how trees are drafted and built, by share of steps"),
         (str(tokens), "tokens", "of the answer"),
         (str(steps), "steps", "passes of the target; plain decoding needs one for each token"),
-        (f"{tokens / steps:.2f}", "tokens a step, τ", "of the answer, bonus tokens included"),
+        (f"{turns[-1].tau:.2f}", "tokens a step, τ", "bonus tokens and those of the last step after the end included"),
         (f"{tokens / recording.seconds:.1f}", "tokens a second", "from the request to the last token, with its prompt"),
         (f"{saved / steps:.0%}", "steps rescued", "that accepted more than the first draft's top-1 chain"),
         (f"{sum(turn.step.rows for turn in turns) / steps:.0f}", "rows a step", "tree rows the target computes"),

@@ -23,6 +23,7 @@ class Turn:
     step: Step
     pieces: tuple[str, ...]  # text of each token
     policy: str  # name of the policy that drafted it
+    tau: float  # of the request up to here, by `SequenceStats`
 
     @property
     def tokens(self) -> list[tuple[str, str]]:
@@ -59,7 +60,7 @@ class Recording:
         pieces = [self._stream.feed(token) for token in output.tokens]
         if output.finish is not None:
             pieces[-1] += self._stream.flush()
-        self.turns.append(Turn(step, tuple(pieces), trace.policy.name))
+        self.turns.append(Turn(step, tuple(pieces), trace.policy.name, output.sequence.stats.tau))
         self._room += len(output.text)
         if output.finish is not None:
             self._cut()

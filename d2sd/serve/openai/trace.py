@@ -118,6 +118,7 @@ def _event(turn: Turn) -> dict[str, Any]:
         "shade": shade(step),
         "rows": step.rows,
         "policy": turn.policy,
+        "tau": turn.tau,
         "title": title,
         "story": story(step),
         "svg": inline(step, title),

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 from click.testing import CliRunner, Result
@@ -99,6 +100,22 @@ def test_plain_decoding_is_timed_over_the_same_requests(path: Path, monkeypatch:
     assert clock.steps == max(one.steps for one in requests)
 
 
+def test_one_engine_has_pools_at_a_time(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With `kv_memory: 0.9` the pools of plain decoding would get nine tenths of what the first engine left."""
+    pools = list[ref[Any]]()
+
+    def make(*arguments: Any, **options: Any) -> Any:
+        assert not any(pool() for pool in pools)
+        engine = make_engine(*arguments, **options)
+        pools.extend(ref(pool) for pool in engine.runner.pools)
+        return engine
+
+    monkeypatch.setattr("d2sd.cli.generate.make_engine", make)
+    result = run(path, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
+    assert result.exit_code == 0, result.output
+    assert len(pools) == 4, "of target and two drafters, and of the target alone"
+
+
 def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]) -> None:
     """Nine steps of plain decoding took nine seconds; three of speculation, of two seconds each."""
     one = SequenceStats(Counter({3: 3}), Counter({0: 3}), 24, Counter({"chain": 3}))
@@ -106,7 +123,7 @@ def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]
     show_stats([one], engine, Clock({"prefill": 5.0, "verify": 6.0}, 3), Clock({"prefill": 1.0, "verify": 9.0}, 9))
     text = " ".join(capsys.readouterr().err.split())
     assert "cycle cost │ 2.00" in text
-    assert "in plain steps: 9 of the same requests" in text
+    assert "over that of 9 plain ones, of the same requests" in text
     assert "speedup │ 1.50" in text
 
 

@@ -115,10 +115,10 @@ def streamed(*found: dict[str, Any], end: bool = True) -> str:
     return "".join(f"data: {json.dumps(one)}\n\n" for one in found) + "data: [DONE]\n\n" * end
 
 
-def step(words: list[str], policy: str, *, saved: int = 0, shade: str = "") -> dict[str, Any]:
+def step(words: list[str], policy: str, *, saved: int = 0, shade: str = "", tau: float = 1.0) -> dict[str, Any]:
     tokens = [{"text": word, "source": "first"} for word in words]
     told = {"title": "", "story": "told", "svg": "<svg/>", "key": "<span>keys</span>", "rows": 8}
-    return {"tokens": tokens, "saved": saved, "shade": shade, "policy": policy, **told}
+    return {"tokens": tokens, "saved": saved, "shade": shade, "policy": policy, "tau": tau, **told}
 
 
 FIELDS = {"prompt": "Why?", "policy": "", "temperature": "0", "seed": "0", "tokens": "96", "key": ""}
@@ -126,7 +126,7 @@ FIELDS = {"prompt": "Why?", "policy": "", "temperature": "0", "seed": "0", "toke
 
 def test_the_page_shows_the_figures_of_an_answer() -> None:
     saved = step(["a", "b", "c"], "hybrid", saved=1, shade=" saved by-second")
-    steps = [saved, step(["d"], "off", shade=" plain"), step(["e", "f"], "hybrid")]
+    steps = [saved, step(["d"], "off", shade=" plain"), step(["e", "f"], "hybrid", tau=2.333)]
     (seen,), (sent,) = visit({"fields": FIELDS | {"policy": "hybrid"}, "text": streamed(*steps)})
     assert sent["body"] == {
         "messages": [{"role": "user", "content": "Why?"}],
@@ -140,7 +140,7 @@ def test_the_page_shows_the_figures_of_an_answer() -> None:
         "answer": "abcdef",
         "count": "6",
         "steps": "3",
-        "tau": "2.00",
+        "tau": "2.33",
         "rescued": "33%",
         "mix": "hybrid 67%, off 33%",
         "number": "step 3",

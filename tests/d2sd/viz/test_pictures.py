@@ -390,7 +390,9 @@ def recording(prompt: str, tokens: list[str]) -> Recording:
     trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: says.get(t, 8))
     made = Recording(prompt, decode, TextStream(decode))
     owner = trace.sequences[0]
+    owner.stats.record(4, 1, 16, "d2sd")
     made.add(trace, Output(owner, (1, 4, 5, 9), decode([1, 4, 5, 9]), None))
+    owner.stats.record(4, 1, 16, "d2sd")  # two of them behind the end: τ counts them, in every table and picture
     made.add(trace, Output(owner, (1, 4), decode([1]), "stop"))  # a stop string ended the answer behind its token
     return made
 
@@ -400,7 +402,7 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
     assert read.texts["prompt"] == "Why?"
     assert read.texts["answer"] == "Because it isBe"
     assert re.fullmatch(
-        r"d2sdpolicy6tokens2steps3.00tokens a step, τ[\d.]+tokens a second100%steps rescued16rows a step",
+        r"d2sdpolicy6tokens2steps4.00tokens a step, τ[\d.]+tokens a second100%steps rescued16rows a step",
         read.texts["figures"].strip(),
     )
     spans = [a.get("class") for a in read.all("span") if a.get("class") in ("first", "second", "bonus")]
@@ -449,7 +451,7 @@ def test_a_source_looks_the_same_wherever_a_token_is_shown(source: str) -> None:
 def test_the_first_steps_and_the_rescued_ones_are_open() -> None:
     made = recording("", ["a"] * 4)
     plain = read_step(merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: 7), 0, word)
-    turn = type(made.turns[0])(plain, ("x",), "d2sd")
+    turn = type(made.turns[0])(plain, ("x",), "d2sd", 1.0)
     made.turns = [turn] * 5 + [made.turns[0]] + [turn]
     steps = Reader(page([made])).all("details")
     assert ["open" in step for step in steps] == [True] * 3 + [False, False, True, False]

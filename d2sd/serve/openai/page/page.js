@@ -59,7 +59,7 @@ function add(event, seconds) {
   const count = steps.reduce((sum, step) => sum + step.tokens.length, 0);
   element("count").textContent = count;
   element("steps").textContent = steps.length;
-  element("tau").textContent = (count / steps.length).toFixed(2);
+  element("tau").textContent = event.tau.toFixed(2);
   element("rescued").textContent = `${Math.round((100 * steps.filter((step) => step.saved).length) / steps.length)}%`;
   element("seconds").textContent = seconds.toFixed(1);
   element("rate").textContent = (count / seconds).toFixed(1);
