@@ -117,6 +117,9 @@ def _figures(name: str, result: JsonValue) -> Iterator[str]:
 def load_manifest(bundle: Path) -> Manifest:
     """Read and validate `bundle/manifest.json`; raises `BundleError`."""
     path = bundle / NAME
+    if not bundle.exists():
+        fix = "pass the folder of a bundle, which d2sd build makes: no model is downloaded by its name"
+        raise BundleError("There is no bundle: the folder does not exist.", where=bundle, fix=fix)
     if not path.exists():
         raise BundleError("Not a bundle: it has no manifest.json.", where=bundle, fix="run d2sd build")
     return read_model(

@@ -1,11 +1,14 @@
-"""Chat with a bundle, streaming: python examples/chat_stream.py bundles/smollm2-135m (an empty line ends it)"""
+"""Chat with a bundle, streaming: python examples/chat_stream.py bundles/smollm2-135m (Ctrl-D ends it)"""
 
 import sys
+from contextlib import suppress
 
 from d2sd import LLM, SamplingParams
 
+if len(sys.argv) != 2:
+    sys.exit(__doc__)
 messages = [{"role": "system", "content": "You are a helpful assistant."}]
-with LLM(sys.argv[1]) as llm:
+with LLM(sys.argv[1]) as llm, suppress(EOFError):
     while question := input("> "):
         messages.append({"role": "user", "content": question})
         answer = ""

@@ -39,6 +39,7 @@ def test_many_at_once(run: Run) -> None:
     lines = run("many_at_once.py")
     assert len({line.partition(": ")[0] for line in lines}) == len(lines) == 4
     assert all(line.endswith("tokens per step]") for line in lines)
+    assert "policy=" in (EXAMPLES / "many_at_once.py").read_text("utf-8"), "`auto` may decode four requests plainly"
 
 
 def test_chat_stream(run: Run) -> None:
@@ -46,6 +47,23 @@ def test_chat_stream(run: Run) -> None:
     assert first.startswith("> w")
     assert second.startswith("> w")
     assert end == "> "
+
+
+def test_the_end_of_the_input_ends_a_chat(run: Run) -> None:
+    """Ctrl-D, as well as an empty line."""
+    first, end = run("chat_stream.py", "w5 w7\n")
+    assert first.startswith("> w")
+    assert end == "> "
+
+
+@pytest.mark.parametrize("name", [path.name for path in EXAMPLES.glob("*.py")])
+@pytest.mark.parametrize("arguments", [[], ["one", "two"]])
+def test_an_example_without_a_bundle_says_how_it_is_called(
+    name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", [name, *arguments])
+    with pytest.raises(SystemExit, match=rf"python examples/{name} bundles/"):
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
 
 
 def test_every_example_is_tested() -> None:

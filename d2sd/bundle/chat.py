@@ -79,7 +79,7 @@ def _check_messages(messages: Messages) -> None:
         raise RequestError("The conversation is empty.", where="messages", expected="at least one message")
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
-        # content may be a list of parts, or null in a message with tool calls: some templates support both
+        # content may be null in a message with tool calls
         known = isinstance(message, Mapping) and isinstance(message.get("role"), str) and "content" in message
         if not known or not isinstance(message["content"], (str, list, NoneType)):
             expected = '{"role": "user", "content": "..."}'

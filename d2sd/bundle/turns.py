@@ -41,6 +41,9 @@ _TOOL: dict[str, Any] = {
     },
 }
 _ARGUMENTS = {"place": "oslo"}
+#: Types of parts that are text, those of the Responses API too.
+_TEXTS = ("text", "input_text", "output_text")
+_MEDIA = {"image": "Images are", "audio": "Audio is", "video": "Videos are", "file": "Files are"}
 _ID = "call00000"  # Mistral's templates take nine letters or digits and nothing else
 
 
@@ -78,6 +81,9 @@ def _prepared(
 ) -> tuple[Messages, Sequence[Mapping[str, Any]] | None]:
     """The conversation and the tools as the tokenizer's template shows them."""
     turns = [dict(message) for message in messages]
+    for index, turn in enumerate(turns):
+        if isinstance(turn.get("content"), list):
+            turn["content"] = _joined(turn["content"], f"messages[{index}].content")
     _check_calls(turns)
     if tools or any(turn.get("tool_calls") or turn.get("role") == "tool" for turn in turns):
         try:
@@ -150,7 +156,7 @@ def _written_out(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     results = False  # the last turn has results
     for turn in turns:
         if turn.get("role") == "tool":
-            text = f"<tool_response>\n{_text(turn.get('content'))}\n</tool_response>"
+            text = f"<tool_response>\n{turn.get('content') or ''}\n</tool_response>"
             if results:
                 written[-1]["content"] += f"\n{text}"
             else:
@@ -162,7 +168,7 @@ def _written_out(turns: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             texts = [
                 f"{TOOL_CALL}\n{json.dumps(_function(call), ensure_ascii=False)}\n{TOOL_CALL_END}" for call in calls
             ]
-            said = [_text(turn.get("content"))] if turn.get("content") else []
+            said = [turn["content"]] if turn.get("content") else []
             turn = {key: value for key, value in turn.items() if key != "tool_calls"}
             turn["content"] = "\n".join(said + texts)
         written.append(turn)
@@ -173,7 +179,7 @@ def _introduced(turns: Sequence[dict[str, Any]], tools: Sequence[Mapping[str, An
     """Turns whose system message lists the tools."""
     text = _INTRODUCTION % "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if turns and turns[0].get("role") == "system":
-        return [turns[0] | {"content": f"{_text(turns[0]['content'])}\n\n{text}".lstrip()}, *turns[1:]]
+        return [turns[0] | {"content": f"{turns[0]['content'] or ''}\n\n{text}".lstrip()}, *turns[1:]]
     return [{"role": "system", "content": text}, *turns]
 
 
@@ -195,8 +201,12 @@ def _body(call: Mapping[str, Any]) -> Mapping[str, Any]:
     return function if isinstance(function, Mapping) else {}
 
 
-def _text(content: Any) -> str:
-    """The text of a turn's content: a string, its parts, or nothing."""
-    if isinstance(content, list):
-        return "".join(str(part.get("text", "")) for part in content if isinstance(part, Mapping))
-    return content or ""
+def _joined(parts: Sequence[Any], where: str) -> str:
+    """The text of OpenAI's parts. Raises RequestError for another part."""
+    for index, part in enumerate(parts):
+        kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (None, None)
+        if kind not in _TEXTS or not isinstance(text, str):
+            media = next((name for name in _MEDIA if name in str(kind)), None)
+            what = f"{_MEDIA[media]} not supported." if media else "This is not a part of text."
+            raise RequestError(what, where=f"{where}[{index}]", found=part, expected='{"type": "text", "text": "..."}')
+    return "".join(part["text"] for part in parts)

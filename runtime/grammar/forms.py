@@ -75,7 +75,10 @@ class StructuredOutputsParams:
         for name in ("json", "regex", "grammar"):
             value = getattr(self, name)
             if value is not None and not isinstance(value, str):
-                raise RequestError("This is not text.", where=f"structured_outputs.{name}", found=type(value).__name__)
+                kind = value if isinstance(value, type) else type(value)
+                fix = f"pass json={kind.__name__}.model_json_schema()" if hasattr(kind, "model_json_schema") else None
+                what = "This is not a JSON schema." if name == "json" else "This is not text."
+                raise RequestError(what, where=f"structured_outputs.{name}", found=kind.__name__, fix=fix)
 
     @property
     def kind(self) -> str:

@@ -252,3 +252,44 @@ def test_malformed_calls_are_refused(calls: Any) -> None:
         shown(CHATML, [USER, 5])
     with pytest.raises(RequestError, match="not JSON"):
         shown(CHATML, [USER], [{"type": "function", "function": {"name": object()}}])
+
+
+@pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
+def test_parts_of_text_are_one_text(folder: Path, tools: Any) -> None:
+    """As the server joins them; of OpenAI's chats and of its responses."""
+    known = tokenizer(folder, TEMPLATE)
+    parts = [{"type": "text", "text": "w5 "}, {"type": "input_text", "text": "w7"}, {"type": "output_text", "text": ""}]
+    for content, text in ((parts, "w5 w7"), ([], ""), (parts[:1], "w5 ")):
+        joined = [{"role": "system", "content": content}, {"role": "user", "content": content}]
+        whole = [{"role": "system", "content": text}, {"role": "user", "content": text}]
+        assert encode_turns(known, joined, {}, "t", tools) == encode_turns(known, whole, {}, "t", tools)
+
+
+@pytest.mark.parametrize(
+    ("part", "told"),
+    [
+        (
+            {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 9999}},
+            "Images are not supported",
+        ),
+        ({"type": "input_image", "image_url": "x"}, "Images are not supported"),
+        ({"type": "image"}, "Images are not supported"),
+        ({"type": "input_audio", "input_audio": {}}, "Audio is not supported"),
+        ({"type": "video_url", "video_url": {}}, "Videos are not supported"),
+        ({"type": "file", "file": {}}, "Files are not supported"),
+        ({"type": "text"}, "not a part of text"),
+        ({"type": "text", "text": 5}, "not a part of text"),
+        ({"text": "w5"}, "not a part of text"),
+        ({"type": ["text"], "text": "w5"}, "not a part of text"),
+        ("w5", "not a part of text"),
+        (None, "not a part of text"),
+        (7, "not a part of text"),
+    ],
+)
+def test_another_part_is_refused_by_its_place(folder: Path, part: Any, told: str) -> None:
+    content = [{"type": "text", "text": "w5"}, part]
+    messages = [{"role": "user", "content": "w5"}, {"role": "user", "content": content}]
+    with pytest.raises(RequestError, match=told) as refused:
+        encode_turns(tokenizer(folder, TEMPLATE), messages, {}, "t")
+    assert refused.value.where == "messages[1].content[1]"
+    assert len(str(refused.value)) < 1000

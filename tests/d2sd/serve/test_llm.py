@@ -185,7 +185,7 @@ def test_importing_d2sd_loads_no_torch() -> None:
 
 def test_the_public_names() -> None:
     assert d2sd.__version__ == version("d2sd")
-    assert set(d2sd.__all__) <= set(dir(d2sd))
+    assert dir(d2sd) == sorted(d2sd.__all__)
     named = {name: module for module, names in d2sd._MODULES.items() for name in names}
     assert {*named, "__version__"} == set(d2sd.__all__)
     for name, module in named.items():

@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pydantic import BaseModel
 
-from d2sd import LLM, D2SDError, RequestError, SamplingParams
+from d2sd import LLM, BundleError, D2SDError, RequestError, SamplingParams, StructuredOutputsParams
 from d2sd.serve.prompts import prompt_inputs
 
 USER = {"role": "user", "content": "w5"}
@@ -167,3 +168,32 @@ def test_a_folder_as_text_and_a_batch_as_numpys_number(tiny_bundle: Path) -> Non
     llm = LLM(str(tiny_bundle), policy="off", max_batch=np.int64(3))
     assert llm._session.open()[1].limits.max_batch == 3
     assert repr(llm) == f"LLM({str(tiny_bundle)!r}, policy='off', device='cpu', backend='torch')"
+
+
+def test_a_schema_class_is_told_from_a_schema(llm: LLM) -> None:
+    class Answer(BaseModel):
+        city: str
+
+    for wrong in (Answer, Answer(city="w5")):
+        with pytest.raises(RequestError, match="This is not a JSON schema") as refused:
+            StructuredOutputsParams(json=wrong)  # type: ignore[arg-type]
+        assert (refused.value.found, refused.value.fix) == ("Answer", "pass json=Answer.model_json_schema()")
+    with pytest.raises(RequestError, match=r"This is not a JSON schema(.|\n)*found: int\Z"):
+        StructuredOutputsParams(json=5)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="This is not text"):
+        StructuredOutputsParams(regex=Answer)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["org/model", "meta-llama/Llama-3.1-8B"])
+def test_the_name_of_a_model_is_not_a_bundle(name: str) -> None:
+    with pytest.raises(BundleError, match="the folder of a bundle, which d2sd build makes"):
+        LLM(name)
+
+
+def test_chat_joins_parts_of_text_and_refuses_images(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "w5"}, {"type": "text", "text": " w7"}]
+    params = SamplingParams(max_tokens=6)
+    (joined,), (whole,) = (llm.chat([{"role": "user", "content": content}], params) for content in (parts, "w5 w7"))
+    assert joined.token_ids == whole.token_ids
+    with pytest.raises(RequestError, match="Images are not supported"):
+        llm.chat([{"role": "user", "content": [*parts, {"type": "image_url", "image_url": {"url": "x"}}]}])
