@@ -221,11 +221,12 @@ soak-steps: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.cuda.runtime.engines 500
 
-## [40 min] 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
-## plain decoding alone; SEED=1
+## [1 h] 100,000 steps of tiny engines with random requests, parameters at their bounds and broken weights, each answer against
+## plain decoding alone; half of them without a compiler; SEED=1
 SEED := 0
 differential: .venv/dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.differential $(STEPS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.differential $$(($(STEPS) / 2)) --seed $(SEED)
+	OMP_NUM_THREADS=1 D2SD_CC= $(BIN)/python -m tests.runtime.differential $$(($(STEPS) / 2)) --seed $(SEED)
 
 ## [15 min] 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
 attack: .venv/demo

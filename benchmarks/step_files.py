@@ -1,10 +1,11 @@
-"""Lists the files that a decode step of `hybrid` runs through, on a CPU and as a CUDA graph; it needs no GPU.
+"""Lists the files that a decode step of `hybrid` with copies runs through, on a CPU and as a CUDA graph, without a GPU.
 
 A Python file counts if one of its functions runs in `Engine.step` over tiny models; for the graph, whose tensors are
 fake CUDA ones, in the function that is captured or in the step that replays it. C sources count with what they include,
-kernels with the functions that they call. `python -m benchmarks.step_files`
+kernels with the functions that they call. `python -m benchmarks.step_files` fails where there are more than LIMITS.
 """
 
+import argparse
 import re
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from unittest.mock import patch
 import torch
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
+from d2sd.runtime import model_runner
 from d2sd.runtime.cuda_graphs import capture
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
@@ -24,6 +26,8 @@ from tests.cuda import fake, guard
 from tests.runtime import fake_cuda, helpers
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Most files on a CPU and captured: whoever reads a step reads as many.
+LIMITS = 50, 65
 
 
 def run_through(files: set[Path], run: Any) -> Any:
@@ -55,6 +59,12 @@ def kernel_files(kernel: Any) -> set[Path]:
     return {Path(kernel.fn.__code__.co_filename)}.union(*map(kernel_files, functions))
 
 
+def c_sources(file: Path) -> set[Path]:
+    """The file and what it includes."""
+    names = re.findall(r'^#include "(.+)"', file.read_text("utf-8"), flags=re.M)
+    return {file}.union(*(c_sources(file.with_name(name)) for name in names))
+
+
 def on_cuda(folder: Path) -> set[Path]:
     files, zeros = {Path(capture.__file__)}, torch.zeros
     guard.build(folder)
@@ -67,20 +77,29 @@ def on_cuda(folder: Path) -> set[Path]:
     with fake.fake_gpu(fake.Watch()), patch.object(StepResult, "unpack", fake_cuda.unpack):
         JITFunction.run = lambda kernel, *_, **__: files.update(kernel_files(kernel))
         torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
-        runner = fake.runner(2, 2, fp8=False)
-        runner.capture = Captures("cuda")
-        return third_step(Engine(runner, fake.policy_of("hybrid"), Limits(4, 256, 16, 64), str), files)
+        with patch.object(model_runner, "CudaGraphs", Captures):
+            runner = fake.runner(2, 2, fp8=False)
+        policy = fake.policy_of("hybrid", lookup=True)
+        return third_step(Engine(runner, policy, Limits(4, 256, 16, 64), str), files)
 
 
 def main() -> None:
-    library = {ROOT / "plugins/cpu" / name for name in ("layers.c", "attention.h", "linear.h", "trees.h", "vector.h")}
-    on_cpu = third_step(helpers.make_engine(helpers.honest(), "hybrid", decode=str), library)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--most", type=int, nargs=2, default=LIMITS, metavar=("CPU", "CAPTURED"), help="%(default)s")
+    most = parser.parse_args().most
+    on_cpu = third_step(
+        helpers.make_engine(helpers.honest(), "hybrid", decode=str, lookup=True),
+        c_sources(ROOT / "plugins/cpu/layers.c"),
+    )
     with TemporaryDirectory() as folder:
         counted = {"on a CPU": on_cpu, "captured": on_cuda(Path(folder))}
-    for where, files in counted.items():
+    over = []
+    for (where, files), limit in zip(counted.items(), most, strict=True):
         names = "\n".join(sorted(f"{file.resolve()}".removeprefix(f"{ROOT}/") for file in files))
         ours = re.findall(r"^(?:d2sd|modeling|plugins|runtime)/.*", names, flags=re.M)
         print(*ours, f"{len(ours)} files in a step of hybrid {where}", "", sep="\n")
+        over += [f"{len(ours)} files {where}, and at most {limit} are allowed"] * (len(ours) > limit)
+    sys.exit("\n".join(over) or None)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from typing_extensions import Self
 from d2sd.modeling.config import BodyConfig, RopeConfig
 from d2sd.modeling.experts import Experts
 from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct, sigmoid
+from d2sd.plugins.cascade_attention.arguments import move_broken
 from d2sd.plugins.layer_ops import Behind, Front, embed_norm_rope, rope_tables
 
 CosSin = tuple[Tensor, Tensor]
@@ -204,7 +205,10 @@ class Attention(nn.Module):
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """[..., E] -> rotated keys and plain values, each [..., Hkv, D]."""
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
-        return self.k_cache(k), self.v_cache(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
+        k, v = self.k_cache(k), self.v_cache(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
+        if k.is_cuda and not torch.is_grad_enabled():  # in front of kernels, as `qk_norm_rope` does
+            move_broken(k, v)
+        return k, v
 
     def output(self, heads: Tensor) -> Tensor:
         """[..., Hq, D] -> [..., E]."""

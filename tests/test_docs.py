@@ -99,6 +99,19 @@ def test_paths_that_documents_name_exist(path: Path) -> None:
         assert (ROOT / named).exists(), f"{ids(path)} names {named}"
 
 
+def test_files_of_a_listed_folder_exist() -> None:
+    """Those that a page lists one a line, under the folder's name."""
+    found = 0
+    for path in WRITTEN:
+        for folder, lines in re.findall(
+            rf"^    ((?:{FOLDERS})/\S+/)\n((?:      .+\n)+)", path.read_text("utf-8"), re.M
+        ):
+            names = re.findall(r"^      (\S+)", lines, re.M)
+            assert not [name for name in names if not (ROOT / folder / name).exists()], path.name
+            found += len(names)
+    assert found >= 7
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     sections = yaml.safe_load((ROOT / "mkdocs.yml").read_text("utf-8"))["nav"]
     listed = [page for section in sections for pages in section.values() for page in pages]

@@ -8,8 +8,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from d2sd.errors import CheckpointError
+from d2sd.errors import CheckpointError, RequestError
 from d2sd.io import read_json
+from d2sd.panics import panics_as
 
 #: No vocabulary comes near it. The tokenizers library prints every id that is missing below the largest.
 _MAX_ID = 1 << 24
@@ -30,15 +31,33 @@ def offline_transformers() -> ModuleType:
     return module
 
 
+class _Panicking:
+    """Mixed into the class of a tokenizer: a text or token ids that its Rust code cannot bear are the caller's error.
+
+    A regular expression of a checkpoint, for one, may need more tries than its engine allows.
+    """
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        with panics_as(RequestError, "The target's tokenizer fails on this text.", where="{prompt}"):
+            return super().__call__(*arguments, **options)  # type: ignore[misc]
+
+    def decode(self, *arguments: Any, **options: Any) -> Any:
+        """The text of token ids."""
+        with panics_as(RequestError, "The target's tokenizer fails on these tokens.", where="tokens"):
+            return super().decode(*arguments, **options)  # type: ignore[misc]
+
+
 def load_tokenizer(directory: Path) -> Any:
     """Read the tokenizer of a checkpoint folder, and try it. Raises `CheckpointError`."""
     _check_ids(directory / "tokenizer.json")
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
         _check_special_tokens(directory / name)
     try:
-        tokenizer = offline_transformers().AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=False
-        )
+        with panics_as(CheckpointError, "The tokenizer cannot be read.", where=directory):
+            tokenizer = offline_transformers().AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
+        tokenizer.__class__ = type(type(tokenizer).__name__, (_Panicking, type(tokenizer)), {})
         _try(tokenizer)
         return tokenizer
     except Exception as error:  # transformers and tokenizers raise errors of any type

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from d2sd.serve.errors import Busy
+from d2sd.serve.errors import Busy, QueueFull
 
 T = TypeVar("T")
 
@@ -19,8 +19,8 @@ class Turns:
     Args:
         name: of the threads.
         threads: their number.
-        max_waiting: pieces of work that may wait; more raise `Busy`.
-        patience: seconds that one may wait; then it raises `Busy` too.
+        max_waiting: pieces of work that may wait; more raise `QueueFull`.
+        patience: seconds that one may wait; then it raises `Busy`.
     """
 
     def __init__(self, name: str, threads: int = 1, *, max_waiting: int = 256, patience: float = 30.0) -> None:
@@ -40,7 +40,7 @@ class Turns:
             self._free -= 1
             return
         if sum(map(len, self._waiting.values())) >= self._max_waiting:
-            raise Busy("Too many requests wait for the tokenizer or for a grammar.", fix="try again later")
+            raise QueueFull("Too many requests wait for the tokenizer or for a grammar.", fix="try again later")
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         try:

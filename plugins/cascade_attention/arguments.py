@@ -68,6 +68,16 @@ class ChunkMask:
             yield q[:, span], k[:, span], v[:, span], prompt_context
 
 
+def move_broken(k: Tensor, v: Tensor) -> None:
+    """Make values [..., D] that are not finite 0, and their keys NaN, in place.
+
+    A key that a row does not see has the weight 0, which times NaN is NaN; its score is hidden whatever it is.
+    """
+    broken = ~v.abs().amax(-1, keepdim=True).isfinite()
+    k.masked_fill_(broken, torch.nan)
+    v.masked_fill_(broken, 0)
+
+
 def counters(device: torch.device) -> Tensor:
     """[COUNTERS] int32, zeros: how many splits of a tile are done. One layer leaves them as the next needs them."""
     return torch.zeros(COUNTERS, dtype=torch.int32, device=device)

@@ -95,26 +95,33 @@ def functions() -> tuple[Any, ...]:
         return op.CastLike(op.Transpose(out, perm=[0, 2, 1, 3]), q)
 
     @script(ours, default_opset=op)
+    def Apart(keys, values):
+        # Broken values move to their scores: where they are hidden, a weight of 0 times NaN would be NaN
+        broken = op.Cast(op.Or(op.IsNaN(values), op.IsInf(values)), to=1)
+        whole = op.Equal(op.ReduceMax(broken, [3], keepdims=1), op.Constant(value_float=0.0))
+        broken_key = op.Constant(value_float=float("nan"))
+        return op.Where(whole, keys, broken_key), op.Where(whole, values, op.Constant(value_float=0.0))
+
+    @script(ours, default_opset=op)
     def Attend(q, keys, values, seen):
-        return Weighed(q, op.Softmax(Scores(q, keys, seen), axis=-1), values)
+        whole_k, whole_v = Apart(keys, values)
+        return Weighed(q, op.Softmax(Scores(q, whole_k, seen), axis=-1), whole_v)
 
     @script(ours, default_opset=op)
     def AttendWithSinks(q, keys, values, seen, sinks):
         # A sink is a last score of its head, whose weight is dropped
-        scores = Scores(q, keys, seen)
+        whole_k, whole_v = Apart(keys, values)
+        scores = Scores(q, whole_k, seen)
         of_head = op.Concat([1], op.Shape(scores, start=1, end=3), [1, 1], axis=0)
         of_row = op.Concat(op.Shape(scores, end=4), [1], axis=0)
         last = op.Expand(op.Reshape(op.Cast(sinks, to=1), of_head), of_row)
         weights = op.Softmax(op.Concat(scores, last, axis=-1), axis=-1)
-        return Weighed(q, op.Slice(weights, [0], [-1], [4]), values)
+        return Weighed(q, op.Slice(weights, [0], [-1], [4]), whole_v)
 
     @script(ours, default_opset=op)
     def Cascade(q, k, v, old_k, old_v, inside, attn_mask):
         # Every row attends to old_k, old_v [B, N, Hkv, D] fp32 where `inside` [B, N], and to k, v by `attn_mask`
-        valid = op.Unsqueeze(inside, [2, 3])
-        nothing = op.Constant(value_float=0.0)  # slots outside may hold NaN
-        keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
-        values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
+        keys, values = op.Concat(old_k, op.Cast(k, to=1), axis=1), op.Concat(old_v, op.Cast(v, to=1), axis=1)
         everybody = op.Concat(op.Shape(q, end=2), op.Shape(old_k, start=1, end=2), axis=0)
         own = Unpacked(attn_mask, op.Shape(q, start=1, end=2))
         return Attend(q, keys, values, op.Concat(op.Expand(op.Unsqueeze(inside, [1]), everybody), own, axis=2))
@@ -143,11 +150,7 @@ def functions() -> tuple[Any, ...]:
     def CascadeBehind(q, k, v, old_k, old_v, inside, places, attn_mask, first, sinks):
         # As Cascade, of keys at `places` [B, N] or [1, N] int64 those from `first` on
         bound = op.Cast(first, to=7)
-        anybody = op.GreaterOrEqual(places, op.ReduceMin(bound, [1], keepdims=1))
-        valid = op.Unsqueeze(op.And(inside, anybody), [2, 3])
-        nothing = op.Constant(value_float=0.0)
-        keys = op.Concat(op.Where(valid, old_k, nothing), op.Cast(k, to=1), axis=1)
-        values = op.Concat(op.Where(valid, old_v, nothing), op.Cast(v, to=1), axis=1)
+        keys, values = op.Concat(old_k, op.Cast(k, to=1), axis=1), op.Concat(old_v, op.Cast(v, to=1), axis=1)
         near = op.GreaterOrEqual(op.Unsqueeze(places, [1]), op.Unsqueeze(bound, [2]))  # [B, T, N]
         own = Unpacked(attn_mask, op.Shape(q, start=1, end=2))
         seen = op.Concat(op.And(op.Unsqueeze(inside, [1]), near), own, axis=2)
@@ -184,6 +187,7 @@ def functions() -> tuple[Any, ...]:
         all_v = op.Concat(PagedContext(v_pages, page_table), op.Cast(new_v, to=1), axis=1)
         return CascadeBehind(q, k, v, all_k, all_v, inside, places, attn_mask, first, sinks)
 
-    shared = (PagedContext, Before, Unpacked, Scores, Weighed, Attend, AttendWithSinks, Cascade, CascadeBehind, Places)
+    inputs = PagedContext, Before, Unpacked, Places
+    sums = Scores, Weighed, Apart, Attend, AttendWithSinks, Cascade, CascadeBehind
     nodes = (TreeCascadeAttention, BlockDraftAttention, TreeWindowAttention, BlockWindowAttention)
-    return tuple(function.to_function_proto() for function in (*shared, *nodes))
+    return tuple(function.to_function_proto() for function in (*inputs, *sums, *nodes))

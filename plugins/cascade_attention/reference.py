@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext, move_broken
 from d2sd.plugins.shared.fp8 import from_pages
 
 #: Columns a word of a packed mask.
@@ -41,8 +41,8 @@ def cascade_attention_reference(
     """`cascade_attention` with `attn_mask` [B, T, T] bool, on any device; `first` as in `AttnMask`.
 
     Slots at or past `context_len`, and those in front of every row's `first`, are never read into a score, whatever
-    they hold (NaN included). A row that may attend to nothing turns to NaN, and its NaN K/V would reach the other rows
-    in the next layer: padding rows attend to themselves.
+    they hold (NaN included), and neither are new rows that a row does not see. A row that sees a value that is not
+    finite turns to NaN, and so does one that may attend to nothing: padding rows attend to themselves.
     """
     batch, rows, heads, size = q.shape
     kv_heads = k.shape[2]
@@ -52,7 +52,6 @@ def cascade_attention_reference(
     seen = in_context[:, None, :].expand(batch, rows, slots)
     if first is not None:
         seen = seen & (torch.arange(slots, device=q.device) >= first[..., None])
-        in_context = seen.any(1)
     hidden = torch.cat([~seen, ~attn_mask], dim=2)  # [B, T, S+T]
 
     def gathered(pages: Tensor, new: Tensor, scale: Tensor | None) -> Tensor:
@@ -67,7 +66,7 @@ def cascade_attention_reference(
 
     keys = gathered(context.k_pages, k, context.k_scale)
     values = gathered(context.v_pages, v, context.v_scale)
-    values[:, :, :slots].masked_fill_(~in_context[:, :, None], 0)  # a weight of 0 times NaN would be NaN
+    move_broken(keys, values)
     # All query heads of one K/V head become rows of one matrix: GQA without copying K or V.
     group = heads // kv_heads
     q_rows = q.float().reshape(batch, rows, kv_heads, group, size).permute(2, 0, 3, 1, 4)

@@ -122,10 +122,10 @@ INLINE float get(int type, const void *at, long offset) {
     return x;
 }
 
-/* e^x for x <= 0: 2^n times a polynomial of the rest (Cephes' expf). */
+/* e^x for x <= 0, of NaN NaN: 2^n times a polynomial of the rest (Cephes' expf). */
 INLINE f32x16 exp16(f32x16 x) {
     const f32x16 least = splat(-87.0f);
-    x = select16(x > least, x, least);
+    x = select16(x < least, least, x);
     f32x16 n = x * splat(1.44269504088896341f);
     i32x16 whole = __builtin_convertvector(n - splat(0.5f), i32x16); /* truncates: to nearest, as x <= 0 */
     n = __builtin_convertvector(whole, f32x16);

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d2sd.plugins.cascade_attention.arguments import move_broken
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 from d2sd.plugins.layer_ops.rows import Behind, Front
@@ -80,6 +81,7 @@ def qk_norm_rope(
         )
     k.copy_(keys)
     v.copy_(values)
+    move_broken(k, v)
     if paged is not None:
         rows = paged.keep.numel()
         new_k, new_v = (x[:, :rows].view(1, *paged.keep.shape, *x.shape[2:]) for x in (k, v))

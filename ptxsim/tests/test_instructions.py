@@ -139,6 +139,7 @@ INTEGERS: list[tuple[str, str, str, Callable[..., int]]] = [
             ("ge", lambda a, b: a >= b),
         )
     ),
+    ("setp.gt.s16", "s16 s16", "pred", lambda a, b: a > b),
     ("setp.ne.b16", "b16 b16", "pred", lambda a, b: a != b),
     ("setp.lt.and.s32", "s32 s32 pred", "pred", lambda a, b, c: a < b and c),
     ("cvt.s64.s32", "s32", "s64", lambda a: a),

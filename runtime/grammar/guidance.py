@@ -13,6 +13,7 @@ from typing import Any
 
 from d2sd.errors import D2SDError, RequestError, shortened
 from d2sd.extras import require
+from d2sd.panics import panics_as
 from d2sd.runtime.grammar.trial import Trial
 
 #: Limits of llguidance, most half of its defaults or less: they bound compilation to about a second, and a step's mask
@@ -143,8 +144,9 @@ class GuidanceTokenizer:
         self._end_tokens = end_tokens
         self._vocab_size = max(vocab_size, len(tokenizer))
         try:
-            definition = _definition(tokenizer)
-            grammar_tokenizer = LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
+            with panics_as(D2SDError, "llguidance fails on the target's tokenizer.", where="structured_outputs"):
+                definition = _definition(tokenizer)
+                grammar_tokenizer = LLTokenizer(definition, n_vocab=self._vocab_size, eos_token=sorted(end_tokens))
             ids = tokenizer(_PROBE, add_special_tokens=False).input_ids
             readable = grammar_tokenizer.decode_bytes(ids) == _PROBE.encode()
         except (ValueError, AttributeError):

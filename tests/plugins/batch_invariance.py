@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention import PagedContext
+from d2sd.plugins.cascade_attention.arguments import move_broken
 from d2sd.plugins.cascade_attention.triton import exact
-from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, causal, make, steps
+from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, causal, make, spoiled, steps
 
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -95,3 +96,22 @@ def attended(call: Call, *, causal_chunk: bool = False, **limit: int) -> Tensor:
     mask = call.mask
     order = None if causal_chunk else exact.key_order_triton(mask.allowed)
     return exact.attend(call.q, call.k, call.v, call.context, order, mask.first, call.sinks, **limit)
+
+
+def check_broken_rows(run: Callable[[Call], Tensor], dtype: torch.dtype) -> None:
+    """Rows that see a broken key are NaN, whatever split has it, and no bit of the others is another."""
+    shape = Shape(contexts=(70, 5), rows=7, kv_heads=1, group=3, size=16, page_size=16)
+    healthy = make(shape, ancestors).to(dtype)
+    expected, reached = run(healthy), torch.zeros(2, 7, dtype=torch.bool)
+    for row in (0, 2):
+        call = spoiled(healthy, 0, row, torch.nan, keys=False)
+        move_broken(call.k, call.v)
+        found = run(call)
+        reached[0] = call.attn_mask[0, :, row]
+        assert torch.equal(found[~reached], expected[~reached])
+        assert found[reached].isnan().all()
+    k_pages = healthy.context.k_pages.clone()
+    k_pages[healthy.context.page_table[0, 0], 3] = torch.nan
+    found = run(healthy.over(k_pages=k_pages))
+    assert found[0].isnan().all()
+    assert torch.equal(found[1], expected[1])

@@ -335,6 +335,73 @@ def test_unused_slots_are_never_read(garbage: float) -> None:
     assert not torch.equal(call.over(context_len=call.context.context_len - 1).run(), clean)  # the used ones are read
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("exact", [False, True], ids=["reference", "compiled"])
+def test_a_key_whose_score_is_no_number_is_not_hidden(number: float, sinks: bool, exact: bool) -> None:
+    """Scores of NaN, and of infinity minus infinity, end as NaN, however small their weights."""
+    call = behind(make(Shape(size=16), ancestors), None, torch.zeros(0), sinks=sinks)
+    call.k[1, 2, 0] = number
+    call.q[1] = torch.where(torch.arange(16) % 2 == 0, 9.0, -8.0) if number == torch.inf else 9.0
+    found = cascade_attention(call.q, call.k, call.v, call.context, call.mask, sinks=call.sinks, exact=exact)
+    assert found[1, call.attn_mask[1, :, 2]][:, :3].isnan().all()
+    assert found[0].isfinite().all()
+    assert found[1, ~call.attn_mask[1, :, 2]].isfinite().all()
+
+
+#: A broken row's numbers, and whether its values are still values: huge ones are.
+BROKEN = [(torch.nan, False), (torch.inf, False), (-torch.inf, False), (3e38, True)]
+
+
+def spoiled(call: Call, request: int, row: int, number: float, *, keys: bool) -> Call:
+    """The call whose row has this number in its values, in one or all; and in its keys."""
+    k, v = call.k.clone(), call.v.clone()
+    v[request, row, 0, : 1 if row % 2 else None] = number
+    if keys:
+        k[request, row, 0] = number
+    return replace(call, k=k, v=v)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("number", "whole"), BROKEN)
+@pytest.mark.parametrize("keys", [False, True])
+@pytest.mark.parametrize("exact", [False, True], ids=["reference", "compiled"])
+def test_a_broken_row_reaches_those_who_see_it(mask: Mask, number: float, whole: bool, keys: bool, exact: bool) -> None:
+    """Their results are not finite, and no bit of the others is another."""
+    healthy = make(Shape(contexts=(9, 0, 4), rows=6, size=16), mask)
+    healthy = behind(healthy, 4, steps(mask, healthy), sinks=keys)
+    for row in range(6):
+        call = spoiled(healthy, 1, row, number, keys=keys)
+        found, expected = (
+            cascade_attention(x.q, x.k, x.v, x.context, x.mask, sinks=x.sinks, exact=exact) for x in (call, healthy)
+        )
+        reached = torch.zeros(3, 6, dtype=torch.bool)
+        reached[1] = call.mask.allowed[1, :, row]
+        assert torch.equal(found[~reached], expected[~reached])
+        if not whole:
+            assert not found[reached][:, : call.q.shape[2] // 2].isfinite().flatten(1).all(1).any()
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["reference", "compiled"])
+@pytest.mark.parametrize("place", [0, 4, 6, 8, 11])
+def test_a_broken_token_reaches_the_rows_whose_windows_have_it(place: int, exact: bool) -> None:
+    """Some rows of a pass see it, in a page or among them, and others do not, in front of it and behind."""
+    call = make(Shape(contexts=(9,), rows=7, size=16), causal)
+    call = behind(call, 5, steps(causal, call))
+    k_pages, v_pages = call.context.k_pages.clone(), call.context.v_pages.clone()
+    if place < 9:
+        v_pages[call.context.page_table[0, place // 4], place % 4] = torch.nan
+        broken = call.over(k_pages=k_pages, v_pages=v_pages)
+    else:
+        broken = spoiled(call, 0, place - 9, torch.nan, keys=False)
+    reached = torch.tensor([place <= 9 + row < place + 5 for row in range(7)])
+    for lengths in ((), (7,)):
+        one, other = (x.chunks(lengths) if lengths else x for x in (broken, call))
+        found, expected = (cascade_attention(x.q, x.k, x.v, x.context, x.mask, exact=exact) for x in (one, other))
+        assert torch.equal(found[0, ~reached], expected[0, ~reached])
+        assert found[0, reached].isnan().flatten(1).any(1).all()
+
+
 def test_spare_columns_of_the_page_table_change_nothing() -> None:
     """A bucket is wider than its requests; the entries past their contexts may name pages of other requests."""
     call = make(Shape(contexts=(5, 8), spare_pages=0))

@@ -14,7 +14,7 @@ from d2sd.plugins.cascade_attention import PagedContext, pack_mask_bits
 from d2sd.plugins.cascade_attention.onnx import BEHIND, BLOCK, DOMAIN, INPUTS, OPSET, TREE, attributes, functions
 from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
 from d2sd.plugins.kv_pages.reference import write_pages_reference
-from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, everyone, make, oracle, steps
+from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, everyone, make, oracle, spoiled, steps
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
 onnxruntime = pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
@@ -93,6 +93,19 @@ def test_trees(window: int | None, sinks: bool, monkeypatch: pytest.MonkeyPatch)
     given = inputs_of(call)
     for found in (run(BEHIND[TREE], given), run_plugin(BEHIND[TREE], given, monkeypatch)):
         torch.testing.assert_close(found.double(), oracle(call), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("name", [TREE, BEHIND[TREE]])
+def test_a_broken_row_reaches_those_who_see_it(name: str, number: float) -> None:
+    healthy = make(Shape(contexts=(9, 0, 4), rows=6), ancestors)
+    for row in (0, 2):
+        call = spoiled(healthy, 1, row, number, keys=False)
+        found, expected = (run(name, {key: inputs_of(x)[key] for key in INPUTS[name]}) for x in (call, healthy))
+        reached = torch.zeros(3, 6, dtype=torch.bool)
+        reached[1] = call.attn_mask[1, :, row]
+        assert torch.equal(found[~reached], expected[~reached])
+        assert found[reached][:, :3].isnan().flatten(1).any(1).all() or number == 3e38
 
 
 @pytest.mark.parametrize("window", [1, 3, 6])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,9 +14,10 @@ from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import launch
 from ptxsim.launch import executed_as_ptx
-from tests.plugins.batch_invariance import Text, attended, check_rows_alone, numbers
+from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, numbers
+from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import assert_within_budget, in_fp8, read_back
-from tests.plugins.test_cascade_attention import Shape, ancestors, causal, make
+from tests.plugins.test_cascade_attention import Call, Shape, ancestors, causal, make
 from tests.ptx.cases import CAPABILITIES
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -84,6 +87,13 @@ def test_a_row_behind_a_window(capability: int, kind: str) -> None:
         for contexts, tree, window in (((60, 3), True, 20), ((122,), True, 70), ((40,), True, 2), ((62,), False, 20)):
             shape = Shape(contexts=contexts, rows=9, kv_heads=1, group=4, size=16, page_size=16)
             Text.of(shape, TYPES[kind], tree=tree, window=window, sinks=True).check([8], spare=5)
+
+
+@pytest.mark.parametrize("run", [attended, lambda call: calls.fused(call, 2)], ids=["exact", "fused"])
+def test_a_broken_row_reaches_those_who_see_it(run: Callable[[Call], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "DEVICE", "cpu")
+    with executed_as_ptx(90):
+        check_broken_rows(run, torch.bfloat16)
 
 
 @pytest.mark.parametrize(("capability", "kind"), CASES)

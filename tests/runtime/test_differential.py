@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import choice
+from d2sd.plugins.cpu import library
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.sample import Sampling
 from tests.runtime.differential import Episode
@@ -31,6 +32,12 @@ def test_requests_end_as_they_end_alone() -> None:
 @pytest.mark.slow
 def test_requests_end_as_they_end_alone_for_longer() -> None:
     assert not differing(range(100, 112))
+
+
+def test_a_rejected_token_that_is_broken_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its embedding is NaN, and nothing is compiled: masked rows multiply their values by 0."""
+    monkeypatch.setattr(library, "available", lambda: False)
+    assert not differing(range(6_000_205, 6_000_206))
 
 
 def _filters_of_all(scaled: Tensor, sampling: Sampling) -> Tensor:

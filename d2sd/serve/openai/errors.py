@@ -63,9 +63,8 @@ _WORDS: Mapping[str, Mapping[str, str]] = {
 }
 #: Validation errors of pydantic that have a clearer text for a client.
 _MESSAGES = {
-    "extra_forbidden": "Unsupported parameter: '{name}'.",
     "missing": "Missing required parameter: '{name}'.",
-    "json_invalid": "The body is not valid JSON: {reason}.",
+    "not_text": "Invalid value for '{name}': {message}.",  # without a picture's data
 }
 
 
@@ -75,7 +74,7 @@ def body_of(status: int, message: str, param: str | None = None, code: str | Non
     return {"error": {"message": _encodable(message), "type": kind, "param": param, "code": code}}
 
 
-def describe(error: Exception, path: str = "") -> tuple[int, dict[str, Any], dict[str, str]]:
+def describe(error: BaseException, path: str = "") -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, body and headers for an error raised by a request to the route `path`."""
     words = _WORDS.get(path, CLIENT)
     for kind, status, code in _STATUS:
@@ -127,12 +126,12 @@ def _validation(errors: Sequence[Any]) -> tuple[str, str | None]:
     if unknown := [_name(error) for error in errors if error["type"] == "extra_forbidden"]:
         return f"Unsupported parameter(s): {shortened(', '.join(f'`{name}`' for name in unknown))}.", unknown[0]
     if first["type"] == "json_invalid":
-        return _MESSAGES["json_invalid"].format(reason=first["ctx"]["error"]), None
+        return f"The body is not valid JSON: {first['ctx']['error']}.", None
     name = _name(first)
     if not name:
         return "The body must be a JSON object, with the header content-type: application/json.", None
-    if first["type"] == "missing":
-        return _MESSAGES["missing"].format(name=name), name
+    if first["type"] in _MESSAGES:
+        return _MESSAGES[first["type"]].format(name=name, message=first["msg"]), name
     return f"Invalid value for '{name}': {first['msg']}; found {shortened(repr(first.get('input')), 80)}.", name
 
 

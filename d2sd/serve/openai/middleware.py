@@ -18,6 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from d2sd.panics import is_panic
 from d2sd.serve.openai.errors import describe, respond
 from d2sd.serve.openai.settings import ServerSettings
 from d2sd.serve.openai.spans import Spans
@@ -77,7 +78,9 @@ class Entrance:
                 await self._admit(scope, headers, receive, sending)
             except _Gone:
                 facts["status"] = 499
-            except Exception as error:  # a bug: everything else has been answered
+            except BaseException as error:  # a bug: everything else has been answered
+                if not isinstance(error, Exception) and not is_panic(error):
+                    raise
                 status, body, _ = describe(error)
                 if not facts["status"]:
                     await JSONResponse(body, status)(scope, receive, sending)

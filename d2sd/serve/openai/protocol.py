@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
@@ -130,6 +130,20 @@ class CompletionBody(GenerationBody):
     add_special_tokens: Literal[True] = True
 
 
+def _only_text(content: Any) -> Any:
+    """Refuse images and other parts by what they are; the rest is left to the types."""
+    for part in content if isinstance(content, list) else ():
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(kind, str) and "text" not in kind:
+            what = next((name for name in ("image", "audio", "video", "file") if name in kind), "part")
+            raise PydanticCustomError("not_text", "{what}s are not supported, only text", {"what": what})
+    return content
+
+
+#: The content of a message, before its parts are read.
+Content = BeforeValidator(_only_text)
+
+
 class TextPart(Part):
     """A part of a message's content; only text is supported."""
 
@@ -156,7 +170,7 @@ class Message(Part):
     """One turn of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: Annotated[str | Annotated[list[TextPart], Field(fail_fast=True)] | None, Content] = None
     name: str | None = None
     reasoning_content: str | None = None  # what the assistant thought; templates of thinking models show it
     tool_calls: list[ToolCall] | None = None

@@ -214,7 +214,7 @@ def attention_kernel(
         page = _pages_of(table, position, front, context, PAGE)
         column = _columns_of(order, request, leader, new, position - behind, count)
 
-    some = total > 0.0
+    some = total != 0.0  # NaN, of a broken key, is stored
     total = tl.where(some, total, 1.0)
     result = sums / total[:, None]
     stored = real[:, None] & in_head

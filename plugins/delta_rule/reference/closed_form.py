@@ -8,7 +8,8 @@ itself (TreeWY, arXiv 2608.20961; with a causal mask the chunk form of Gated Del
     o_i     = e^(G_i) Sᵀ q_i + sum over j <= i of e^(G_i - G_j) (k_j · q_i) Delta_j
 
 A is strictly lower triangular wherever ancestors come before their descendants. G may reach thousands while a
-difference of two of them is small: G is summed in fp64, and e is raised to differences alone, which are at most 0.
+difference of two of them is small: sums are fp64, and e is raised to differences alone, which are at most 0. A row that
+is not finite makes its descendants NaN, and no other row.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from d2sd.plugins.delta_rule.types import DeltaRows
 
 #: Rows of a chunk that are computed at once: its products grow with their square.
 CHUNK = 64
+#: Log gates below it are taken as it: fp32 has no number for their exponential.
+LEAST = -104
 
 
 def tree_closed_form(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, attn_mask: Tensor) -> Tensor:
@@ -51,14 +54,20 @@ def _rows_after(q: Tensor, rows: DeltaRows, state: Tensor, attn_mask: Tensor) ->
     group = rows.v.shape[2] // rows.k.shape[2]
     mask = attn_mask[:, None].tril()
     keys = normed(rows.k).repeat_interleave(group, 2).transpose(1, 2)  # [B, Hv, T, Dk]
-    queries = normed(q).repeat_interleave(group, 2).transpose(1, 2) * q.shape[-1] ** -0.5
-    values, beta = rows.v.float().transpose(1, 2), rows.beta.float().transpose(1, 2)[..., None]
-    gates = mask.double() @ rows.g.double().transpose(1, 2)[..., None]  # G, [B, Hv, T, 1]
-    decay = (gates - gates.mT).masked_fill(~mask, float("-inf")).exp().float()  # e^(G_i - G_j), 0 where not j <= i
-    since = gates.exp().float()
+    queries = normed(q).repeat_interleave(group, 2).transpose(1, 2).double() * q.shape[-1] ** -0.5
+    beta, gate = rows.beta.transpose(1, 2)[..., None], rows.g.clamp(min=LEAST).transpose(1, 2)[..., None]
+    given = keys, rows.v.transpose(1, 2), gate, beta
+    # Rows that are not seen weigh 0, which times NaN is NaN; and nothing that fp32 holds overflows in fp64.
+    broken = torch.stack([~x.isfinite().all(-1) for x in given]).any(0)  # [B, Hv, T]
+    keys, values, gate, beta = (x.double().masked_fill(broken[..., None], 0) for x in given)
+    state, gates = state.double(), mask.double() @ gate  # G, [B, Hv, T, 1]
+    decay = (gates - gates.mT).masked_fill(~mask, float("-inf")).exp()  # e^(G_i - G_j), 0 where not j <= i
+    since = gates.exp()
     a = (beta * decay * (keys @ keys.mT)).tril(-1)
     right = beta * (values - since * (keys @ state))
     delta = torch.linalg.solve_triangular(a, right, upper=False, unitriangular=True)
     out = since * (queries @ state) + (decay * (queries @ keys.mT)) @ delta
     after = since[:, :, -1:] * state + (decay[:, :, -1, :, None] * keys).mT @ delta
-    return out.transpose(1, 2).to(rows.v.dtype), after
+    reached = (mask & broken[:, :, None]).any(-1)[..., None]  # [B, Hv, T, 1]
+    out, after = out.masked_fill(reached, torch.nan), after.masked_fill(reached[:, :, -1:], torch.nan)
+    return out.transpose(1, 2).to(rows.v.dtype), after.float()

@@ -179,11 +179,22 @@ def qk_norm_rope_kernel(
         to_q = row * (HQ * 2 * HEAD) + column
         tl.store(q + to_q, turned_a, mask=q_mask)
         tl.store(q + to_q + apart, turned_b, mask=q_mask)
-    value_a, value_b = first.to(TYPE), second.to(TYPE)
+    # A value that is not finite becomes 0 and its key NaN (`move_broken`): so keys read their values, too.
+    beside = tl.where(k_mask, HKV * 2 * HEAD, 0)
+    if scales is not None:
+        factor = tl.where(is_k, tl.load(scales + layer * 3 + 2), factor)
+    value_a = _half(qkv, at + beside, k_mask | v_mask, bias, bias_at + beside, factor, TYPE).to(TYPE)
+    value_b = _half(qkv, at + beside + apart, k_mask | v_mask, bias, bias_at + beside + apart, factor, TYPE).to(TYPE)
     if k_scale is not None:
         key_scale, value_scale = tl.load(k_scale + layer), tl.load(v_scale + layer)
         turned_a, turned_b = _paged(turned_a, key_scale, TYPE), _paged(turned_b, key_scale, TYPE)
         value_a, value_b = _paged(value_a, value_scale, TYPE), _paged(value_b, value_scale, TYPE)
+    wide_a, wide_b = value_a.to(tl.float32), value_b.to(tl.float32)
+    finite = (tl.abs(wide_a) < float("inf")) & (tl.abs(wide_b) < float("inf"))  # false of NaN
+    whole = (tl.min(finite.to(tl.int32), 1) != 0)[:, None]
+    value_a, value_b = tl.where(whole, wide_a, 0.0).to(TYPE), tl.where(whole, wide_b, 0.0).to(TYPE)
+    turned_a = tl.where(whole, turned_a.to(tl.float32), float("nan")).to(TYPE)
+    turned_b = tl.where(whole, turned_b.to(tl.float32), float("nan")).to(TYPE)
     if k_pages is not None:
         to_pages = row < paged
         position = tl.load(positions + row, mask=to_pages, other=0).to(tl.int32)

@@ -10,7 +10,8 @@ import pytest
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
-from d2sd.serve.errors import Busy
+from d2sd.serve.errors import Busy, QueueFull
+from d2sd.serve.openai.errors import describe
 from d2sd.serve.openai.grammars import Grammars
 from d2sd.serve.turns import Turns
 from tests.d2sd.serve.http import until
@@ -75,12 +76,13 @@ async def test_work_that_nobody_waits_for_is_not_begun_and_its_turn_is_not_lost(
     assert work.begun == ["block", "stays"]
 
 
-@pytest.mark.parametrize("options", [{"max_waiting": 0}, {"patience": 0.01}])
-async def test_what_would_wait_too_long_is_refused(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("options", "error"), [({"max_waiting": 0}, QueueFull), ({"patience": 0.01}, Busy)])
+async def test_what_would_wait_too_long_is_refused(options: dict[str, Any], error: type[D2SDError]) -> None:
     turns, work = Turns("t", **options), Work()
     first = await blocked(turns, work)
-    with pytest.raises(Busy):
+    with pytest.raises(error) as raised:
         await turns.run("b", work.do, "b")
+    assert describe(raised.value)[0] == (503 if error is Busy else 429)
     work.open.set()
     await first
     assert await turns.run("b", work.do, "b") == "b"

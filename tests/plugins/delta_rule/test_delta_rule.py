@@ -78,6 +78,39 @@ def test_gates_that_close_leave_no_infinities(exact: bool) -> None:
     assert off(tree_delta_rule(*x[:5], exact=exact), outputs(x), x) < 1e-5
 
 
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, 3e38])
+@pytest.mark.parametrize("part", ["k", "v", "g", "beta"])
+def test_a_broken_row_reaches_its_descendants(part: str, number: float, exact: bool) -> None:
+    """Outputs of other rows are the bits that they are beside a healthy one."""
+    healthy = drawn(7, 20)
+    for row in (0, 3, 10):
+        x = drawn(7, 20)
+        broken = getattr(x.rows, part)
+        broken[0, row] = -number if part == "g" else number  # gates are at most 0
+        found, expected = (tree_delta_rule(*one[:5], exact=exact) for one in (x, healthy))
+        reached = torch.zeros(2, 20, dtype=torch.bool)
+        reached[0] = x.mask[0, :, row]
+        if exact:
+            assert torch.equal(found[~reached], expected[~reached])
+        torch.testing.assert_close(found[~reached], expected[~reached], rtol=1e-5, atol=1e-5)
+        if number is torch.nan:
+            assert found[reached].isnan().flatten(1).any(1).all()
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_a_broken_row_of_a_chunk_reaches_those_behind_it(number: float) -> None:
+    x = drawn(7, 20, batch=1, chain=1.0, most_depth=256)
+    chunks = ChunkMask((20,), torch.tensor([0, 20]))
+    expected = chunk_delta_rule(x.q, x.rows, x.states.clone(), x.slots, chunks)
+    x.rows.v[0, 12] = number
+    states = x.states.clone()
+    found = chunk_delta_rule(x.q, x.rows, states, x.slots, chunks)
+    torch.testing.assert_close(found[:, :12], expected[:, :12], rtol=1e-5, atol=1e-5)
+    assert not found[:, 12:].isfinite().flatten(2).all(-1).any()
+    assert not states[x.slots].isfinite().all()
+
+
 def test_rows_and_states_are_not_written() -> None:
     x = drawn(5, 30)
     before = [y.clone() for y in (x.q, x.states, *all_of(x.rows))]

@@ -10,6 +10,7 @@ import torch
 
 from d2sd.plugins.cascade_attention import PagedContext
 from d2sd.plugins.cascade_attention.triton import kernel, launch
+from tests.plugins.batch_invariance import check_broken_rows
 from tests.plugins.kernels.calls import assert_within_budget, fused, fused_chunks, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
     Call,
@@ -74,6 +75,10 @@ REST = [pytest.mark.slow, pytest.mark.full]
 )
 def test_equals_loops_and_specification(shape: Shape, mask: Mask, splits: int, dtype: torch.dtype) -> None:
     assert_right(make(shape, mask).to(dtype), splits)
+
+
+def test_a_broken_row_reaches_those_who_see_it() -> None:
+    check_broken_rows(lambda call: fused(call, 2), torch.float16)
 
 
 @pytest.mark.parametrize(

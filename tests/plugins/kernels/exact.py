@@ -16,7 +16,7 @@ from d2sd.plugins.cascade_attention.triton import exact, exact_kernel
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import launch, linear
 from d2sd.plugins.shared.fp8 import to_pages
-from tests.plugins.batch_invariance import Text, attended, check_rows_alone, looped_linear, numbers
+from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
     Shape,
@@ -115,6 +115,10 @@ def test_attention(mask: Callable[..., Tensor], dtype: torch.dtype) -> None:
     assert_within_budget(found, call.run(), call)
     if mask is causal:
         assert torch.equal(attended(call, causal_chunk=True), found)
+
+
+def test_a_broken_row_reaches_those_who_see_it() -> None:
+    check_broken_rows(attended, torch.float16)
 
 
 #: Of one token, shorter than a tile, ending in a split behind the first, and longer than all keys.

@@ -70,6 +70,30 @@ def test_heads(layers: int, queries: int, norms: bool, fp8: bool, dtype: torch.d
             torch.testing.assert_close(ours.cpu().double(), looped, atol=3e-6, rtol=3e-6)
 
 
+@pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("layers", "queries", "norms", "fp8"), HEADS)
+def test_what_is_broken_in_a_value_moves_to_its_key(
+    layers: int, queries: int, norms: bool, fp8: bool, number: float
+) -> None:
+    """Attention hides keys; a hidden value would be multiplied by 0."""
+    qkv = products(layers, queries)
+    heads, made = heads_of(layers, queries, norms=norms, fp8=fp8, dtype=torch.float32), []
+    place = -1 if queries else -SIZE // 2 - 1  # in either half of the last value
+    for value in (0.0, number):
+        qkv[0, 2, place] = value
+        arguments = qkv, *tables(torch.float32), heads
+        made.append(made_heads(launch, *(there(x) for x in arguments)))
+        for ours, expected in zip(made[-1], made_heads(reference, *arguments), strict=True):
+            torch.testing.assert_close(ours.cpu(), expected, rtol=2e-6, atol=2e-6, equal_nan=True)
+    (q, k, v), (broken_q, broken_k, broken_v) = made
+    assert torch.equal(broken_q, q)
+    assert broken_k[0, 2, -1].isnan().all()
+    assert not broken_v[0, 2, -1].any()
+    broken_k[0, 2, -1], broken_v[0, 2, -1] = k[0, 2, -1], v[0, 2, -1]
+    assert torch.equal(broken_k, k)
+    assert torch.equal(broken_v, v)
+
+
 @pytest.mark.parametrize(("layers", "queries"), [(1, HKV), (2, 0)])
 def test_heads_of_fp8_pages(layers: int, queries: int) -> None:
     """Values that are E4M3 numbers times a power of two, another one for the keys and values of each layer: the

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -181,6 +182,12 @@ CHECKS = {
     "norm": Check("add_rms_norm", "layers.test_norm", (1024, TYPES["bf16"])),
     "embedded": Check("embed_norm_rope add_rms_norm", "layers.test_embedded", (1024, True, True, TYPES["bf16"])),
     "heads": Check("qk_norm_rope", "layers.test_heads", (1, "HQ", True, True, TYPES["bf16"]), barriers=False),
+    "broken values": Check(
+        "qk_norm_rope",
+        "layers.test_what_is_broken_in_a_value_moves_to_its_key",
+        (1, "HQ", True, False, math.nan),
+        barriers=False,
+    ),
     "injecting heads": Check("qk_norm_rope", "layers.test_heads_of_context", (True, TYPES["bf16"]), barriers=False),
     "gate": Check("silu_mul", "layers.test_gate", (True, TYPES["bf16"])),
     "tables": Check("rope_tables", "layers.test_tables", (TYPES["bf16"],), barriers=False),

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from d2sd.errors import RequestError
-from d2sd.serve.openai.protocol import Body, ChatBody, Part, SampledBody, TemplateVariables
+from d2sd.serve.openai.protocol import Body, ChatBody, Content, Part, SampledBody, TemplateVariables
 
 #: An item of `include` that asks for log-probabilities; the others are of things that this server does not have.
 _LOGPROBS = "message.output_text.logprobs"
@@ -34,11 +34,11 @@ class Item(Part):
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["system", "developer", "user", "assistant"] | None = None
-    content: str | list[ItemPart] | None = None
+    content: Annotated[str | list[ItemPart] | None, Content] = None
     call_id: str | None = None
     name: str | None = None
     arguments: str | None = None
-    output: str | list[ItemPart] | None = None
+    output: Annotated[str | list[ItemPart] | None, Content] = None
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:

@@ -64,3 +64,27 @@ def test_a_template_that_fails_names_what_the_client_can_do(server: Running, pat
     error = server.http.post(path, json={("input" if "responses" in path else "messages"): turns}).json()["error"]
     assert "/v1/completions" in error["message"]
     assert "--raw" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("part", "what"),
+    [
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}, "images"),
+        ({"type": "input_image", "image_url": "https://example.com/a.png"}, "images"),
+        ({"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}, "audios"),
+        ({"type": "video_url", "video_url": {"url": "x"}}, "videos"),
+        ({"type": "input_file", "file_id": "f"}, "files"),
+        ({"type": "file", "file": {"file_id": "f"}}, "files"),
+        ({"type": "refusal", "refusal": "no"}, "parts"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value["type"],
+)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/tokenize"])
+def test_what_is_not_text_is_refused_by_what_it_is(server: Running, path: str, part: dict[str, Any], what: str) -> None:
+    turns = [{"role": "user", "content": [{"type": "text", "text": "w5"}, part]}]
+    field = "input" if "responses" in path else "messages"
+    response = server.http.post(path, json={field: turns})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, f"{field}.0.content")
+    assert f"{what} are not supported, only text" in error["message"]
+    assert "found" not in error["message"], "a picture would be quoted"
