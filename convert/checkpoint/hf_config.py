@@ -104,9 +104,7 @@ class HFConfig:
     def required(self, key: str, *allowed: T) -> T:
         """Return the value of `key`, which must be there and one of `allowed`, in the type that stands there."""
         if key not in self.values:
-            raise CheckpointError(
-                "A key is missing.", where=f"{self.where}: {key}", expected=" or ".join(json.dumps(a) for a in allowed)
-            )
+            raise self.refuse("A key is missing.", key, " or ".join(map(json.dumps, allowed)))
         self.only(key, *allowed)
         return allowed[allowed.index(self.values[key])]
 

@@ -26,6 +26,11 @@ def write(folder: Path, *lines: str) -> Path:
     return file
 
 
+def test_a_missing_file_says_where_sets_come_from(tmp_path: Path) -> None:
+    with pytest.raises(D2SDError, match=r"cannot be read(.|\n)*fix: .*`d2sd data`"):
+        read_turns(tmp_path / "data" / "train" / "gsm8k.jsonl")
+
+
 def test_prompts_turns_and_ids_are_read(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD, "", '{"id": 7, "turns": ["one\u2028line"], "more": 1}')
     assert read_prompts(file) == [("a", "x y"), ("7", "one\u2028line")]

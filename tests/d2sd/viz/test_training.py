@@ -58,7 +58,7 @@ def test_tau_by_step(drawn: list[Axes]) -> None:
 
 def test_one_evaluation_is_shown_on_the_steps_of_the_training(drawn: list[Axes]) -> None:
     for panel, last in zip(drawn, (4, 3, 4, 3), strict=True):
-        assert panel.get_xlim() == (0, pytest.approx(1.03 * last))
+        assert panel.get_xlim() == pytest.approx((0, 1.03 * last))
 
 
 def test_a_picture_one_can_read(tmp_path: Path) -> None:

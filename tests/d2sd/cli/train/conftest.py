@@ -24,8 +24,8 @@ def project(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="session")
 def whole(once: Once) -> Path:
-    """A project whose training has ended, uninterrupted; what it printed is in `stdout` beside it. Copy before changing
-    it.
+    """A project whose training has ended, uninterrupted; what it printed is in `stdout` and `stderr` beside it. Copy
+    it before changing it.
     """
 
     def make(folder: Path) -> None:
@@ -35,6 +35,7 @@ def whole(once: Once) -> Path:
             result = train(project)
         assert result.exit_code == 0, result.output + repr(result.exception)
         (folder / "stdout").write_text(result.stdout)
+        (folder / "stderr").write_text(result.stderr)
 
     return once("training", make) / "project"
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 
 from d2sd.bench.result import load_result
@@ -46,6 +47,17 @@ def test_the_pair(whole: Path) -> None:
         drafters.append(torch.cat([p.flatten() for p in DFLASH.load(folder, torch.bfloat16).parameters()]))
     assert drafters[0].isfinite().all()
     assert not torch.equal(*drafters), "the second one has been trained further"
+
+
+def test_the_lines_of_a_recipe_are_printed(whole: Path) -> None:
+    _, _, told = (
+        whole.with_name("stderr").read_text().partition("serve them: d2sd-build RECIPE, with these lines in it\n")
+    )
+    (drafters,) = yaml.safe_load(told).values()
+    assert {place: Path(source["path"]) for place, source in drafters.items()} == {
+        place: whole / "out" / file
+        for place, file in (("first", "first"), ("second", "second"), ("calibration", "calibration.json"))
+    }
 
 
 def test_the_log_has_every_step_once(whole: Path) -> None:
