@@ -5,7 +5,7 @@
 A graph holds a whole step, from the first draft to the K/V of the committed tokens in the target's pages. Their K/V in
 the drafters' pages is made by the next step's drafts (`drafting/context.py`). The state of requests whose tokens the
 host has not read comes from the step before it (`Handover`), so the engine launches it while that one runs. There is
-one for each (policy, batch bucket, kind of sampling), captured by `warm_up` or at its first use; the page table always
+one for each (policy, batch bucket, kind of sampling), captured by `warm_ups` or at its first use; the page table always
 has the width of the longest context, because attention reads `context_len` tokens of it. Drafters that the policy does
 not run get this context through their queue.
 
@@ -130,11 +130,6 @@ class DecodeSteps:
         windowed = None if batch.windowed_table is None else wide(batch.windowed_table)
         sampling = batch.sampling.with_all_filters()
         return replace(batch, page_table=wide(batch.page_table), windowed_table=windowed, sampling=sampling)
-
-    def warm_up(self, served: Iterable[tuple[Policy, int]]) -> None:
-        """Run `warm_ups`."""
-        for work in self.warm_ups(served):
-            work()
 
     def warm_ups(self, served: Iterable[tuple[Policy, int]]) -> list[Callable[[], object]]:
         """The work that captures the graphs of these policies and batch buckets for all kinds of sampling, and runs

@@ -66,11 +66,6 @@ def receive(group: Group) -> tuple[str, list[Any]]:
     return message["kind"], [_restored(value, tensors) for value in message["values"]]
 
 
-def message_bytes(sizes: Sequence[int]) -> int:
-    """Bytes of a message whose tensors have these sizes."""
-    return FRAME + sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in sizes)
-
-
 def _payload(sized: Sequence[tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
     """Room for tensors of these sizes in bytes, and the part of each."""
     sizes = [size for size, _ in sized]

@@ -135,7 +135,6 @@ class _JsonLines(logging.Formatter):
     """One JSON object a line. The access log's messages are objects already."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record."""
         line = {"time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S%z"), "level": record.levelname.lower()}
         if record.name == "d2sd.serve.access":
             return json.dumps(line | {"event": "request"} | json.loads(record.getMessage()))
@@ -149,7 +148,6 @@ class _TextLines(logging.Formatter):
     """Lines for people."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """Format a record."""
         if record.name == "d2sd.serve.access":
             facts = json.loads(record.getMessage())
             tokens = f", {facts['completion_tokens']} tokens" if "completion_tokens" in facts else ""

@@ -266,7 +266,8 @@ def test_a_refused_capture_is_told_once_or_is_an_error(
 def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
     requests = [Request((5, 6, 5), 4, replace(kind, seed=9)) for kind in (HOT, NARROW, GREEDY)]
     engine, graphs = captured(honest(), policy, max_batch=2)
-    engine.steps.warm_up([(engine.policy, 1), (engine.policy, 2)])
+    for work in engine.steps.warm_ups([(engine.policy, 1), (engine.policy, 2)]):
+        work()
     assert len(graphs.graphs) == 2 * 3
     assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
     assert len(graphs.graphs) == 2 * 3
