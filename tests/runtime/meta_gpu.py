@@ -62,7 +62,7 @@ def meta_engine(policy: PolicyName, limits: Limits, *, lookup: bool = False) -> 
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
     target = tiny_decoder("qwen3", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16)
     first, second = (tiny_drafter(target.config, role=role, layers=1) for role in ("first", "variable_prefix"))
-    runner = runner_of(*(model.to("meta") for model in (target, first, second)))
+    runner = runner_of(target.to("meta"), first.to("meta"), second.to("meta"))
     runner.capture = MetaCaptures("meta")
     runner.staging = Staging("meta", runner.capture.mark)
     return Engine(runner, made.among(runner.drafters), limits)

@@ -60,7 +60,7 @@ def test_nothing_is_compiled_after_the_warm_up(days: tuple[tuple[str, str], ...]
 
 #: Each kind of request: its step has a graph, or one of the reasons to have none.
 SAMPLED: tuple[dict[str, Any], ...] = {}, {"temperature": 1.0}, {"temperature": 1.0, "top_p": 0.5, "top_k": 3}
-KINDS = [SamplingParams(**sampled, **reported) for sampled, reported in product(SAMPLED, ({}, {"logprobs": 2}))]
+KINDS = [SamplingParams(**sampled, logprobs=reported) for sampled, reported in product(SAMPLED, (None, 2))]
 CHANGED = SamplingParams(repetition_penalty=1.2), SamplingParams(1.0, logit_bias={5: 2.0}, logprobs=1)
 
 
