@@ -21,9 +21,7 @@ from d2sd.recipe import load_recipe
 @click.option("--plan", is_flag=True, help="Print what would be built, with sizes and memory; read no weights.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a recipe's value; repeatable.")
 @click.option("--out", type=FilePath, help="Folder of the bundle.  [default: bundles/<name>]")
-@click.option(
-    "--calibrate", is_flag=True, help="Fit the drafters' confidence, as d2sd calibrate does, and serve by it."
-)
+@click.option("--calibrate", is_flag=True, help="Fit the drafters' confidence like d2sd calibrate, and serve by it.")
 @held_out_option
 @device_option
 @click.option("-v", "--verbose", is_flag=True, help="Print every finished stage and the time, as without a terminal.")

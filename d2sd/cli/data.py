@@ -28,8 +28,8 @@ def data(source: Path | None, to: Path) -> None:
         fill(to, source)
     files = present(to)
     for prompt_set in prompt_sets():
-        missing = prompt_set.file not in files
         told = f"{prompt_set.prompts:,} {prompt_set.kind}, {prompt_set.license}"
-        click.echo(f"{to / prompt_set.file}: {'missing; ' if missing else ''}{told}")
-        for label in ("source", "made", "sha256") if missing else ():
+        labels = () if prompt_set.file in files else ("source", "made", "sha256")
+        click.echo(f"{to / prompt_set.file}: {'missing; ' if labels else ''}{told}")
+        for label in labels:
             click.echo(f"  {label:7} {getattr(prompt_set, label)}")
