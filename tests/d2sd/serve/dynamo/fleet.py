@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -224,12 +224,15 @@ def post(url: str, path: str, body: dict[str, Any], timeout: float = 120) -> Gen
         raise Refused(error.code, error.read().decode()) from None
 
 
-def complete(url: str, model: str, prompt: str, **options: Any) -> tuple[str, str | None]:
-    """Text and finish reason of a completion, streamed unless stream=False."""
+def complete(
+    url: str, model: str, prompt: str, heard: Callable[[str], object] = str, **options: Any
+) -> tuple[str, str | None]:
+    """Text and finish reason of a completion, streamed unless stream=False; `heard` gets each piece as it arrives."""
     body = {"model": model, "prompt": prompt, "stream": True} | options
     text, finish = "", None
     for event in post(url, "/v1/completions", body):
         for choice in event["choices"]:
             text += choice["text"]
+            heard(choice["text"])
             finish = choice.get("finish_reason") or finish
     return text, finish

@@ -68,6 +68,12 @@ def idle(server: Triton) -> bool:
     return server.metric("kv_pages_used") == 0 and server.metric("num_requests_running") == 0
 
 
+def test_the_warm_up_ran(server: Triton) -> None:
+    """The first test of this server: nobody has asked for a token. The metrics are published twice a second."""
+    until(lambda: server.metric("generation_tokens_total") >= 1)
+    assert "warmup" not in server.log.read_text(errors="replace").lower()
+
+
 def test_health_and_generate(server: Triton, llm: LLM) -> None:
     assert server.status("/v2/health/live") == server.status("/v2/health/ready") == 200
     (expected,) = llm.generate("w3 w4", SamplingParams(max_tokens=12))
@@ -82,11 +88,6 @@ def test_health_and_generate(server: Triton, llm: LLM) -> None:
     assert answer["finish_reason"] == expected.finish_reason
     assert answer["num_output_tokens"] == len(expected.token_ids)
     assert answer["total_draft_tokens"] == expected.stats.verified_nodes - expected.stats.steps
-
-
-def test_the_warm_up_ran(server: Triton) -> None:
-    assert server.metric("generation_tokens_total") >= 1
-    assert "warmup" not in server.log.read_text(errors="replace").lower()
 
 
 def test_generate_stream(server: Triton, llm: LLM) -> None:
