@@ -10,7 +10,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import accumulate
 from math import inf
 from types import MappingProxyType
@@ -107,14 +106,15 @@ def measure_step_times(
     """The times of this machine; arguments as of `time_steps`. What is `known` is not measured again."""
     steps, known = steps or DecodeSteps(runner, limits), known or StepTimes.of({})
     begun, limit = clock(), inf if runner.device.startswith("cuda") else LIMIT
-    pending, refused, end = time_pending(runner), steps.refused, begun + _STEPS * limit
-    measured = time_steps(runner, policies, forecast, limits, advance, steps, clock, end=end, known=known.seconds)
+    pending, refused, measured = time_pending(runner), steps.refused, dict(known.seconds)
+    end = begun + _STEPS * limit
+    seconds = time_steps(runner, policies, forecast, limits, advance, steps, clock, end=end, measured=measured)
     if steps.refused and not refused:  # some of them were captured, and no step is any more
-        measured = time_steps(runner, policies, forecast, limits, steps=steps)
-    seconds = measured if clock() < end else guess_steps(measured, policies, forecast, limits, runner.block_size)
-    end = begun + limit
-    context = time_context(runner, measured, limits, steps, clock, end, known.context)
-    if clock() < end and seconds is measured:
+        measured = {}
+        seconds = time_steps(runner, policies, forecast, limits, steps=steps, measured=measured)
+    late = clock() >= end
+    context = time_context(runner, measured if late else seconds, limits, steps, clock, begun + limit, known.context)
+    if not late and clock() < begun + limit:
         return StepTimes(seconds, context, pending)
     guessed = frozenset(seconds.keys() - (measured.keys() & context.keys()))
     most, added = max(((p.num_nodes * size, more) for (p, size), more in context.items()), default=(1, 0.0))
@@ -132,76 +132,45 @@ def time_steps(
     clock: Callable[[], float] = time.perf_counter,
     context: int = _CONTEXT,
     end: float = inf,
-    known: Seconds = MappingProxyType({}),
+    measured: dict[tuple[Policy, int], float] | None = None,
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
     policy are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are those of the engine
     that will serve them, with its calibration and its CUDA graphs; the default is a new one. `clock` gives seconds;
-    `context` is in tokens a request. Nothing is begun after `end` of the clock, and what is not measured by then is
-    left out, but for plain decoding of the first batch. What is `known` is taken over.
+    `context` is in tokens a request. What is in `measured` is taken as it is, and what is measured is added to it.
+    After `end` of the clock, nothing but plain decoding of the first batch is: then other batch sizes tell.
     """
-    steps = steps or DecodeSteps(runner, limits)
-    batch_of = cache(lambda bucket: _dummy_batch(runner, limits, bucket, context))
-    measured = set(known)
-
-    def seconds_of(policy: Policy, bucket: int) -> float | None:
-        if (policy, bucket) in known:
-            return known[policy, bucket]
-        if measured and clock() >= end:
-            return None
-        seconds = _time(runner, policy, batch_of(bucket), steps, clock, end=end if measured else inf)
-        measured.add((policy, bucket))
-        return seconds
-
-    sizes = buckets(limits.max_batch)
-    if end == inf:
-        sizes.reverse()  # graphs of smaller batches fit in the memory of larger ones
-    return _sweep(policies, sizes, forecast, runner.block_size, seconds_of, advance)
-
-
-def guess_steps(
-    measured: Seconds, policies: Sequence[Policy], forecast: Forecast, limits: Limits, block_size: int
-) -> dict[tuple[Policy, int], float]:
-    """The measured seconds and, on the line through them, those of batch sizes for which there was no time.
-
-    With one size alone they grow with the batch. A policy of which nothing was measured stays out.
-    """
-    sizes = buckets(limits.max_batch)
-
-    def seconds_of(policy: Policy, bucket: int) -> float | None:
-        points = [(size, measured[policy, size]) for size in sizes if (policy, size) in measured]
-        if not points or (policy, bucket) in measured:
-            return measured.get((policy, bucket))
-        line = RowTimes(((0, 0.0), *points) if len(points) == 1 else tuple(points))
-        return max(line(bucket), min(seconds for _, seconds in points))
-
-    return _sweep(policies, sizes, forecast, block_size, seconds_of)
-
-
-def _sweep(
-    policies: Sequence[Policy],
-    sizes: Sequence[int],
-    forecast: Forecast,
-    block_size: int,
-    seconds_of: Callable[[Policy, int], float | None],
-    advance: Callable[[int], None] = lambda buckets: None,
-) -> dict[tuple[Policy, int], float]:
-    """The seconds of every policy that may pay, by batch size; None leaves a step out."""
+    steps, measured = steps or DecodeSteps(runner, limits), {} if measured is None else measured
+    (off,) = (policy for policy in policies if isinstance(policy, Off))
     times: dict[tuple[Policy, int], float] = {}
-    for bucket in sizes:
-        plain, pruned = inf, set[str]()
-        for policy in sorted(policies, key=lambda policy: not isinstance(policy, Off)):
-            if policy.name in pruned or (seconds := seconds_of(policy, bucket)) is None:
+    sizes = buckets(limits.max_batch)
+    for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
+        batch = _dummy_batch(runner, limits, bucket, context)
+        pruned: set[str] = set()
+        for policy in (off, *(policy for policy in policies if policy is not off)):
+            if policy.name in pruned:
                 continue
-            times[policy, bucket] = seconds
-            if isinstance(policy, Off):
-                plain = seconds
-            elif seconds > _most(policy, forecast, block_size) * plain:
-                pruned.add(policy.name)
+            if (policy, bucket) not in measured:
+                found = _time(runner, policy, batch, steps, clock, end=end if measured else inf)
+                measured |= {} if found is None else {(policy, bucket): found}
+            seconds = measured.get((policy, bucket)) or _guess(measured, policy, bucket)
+            if seconds is not None:
+                times[policy, bucket] = seconds
+                if seconds > _most(policy, forecast, runner.block_size) * times[off, bucket]:
+                    pruned.add(policy.name)
         advance(1)
     return times
+
+
+def _guess(measured: Seconds, policy: Policy, bucket: int) -> float | None:
+    """Seconds on the line through the measured batch sizes of a policy; from one alone they grow with the batch."""
+    points = sorted((size, seconds) for (one, size), seconds in measured.items() if one == policy)
+    if not points:
+        return None
+    line = RowTimes(((0, 0.0), *points) if len(points) == 1 else tuple(points))
+    return max(line(bucket), min(seconds for _, seconds in points))
 
 
 def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:

@@ -68,9 +68,8 @@ def generate(
 
         d2sd generate bundles/smollm2-135m -p "Why is the sky blue?" --stats
     """
-    for path in (tree_svg, html):
-        if path is not None:
-            check_writable(path)
+    for path in filter(None, (tree_svg, html)):
+        check_writable(path)
     loaded = load_bundle(bundle, progress=bar, tensor_parallel=tensor_parallel, device=device)
     defaults = loaded.recipe.sampling
     options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
@@ -92,7 +91,7 @@ def generate(
     if stats:
         for what, size in engine.runner.exchanged.items():
             click.echo(f"exchanged by {what}: {size_text(size // engine.clock.steps)} a step", err=True)
-        served, clock = engine.stats, engine.clock
+        served = [s.stats for s in sequences], engine.stats, engine.clock
         del engine  # its pools: those of two do not fit where one takes most of the memory
         make = partial(make_engine, loaded, policy="off", device=device, backend=backend, max_batch=batch)
-        show_stats([s.stats for s in sequences], served, clock, time_plain(make, requests, sequences))
+        show_stats(*served, time_plain(make, requests, sum(len(s.answer) for s in sequences)))

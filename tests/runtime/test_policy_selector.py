@@ -28,15 +28,7 @@ from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, 
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
-from d2sd.runtime.step_times import (
-    LIMIT,
-    RowTimes,
-    StepTimes,
-    guess_steps,
-    measure_step_times,
-    time_context,
-    time_steps,
-)
+from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 
 FIRST, SECOND, *_ = DrafterRole
@@ -557,23 +549,22 @@ def test_measuring_ends_in_time_on_any_machine(pace: float) -> None:
 
 def test_what_was_not_measured_lies_on_the_line_of_what_was() -> None:
     """Steps take 1 s and 0.5 s a row of each request: at sizes 1 and 2 both are seen, at 8 the line says 5 s."""
-    known: dict[tuple[Policy, int], float] = {
-        (OFF, 1): 1.5,
-        (OFF, 2): 2.0,
-        (CHAIN, 1): 3.0,
-        (CHAIN, 2): 5.0,
-        (SMALL, 1): 3.0,
-    }
-    forecast = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
-    whole = guess_steps(known, POLICIES, forecast, Limits(8, 64, 4, 16), 4)
+    known: dict[tuple[Policy, int], float] = {(OFF, 1): 1.5, (OFF, 2): 2.0, (CHAIN, 1): 3.0, (CHAIN, 2): 5.0}
+    known[SMALL, 1] = 3.0
+    runner, limits = cast(ModelRunner, Scripted(lambda rows, size: 1.0)), Limits(8, 64, 4, 16)
+
+    def told(forecast: Any, more: dict[tuple[Policy, int], float]) -> dict[tuple[Policy, int], float]:
+        """Without a second to measure."""
+        return time_steps(runner, POLICIES, forecast, limits, clock=lambda: 1.0, end=0.0, measured=known | more)
+
+    promising = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    whole = told(promising, {})
     assert {size: whole[OFF, size] for size in (1, 2, 4, 8)} == {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}
     assert {size: whole[CHAIN, size] for size in (1, 2, 4, 8)} == {1: 3.0, 2: 5.0, 4: 9.0, 8: 17.0}
     assert [whole[SMALL, size] for size in (1, 2, 8)] == [3.0, 6.0, 24.0], "one size alone grows with the batch"
     assert not any(policy == LARGE for policy, _ in whole), "of which nothing is known"
-    noisy = guess_steps(known | {(CHAIN, 2): 1.0}, POLICIES, forecast, Limits(8, 64, 4, 16), 4)
-    assert min(noisy.values()) > 0
-    nothing = guess_steps(known | {(LARGE, 1): 4.0}, POLICIES, {}, Limits(8, 64, 4, 16), 4)
-    assert (LARGE, 8) not in nothing, "a smaller tree of this policy cannot pay there"
+    assert min(told(promising, {(CHAIN, 2): 1.0}).values()) > 0, "a line that falls"
+    assert (LARGE, 8) not in told({}, {(LARGE, 1): 4.0}), "a smaller tree of this policy cannot pay there"
 
 
 def test_a_later_start_measures_what_the_first_left_out() -> None:
@@ -599,9 +590,10 @@ def test_a_gpu_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch, device: s
     """Its steps must be compiled and captured anyway."""
     runner, ends = Scripted(lambda rows, size: 1.0, device=device, now=5.0), list[float]()
 
-    def timed(*_: object, end: float, **__: object) -> dict[tuple[Policy, int], float]:
+    def timed(*_: object, end: float, measured: dict[tuple[Policy, int], float]) -> dict[tuple[Policy, int], float]:
         ends.append(end)
-        return {(OFF, 1): 1.0}
+        measured[OFF, 1] = 1.0
+        return dict(measured)
 
     monkeypatch.setattr("d2sd.runtime.step_times.time_steps", timed)
     monkeypatch.setattr("d2sd.runtime.step_times.time_context", lambda *_: {})
