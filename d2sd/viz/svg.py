@@ -147,13 +147,8 @@ _SAMPLE = 30
 def _entries(steps: Sequence[Step]) -> list[tuple[str, int, str]]:
     """(class, corner radius, text) of each entry of the legend that `steps` need."""
     sources = {node.source for step in steps for node in step.nodes}
-    keys = [("anchor", 5, "last token so far")]
-    if "first" in sources:
-        keys.append(("first", 5, "first draft"))
-    if "second" in sources:
-        keys.append(("second", 10, "second pass"))
-    if "copy" in sources:
-        keys.append(("copy", 5, "copy of earlier text"))
+    boxes = {"first": (5, "first draft"), "second": (10, "second pass"), "copy": (5, "copy of earlier text")}
+    keys = [("anchor", 5, "last token so far"), *((name, *boxes[name]) for name in DRAFTED if name in sources)]
     drafted = not sources.isdisjoint(DRAFTED)
     if drafted:
         keys.append(("yes", 5, "accepted by the target"))
