@@ -1,4 +1,4 @@
-"""Readers of `quantization_config` by its `quant_method`: compressed-tensors, fp8 (DeepSeek, Qwen), awq, gptq, mxfp4.
+"""Readers of `quantization_config` by its `quant_method`: compressed-tensors, fp8 (DeepSeek, Qwen), mxfp4.
 
 Every key that changes numbers is checked. Others, which say how the checkpoint was made, are not.
 """
@@ -16,7 +16,10 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.quantized import Scheme
 from d2sd.modeling.scaled_fp8 import BLOCK
 
-_FIX = "start from the checkpoint before it was quantized, or from an FP8 one of this model"
+_FIX = (
+    "start from the checkpoint before it was quantized, from an FP8 one of this model, or from one that"
+    " transformers has dequantized: model.dequantize().save_pretrained(...)"
+)
 _FLOAT8 = {"num_bits": 8, "type": "float"}
 _FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 _TOKEN = _FLOAT8 | {"strategy": "token", "dynamic": True}
@@ -88,24 +91,11 @@ def _compressed_scheme(group: HFConfig) -> Scheme:
         if _says(weights, expected) and _inputs_say(inputs, of_inputs):
             plain.only("symmetric", True, None)
             return scheme
-    if weights.get("type") == "int" and weights.get("num_bits") in (4, 8) and inputs is None:
-        return _integers(plain)
     raise group.refuse(
         "This quantization is not supported.",
         "input_activations" if any(_says(weights, expected) for expected, _, _ in _GROUPS) else "weights",
-        "FP8 by tensor, channel or blocks, NVFP4, or packed integers of 4 or 8 bits, of weights alone",
+        "FP8 by tensor, channel or blocks, or NVFP4",
         _FIX,
-    )
-
-
-def _integers(weights: HFConfig) -> Scheme:
-    strategy = weights.required("strategy", "group", "channel")
-    weights.only("actorder", None, False, "weight", "static", "group", "dynamic")
-    return schemes.packed_integers(
-        weights.required("num_bits", 4, 8),
-        weights.size("group_size") if strategy == "group" else None,
-        zero_points=not weights.get("symmetric", bool, True),
-        ordered=weights.values.get("actorder") in ("group", "dynamic"),
     )
 
 
@@ -124,25 +114,6 @@ def _fp8(part: HFConfig) -> Quantization:
     return Quantization(ignored, False, ("fp8", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
 
 
-def _awq(part: HFConfig) -> Quantization:
-    part.required("bits", 4)
-    part.only("version", "gemm", "GEMM", None)
-    part.only("zero_point", True)
-    ignored = read_patterns(part, "modules_to_not_convert")
-    groups = ((schemes.awq(_group_size(part)), (EVERY,)),)
-    return Quantization(ignored, False, ("awq", "unknown"), groups, "part", part.values)
-
-
-def _gptq(part: HFConfig) -> Quantization:
-    bits = part.required("bits", 4, 8)
-    part.only("checkpoint_format", "gptq", "gptq_v2", None)
-    part.only("lm_head", False, None)
-    part.only("dynamic", *_NEUTRAL)  # other settings for some layers
-    less_one = part.values.get("checkpoint_format") != "gptq_v2"
-    scheme = schemes.gptq(bits, _group_size(part), less_one=less_one)
-    return Quantization((), False, ("gptq", "unknown"), ((scheme, (EVERY,)),), "part", part.values)
-
-
 def _mxfp4(part: HFConfig) -> Quantization:
     """gpt-oss: experts alone."""
     part.only("dequantize", False, None)
@@ -151,16 +122,9 @@ def _mxfp4(part: HFConfig) -> Quantization:
     return Quantization(ignored, False, ("mxfp4", "unknown"), groups, "wildcard", part.values)
 
 
-def _group_size(part: HFConfig) -> int | None:
-    """-1 is all inputs."""
-    return None if part.values.get("group_size") == -1 else part.size("group_size")
-
-
 _READERS: Mapping[str, Callable[[HFConfig], Quantization]] = {
     "compressed-tensors": _compressed,
     "fp8": _fp8,
-    "awq": _awq,
-    "gptq": _gptq,
     "mxfp4": _mxfp4,
 }
 

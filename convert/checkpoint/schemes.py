@@ -20,7 +20,6 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.mxfp4 import Mxfp4Experts
 from d2sd.modeling.nvfp4 import Nvfp4Linear, Nvfp4Weights
-from d2sd.modeling.packed_int import AwqLinear, GptqLinear, PackedIntLinear
 from d2sd.modeling.quantized import Scheme
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
 
@@ -51,23 +50,6 @@ NVFP4_COMPRESSED = _row("NVFP4", Nvfp4Linear, _FP4, divisors=True)
 MXFP4 = _row("MXFP4", Mxfp4Experts, None)
 NVFP4_WEIGHTS = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=False)
 NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=True)
-
-
-def packed_integers(bits: int, group: int | None, *, zero_points: bool, ordered: bool) -> Scheme:
-    """compressed-tensors' W4A16 and W8A16; a group of None is a scale a channel."""
-    options = {"bits": bits, "group": group, "zero_points": zero_points, "ordered": ordered}
-    return _row(f"W{bits}A16", PackedIntLinear, None, **options)
-
-
-def awq(group: int | None) -> Scheme:
-    """AWQ of four bits."""
-    return _row("AWQ", AwqLinear, None, group=group)
-
-
-def gptq(bits: int, group: int | None, *, less_one: bool) -> Scheme:
-    """GPTQ; `less_one`: zero points are stored less one."""
-    return _row("GPTQ", GptqLinear, None, bits=bits, group=group, less_one=less_one)
-
 
 #: Whether a pattern of a dialect names a module; the last argument is the time by which that must be known.
 Matches = Callable[[str, str, float], bool]

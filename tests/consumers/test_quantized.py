@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.modeling.nvfp4 import Nvfp4Linear
 from tests.consumers.helpers import needs, run_child
-from tests.convert.checkpoint import published
 from tests.convert.checkpoint.published import LAYOUTS, Published
 from tests.convert.helpers import write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder
@@ -25,17 +22,8 @@ _BF16 = 2.0**-8
 _COMPRESSED = [layout for layout in LAYOUTS if layout.config["quant_method"] == "compressed-tensors"]
 
 
-def of_today(layout: Published) -> Published:
-    """compressed-tensors 0.20 has no `actorder: group`, which older checkpoints have."""
-    if layout.name != "w4a16-zero-points":
-        return layout
-    config = copy.deepcopy(layout.config)
-    config["config_groups"]["group_0"]["weights"]["actorder"] = None
-    return replace(layout, config=config, store=published.w4a16(4, symmetric=False))
-
-
 @needs("compressed")
-@pytest.mark.parametrize("layout", [of_today(one) for one in _COMPRESSED if not one.kv], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("layout", [one for one in _COMPRESSED if not one.kv], ids=lambda layout: layout.name)
 def test_compressed_tensors_says_the_same(layout: Published, tmp_path: Path) -> None:
     hidden, size = (128, 64) if "blocks" in layout.name else (32, 8)  # it has no partial blocks
     decoder = tiny_decoder("qwen3", layers=1, tie=False, hidden=hidden, head_dim=size)

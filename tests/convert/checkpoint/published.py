@@ -26,8 +26,6 @@ E2M1 = [
     (-1) ** sign * (fraction / 2 if exponent == 0 else (1 + fraction / 2) * 2.0 ** (exponent - 1))
     for sign, exponent, fraction in product((0, 1), range(4), (0, 1))
 ]
-#: Outputs in the order of the bits of an int32 of AutoAWQ, lowest first.
-AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 BLOCK, GROUP, LAYERS = 128, 16, 1
 Tensors = dict[str, Tensor]
 #: A layer's tensors as lists, a row and a column of its weight -> the number there.
@@ -190,128 +188,6 @@ def _block_number(name: str) -> Number:
     return number
 
 
-def as_int32(word: int) -> int:
-    return word - (1 << 32) if word >= 1 << 31 else word
-
-
-def pack(integers: Tensor, bits: int, axis: int, order: list[int] | None = None) -> Tensor:
-    """Integers without sign [n, m] -> int32 along an axis; `order`: which of the integers has the lowest bits first."""
-    lines = (integers.t() if axis == 0 else integers).tolist()
-    each = 32 // bits
-    order = order or list(range(each))
-    packed = []
-    for line in lines:
-        line = line + [0] * (-len(line) % each)
-        words = [line[start : start + each] for start in range(0, len(line), each)]
-        packed.append([as_int32(sum(word[place] << bits * at for at, place in enumerate(order))) for word in words])
-    out = torch.tensor(packed, dtype=torch.int32)
-    return out.t().contiguous() if axis == 0 else out
-
-
-def bits_of(word: int, bits: int, at: int) -> int:
-    return (word & 0xFFFFFFFF) >> bits * at & (1 << bits) - 1
-
-
-@dataclass(frozen=True)
-class Integers:
-    """Integers without sign, zero points and scales of a weight; column `c` is of group `group[c]`."""
-
-    q: Tensor  # [out, in]
-    zero: Tensor  # [out, G]
-    scale: Tensor  # [out, G]
-    group: list[int]
-
-
-def integers(weight: Tensor, bits: int, group_size: int, *, symmetric: bool, shuffled: bool = False) -> Integers:
-    out, width = weight.shape
-    order = torch.randperm(width, generator=torch.Generator().manual_seed(5)).tolist() if shuffled else range(width)
-    group = [0] * width
-    for place, column in enumerate(order):
-        group[column] = place // group_size
-    groups, top = -(-width // group_size), (1 << bits) - 1
-    q, zero, scale = torch.zeros(out, width, dtype=torch.int64), torch.zeros(out, groups), torch.zeros(out, groups)
-    for row, g in product(range(out), range(groups)):
-        columns = [column for column in range(width) if group[column] == g]
-        part = weight[row, columns]
-        low, high = part.min().item(), part.max().item()
-        step = max(abs(low), abs(high)) * 2 / top if symmetric else (high - low) / top
-        step = torch.tensor(step).half().item()
-        point = (top + 1) // 2 if symmetric else min(max(round(-low / step), 1), top)
-        scale[row, g], zero[row, g] = step, point
-        for column, value in zip(columns, part.tolist(), strict=True):
-            q[row, column] = min(max(round(value / step) + point, 0), top)
-    return Integers(q, zero.long(), scale, group)
-
-
-def w4a16(bits: int, *, symmetric: bool, shuffled: bool = False, group_size: int = 16) -> Callable[[Tensor], Tensors]:
-    def store(weight: Tensor) -> Tensors:
-        found = integers(weight, bits, group_size, symmetric=symmetric, shuffled=shuffled)
-        tensors = {
-            "weight_packed": pack(found.q, bits, 1),
-            "weight_scale": found.scale.to(torch.bfloat16),
-            "weight_shape": torch.tensor(weight.shape),
-        }
-        tensors |= {} if symmetric else {"weight_zero_point": pack(found.zero, bits, 0)}
-        return tensors | ({"weight_g_idx": torch.tensor(found.group, dtype=torch.int32)} if shuffled else {})
-
-    return store
-
-
-def w4a16_number(bits: int, group_size: int) -> Number:
-    each = 32 // bits
-
-    def number(stored: dict[str, Any], row: int, column: int) -> float:
-        q = bits_of(stored["weight_packed"][row][column // each], bits, column % each)
-        group = stored["weight_g_idx"][column] if "weight_g_idx" in stored else column // group_size
-        zero = 1 << bits - 1
-        if "weight_zero_point" in stored:
-            zero = bits_of(stored["weight_zero_point"][row // each][group], bits, row % each)
-        return (q - zero) * float(stored["weight_scale"][row][group])
-
-    return number
-
-
-def _awq(weight: Tensor) -> Tensors:
-    found = integers(weight, 4, 16, symmetric=False)
-    return {
-        "qweight": pack(found.q.t(), 4, 1, AWQ_ORDER),
-        "qzeros": pack(found.zero.t(), 4, 1, AWQ_ORDER),
-        "scales": found.scale.t().half().contiguous(),
-    }
-
-
-def _awq_number(stored: dict[str, Any], row: int, column: int) -> float:
-    at, group = AWQ_ORDER.index(row % 8), column // 16
-    q = bits_of(stored["qweight"][column][row // 8], 4, at)
-    zero = bits_of(stored["qzeros"][group][row // 8], 4, at)
-    return (q - zero) * float(stored["scales"][group][row])
-
-
-def _gptq(bits: int, less: int, *, shuffled: bool) -> Callable[[Tensor], Tensors]:
-    def store(weight: Tensor) -> Tensors:
-        found = integers(weight, bits, 16, symmetric=not shuffled, shuffled=shuffled)
-        return {
-            "qweight": pack(found.q.t(), bits, 0),
-            "qzeros": pack(found.zero.t() - less, bits, 1),
-            "scales": found.scale.t().half().contiguous(),
-            "g_idx": torch.tensor(found.group, dtype=torch.int32),
-        }
-
-    return store
-
-
-def _gptq_number(bits: int, less: int) -> Number:
-    each = 32 // bits
-
-    def number(stored: dict[str, Any], row: int, column: int) -> float:
-        q = bits_of(stored["qweight"][column // each][row], bits, column % each)
-        group = stored["g_idx"][column]
-        zero = bits_of(stored["qzeros"][group][row // each], bits, row % each) + less
-        return (q - zero) * float(stored["scales"][group][row])
-
-    return number
-
-
 def _quantized(**changes: Any) -> dict[str, Any]:
     """`weights` or `input_activations` as llm-compressor writes them."""
     empty = dict.fromkeys(("actorder", "block_structure", "group_size", "observer")) | {"observer_kwargs": {}}
@@ -441,59 +317,6 @@ LAYOUTS = (
         compressed("naive-quantized", _quantized(strategy="channel"), None),
         _channels,
         _scaled_number,
-        None,
-    ),
-    Published(
-        "w4a16",
-        compressed("pack-quantized", _quantized(num_bits=4, type="int", strategy="group", group_size=16), None),
-        w4a16(4, symmetric=True),
-        w4a16_number(4, 16),
-        None,
-    ),
-    Published(
-        "w4a16-zero-points",
-        compressed(
-            "pack-quantized",
-            _quantized(num_bits=4, type="int", strategy="group", group_size=16, symmetric=False, actorder="group"),
-            None,
-        ),
-        w4a16(4, symmetric=False, shuffled=True),
-        w4a16_number(4, 16),
-        None,
-    ),
-    Published(
-        "w8a16",
-        compressed("pack-quantized", _quantized(type="int", strategy="channel"), None),
-        w4a16(8, symmetric=True, group_size=10**6),
-        w4a16_number(8, 10**6),
-        None,
-    ),
-    Published(
-        "awq",
-        {
-            "bits": 4,
-            "group_size": 16,
-            "modules_to_not_convert": None,
-            "quant_method": "awq",
-            "version": "gemm",
-            "zero_point": True,
-        },
-        _awq,
-        _awq_number,
-        None,
-    ),
-    Published(
-        "gptq",
-        {"bits": 4, "group_size": 16, "desc_act": False, "sym": True, "quant_method": "gptq", "damp_percent": 0.01},
-        _gptq(4, 1, shuffled=False),
-        _gptq_number(4, 1),
-        None,
-    ),
-    Published(
-        "gptq-v2-order",
-        {"bits": 8, "group_size": 16, "desc_act": True, "quant_method": "gptq", "checkpoint_format": "gptq_v2"},
-        _gptq(8, 0, shuffled=True),
-        _gptq_number(8, 0),
         None,
     ),
 )

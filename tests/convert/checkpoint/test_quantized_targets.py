@@ -186,17 +186,6 @@ def test_a_copy_keeps_the_scheme(layout: Published, folders: Folders, tmp_path: 
         ("fp8-blocks", "fmt", "e5m2", "fmt"),
         ("nvfp4-modelopt", "quant_algo", "NVFP4_AWQ", "quant_algo"),
         ("nvfp4-modelopt", "config_groups.group_0.weights.group_size", 32, "config_groups"),
-        ("w4a16", "config_groups.group_0.weights.strategy", "tensor", "strategy"),
-        ("w4a16", "config_groups.group_0.weights.group_size", None, "group_size"),
-        ("w4a16", "config_groups.group_0.weights.actorder", "rows", "actorder"),
-        ("awq", "bits", 8, "bits"),
-        ("awq", "version", "gemv", "version"),
-        ("awq", "zero_point", False, "zero_point"),
-        ("gptq", "bits", 3, "bits"),
-        ("gptq", "checkpoint_format", "marlin", "checkpoint_format"),
-        ("gptq", "dynamic", {"-:.*down.*": {}}, "dynamic"),
-        ("gptq", "lm_head", True, "lm_head"),
-        ("gptq", "group_size", 0, "group_size"),
     ],
 )
 def test_a_description_that_is_not_read_is_named(
@@ -231,13 +220,6 @@ _NAN = torch.tensor(torch.nan)
         ("nvfp4-modelopt", "weight", torch.zeros(64, 32, dtype=torch.uint8), "wrong shape"),
         ("nvfp4-compressed", "weight_global_scale", torch.tensor([0.0]), "not positive"),
         ("nvfp4-compressed", "weight_packed", torch.zeros(64, 16, dtype=torch.int32), "type is not supported"),
-        ("w4a16", "weight_shape", torch.tensor([32, 64]), r"weight_shape(.|\n)*expected: \[64, 32\]"),
-        ("w4a16", "weight_scale", torch.full((64, 2), -1.0), "negative"),
-        ("w4a16", "weight_zero_point", torch.zeros(8, 2, dtype=torch.int32), "unknown"),
-        ("w4a16-zero-points", "weight_g_idx", torch.full((32,), 2, dtype=torch.int32), r"weight_g_idx(.|\n)*0 to 1"),
-        ("awq", "qzeros", None, r"missing layers\.0\.mlp\.up_proj\.qzeros"),
-        ("awq", "scales", _NAN.half().expand(2, 64), "NaN"),
-        ("gptq", "g_idx", torch.full((32,), -1, dtype=torch.int32), r"g_idx(.|\n)*0 to 1"),
     ],
 )
 def test_tensors_that_are_not_as_described(
@@ -333,16 +315,7 @@ def write(path: Path, values: object) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("layout", "key"),
-    [
-        ("gptq", "bits"),
-        ("awq", "bits"),
-        ("fp8-blocks", "activation_scheme"),
-        ("w4a16", "config_groups.group_0.weights.strategy"),
-        ("w4a16", "config_groups.group_0.weights.num_bits"),
-    ],
-)
+@pytest.mark.parametrize(("layout", "key"), [("fp8-blocks", "activation_scheme")])
 def test_a_missing_key_is_named(layout: str, key: str, tmp_path: Path) -> None:
     edit_json(write(tmp_path / "part.json", BY_NAME[layout].config), key, ...)
     with pytest.raises(CheckpointError, match=key.rpartition(".")[2] if "num_bits" not in key else "weights"):
@@ -396,7 +369,7 @@ def test_layers_split_over_shards_are_dequantized(folders: Folders, tmp_path: Pa
     assert all(found[name].equal(tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "awq"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-weights"])
 def test_quantized_experts_are_dequantized_or_refused(name: str, tmp_path: Path) -> None:
     """Of the names and shapes of Qwen3-30B-A3B-FP8; the second of these layers is dense."""
     layout, decoder = BY_NAME[name], tiny_decoder("qwen3_moe", layers=2, tie=False)
@@ -416,7 +389,7 @@ def test_quantized_experts_are_dequantized_or_refused(name: str, tmp_path: Path)
     assert not any(isinstance(module, QuantizedLinear) for module in plain.modules())
 
 
-@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4-modelopt", "awq"])
+@pytest.mark.parametrize("name", ["fp8-dynamic", "nvfp4-modelopt", "fp8-weights"])
 def test_a_drafter_in_another_scheme_is_refused(name: str, tmp_path: Path) -> None:
     drafter = tiny_drafter(tiny_decoder().config)
     DFLASH.write(tmp_path, drafter.config, drafter.state_dict())

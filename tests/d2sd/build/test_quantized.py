@@ -20,7 +20,7 @@ from tests.convert.helpers import write_project
 
 ROOT = Path(__file__).parents[3]
 #: One of each way to store weights; `make test-slow` has all.
-SAMPLED = ("fp8-blocks", "nvfp4-modelopt", "awq")
+SAMPLED = ("fp8-blocks", "nvfp4-modelopt")
 BY_NAME = {layout.name: layout for layout in LAYOUTS}
 
 
@@ -59,12 +59,12 @@ def test_memory_is_the_bytes_of_the_tensors(layout: Published, tmp_path: Path) -
     assert make_plan(load_recipe(recipe, ["target.dequantize=true"])).parts[0].parameters == plain // 2
 
 
-@pytest.mark.parametrize("name", ["fp8-blocks", "w4a16"])
+@pytest.mark.parametrize("name", ["fp8-blocks", "fp8-weights"])
 def test_a_plan_tells_both_ways(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = project(tmp_path, BY_NAME[name])
     if BY_NAME[name].rounded is None:
         with pytest.raises(
-            CheckpointError, match=r"W4A16, \d.*B(.|\n)*dequantize to true(.|\n)*bf16 \(\d.*B\)(.|\n)*FP8"
+            CheckpointError, match=r"FP8 weights alone, \d.*B(.|\n)*dequantize to true(.|\n)*bf16 \(\d.*B\)(.|\n)*FP8"
         ):
             make_plan(load_recipe(recipe))
     else:
