@@ -148,7 +148,8 @@ def _entries(steps: Sequence[Step]) -> list[tuple[str, int, str]]:
     """(class, corner radius, text) of each entry of the legend that `steps` need."""
     sources = {node.source for step in steps for node in step.nodes}
     boxes = {"first": (5, "first draft"), "second": (10, "second pass"), "copy": (5, "copy of earlier text")}
-    keys = [("anchor", 5, "last token so far"), *((name, *boxes[name]) for name in DRAFTED if name in sources)]
+    keys: list[tuple[str, int, str]] = [("anchor", 5, "last token so far")]
+    keys += [(name, *boxes[name]) for name in DRAFTED if name in sources]
     drafted = not sources.isdisjoint(DRAFTED)
     if drafted:
         keys.append(("yes", 5, "accepted by the target"))

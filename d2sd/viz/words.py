@@ -108,7 +108,7 @@ def _fate(step: Step) -> str:
     else:
         begun += "wrong at once"
     if not step.copied:  # tokens that the draft shares with a rival are drawn as the rival's
-        shared = Counter(node.source for node in step.accepted[: step.right])
+        shared: Counter[str] = Counter(node.source for node in step.accepted[: step.right])
         rivals = (("second", "the second pass (violet)"), ("copy", "a copy of earlier text (dashed)"))
         begun += "".join(f"; {who} agreed on {shared[source]}" for source, who in rivals if shared[source])
     return f"{begun}; {_SAVERS[step.saver]} was right for {step.saved} more" if step.saver else begun
