@@ -181,7 +181,7 @@ bench: .venv/demo
 	$(BENCH) --prompts build/bench/prompts --temperatures 0 --out build/bench/greedy
 	$(BENCH) $(FOUR_SETS) --temperatures 1 --out build/bench/sampled
 	$(BIN)/d2sd bench $(FP32) --prompts $(PROMPTS)/gsm8k.jsonl --prompts $(PROMPTS)/mt_bench.jsonl \
-	  --out build/bench/serving --methods auto --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
+	  --out build/bench/serving --methods auto+lookup --concurrency 1,2,4,8,16 --max-new-tokens 48 --repeat 3
 
 # What the loads ask: `d2sd serve`, or with FACE=triton or FACE=dynamo another face of the engine, in its environment.
 FACE ?= serve

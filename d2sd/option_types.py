@@ -6,12 +6,11 @@ import math
 import os
 import re
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 import click
 
-from d2sd.policies import FACTS, PolicyName, parse_method
-from d2sd.recipe import Policy
+from d2sd.recipe import Method as MethodName
 
 
 class _FilePath(click.Path):
@@ -95,10 +94,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Raise a usage error unless the value is a policy or policy:rows."""
         method, colon, rows = str(value).partition(":")
-        policy, lookup = parse_method(method)
-        click.Choice(get_args(Policy)).convert(policy, param, ctx)
-        if lookup and policy != "auto" and not FACTS[cast("PolicyName", policy)].copies:
-            self.fail(f"{policy} has no room for copies of earlier text", param, ctx)
+        click.Choice(get_args(MethodName)).convert(method, param, ctx)
         if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
             self.fail(f"the rows of {str(value)[:80]!r} must be an integer from 2 to 4096, as in chain:16", param, ctx)
         return str(value)

@@ -12,6 +12,9 @@ PolicyName = Literal[
     "off", "lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid", "flex", "flex_tree", "flex_parallel"
 ]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
+#: A policy whose drafts copies of earlier text compete with: `LOOKUP` behind the name. Without it copies compete where
+#: a recipe says so (`tree.lookup`), and in benchmarks and statistics, which name what ran, they do not.
+CopyingName = Literal["auto+lookup", "ddtree+lookup", "hybrid+lookup", "flex_tree+lookup"]
 #: A drafter in files, logs and messages: the `key` of its role.
 DrafterName = Literal["first", "second", "flex"]
 #: A use of a drafter there: the `key` of a `DraftUse`.
@@ -170,7 +173,7 @@ _FORECAST: dict[PolicyName, PolicyFacts] = {
 }
 
 
-#: Written behind a policy, where benchmarks name methods: copies of earlier text compete with its drafts.
+#: Written behind a policy: copies of earlier text compete with its drafts.
 LOOKUP = "+lookup"
 
 

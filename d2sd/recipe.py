@@ -23,13 +23,15 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, DrafterRole, PolicyName
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, CopyingName, DrafterRole, PolicyName
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", PolicyName]
+#: A policy as users name it who serve or measure a bundle.
+Method = Literal[Policy, CopyingName]
 Builder = Literal["tensorrt-rtx", "tensorrt"]
 Compute = Literal["sm75", "sm80", "sm86", "sm89", "sm120", "sm121", "portable", "native"]
 #: A plain name: it becomes a file or folder name, so it has no separator and does not start with a dot.

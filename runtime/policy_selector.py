@@ -92,6 +92,10 @@ class PolicySelector:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
         self._shown = dict.fromkeys(self.times.guessed, 0)
 
+    def fresh(self) -> PolicySelector:
+        """A selector by the same measurements that has seen no step."""
+        return PolicySelector(self.policies, self.times, self.forecast, self.clock, self.slots, self.verify)
+
     def choose(
         self,
         bucket: int,

@@ -19,6 +19,8 @@ from d2sd.prompts import read_rows
 #: Files that are one kind, and those whose prompts have one each, in `category`.
 WHOLE = ("gsm8k", "humaneval", "mbpp", "mt_bench")
 BY_CATEGORY = ("spec_bench",)
+#: Categories whose kinds have other names in results: those of their tables and plots.
+NAMES = {"rag": "retrieval", "summarization": "summaries", "tool_call": "tools"}
 OWN = Path(__file__).with_name("held_out.jsonl")
 
 
@@ -31,7 +33,8 @@ def main(sets: Path, out: Path) -> None:
     mixed: dict[str, list[tuple[str, dict[str, object]]]] = defaultdict(list)
     for path in (*(sets / f"{name}.jsonl" for name in BY_CATEGORY), OWN):
         for where, row in read_rows(path):
-            mixed[str(row["category"])].append((where, row))
+            category = str(row["category"])
+            mixed[NAMES.get(category, category)].append((where, row))
     out.mkdir(parents=True, exist_ok=True)
     for kind, rows in {**kinds, **mixed}.items():
         lines = [json.dumps({"id": row["id"], "turns": row["turns"]}) for _, row in rows]

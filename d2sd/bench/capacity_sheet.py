@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import cast
+
 from pydantic import BaseModel
 
 from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
@@ -9,7 +12,8 @@ from d2sd.bench.markdown import table
 from d2sd.bench.measured import shares
 from d2sd.bench.roofline import EFFICIENCIES, EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS, Published
 from d2sd.build.plan import GPUS, Plan
-from d2sd.recipe import Policy
+from d2sd.policies import parse_method
+from d2sd.recipe import Method, Policy
 
 #: By whether step times of the user's GPU are in a sheet.
 LABELS = {False: "arithmetic, not measured", True: "arithmetic over measured step times"}
@@ -96,7 +100,7 @@ def make_sheet(
     gpu: str,
     demand: Demand,
     max_batch: int | None,
-    policy: Policy | None,
+    policy: Method | None,
     *,
     tau: float | None,
     efficiency: float | None = None,
@@ -108,7 +112,10 @@ def make_sheet(
     recipe, measured = plan.recipe, dict[str, list[float]]()
     for (kind, _), share in (shares(gpu) if efficiency is None else {}).items():
         measured.setdefault(kind, []).append(share)
-    batch, chosen_policy = max_batch or recipe.limits.max_batch, policy or recipe.tree.policy
+    named, copies = parse_method(policy or recipe.tree.policy)
+    tree = recipe.tree.model_copy(update={"lookup": copies or recipe.tree.lookup})
+    plan = replace(plan, recipe=recipe.model_copy(update={"tree": tree}))
+    batch, chosen_policy = max_batch or recipe.limits.max_batch, cast("Policy", named)
     options = [
         compute(plan, gpu, name, demand, batch, tau=tau if name == chosen_policy else None, efficiency=efficiency)
         for name in dict.fromkeys(("off", chosen_policy))

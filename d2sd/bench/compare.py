@@ -71,7 +71,7 @@ def _table(pairs: Sequence[_Pair]) -> str:
     return table(
         [
             ("method", [pair.key.method for pair in pairs]),
-            ("rows", [str(pair.key.rows) for pair in pairs]),
+            ("row budget", [str(pair.key.rows) for pair in pairs]),
             ("set", [pair.key.set for pair in pairs]),
             ("T", [f"{pair.key.temperature:g}" for pair in pairs]),
             ("in flight", [str(pair.key.concurrency) for pair in pairs]),

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from d2sd.bench.matrix import Matrix
     from d2sd.bundle.backends import BackendName
     from d2sd.bundle.load import Bundle
-    from d2sd.recipe import Policy
+    from d2sd.recipe import Method
 
 #: Tokens of the answers that are timed, after as many of warm-up as are left out.
 _TOKENS = 12
@@ -68,11 +68,10 @@ def _shape(method: str, rows: int) -> tuple[str, int]:
 
 def _timed(bundle: Bundle, method: str, rows: int, text: str, device: str, backend: BackendName) -> tuple[float, float]:
     """Seconds of a step, and tokens a step."""
-    policy, lookup = parse_method(method)
     engine = make_engine(
         bundle,
-        policy=cast("Policy", policy),
-        lookup=lookup,
+        policy=cast("Method", method),
+        lookup=False,
         row_budget=rows if rows > 1 else None,
         device=device,
         backend=backend,

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from d2sd.bench.result import Cell, Difference, Key, Response
 from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch
@@ -15,7 +16,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence as Running
-from d2sd.runtime.stats import reliability_bins
+from d2sd.runtime.stats import SequenceStats, reliability_bins
 
 #: Tokens of the warm-up, which runs every shape of a step once; its times are discarded.
 _WARM_UP = 8
@@ -26,11 +27,9 @@ Gap = Callable[[Request], float]
 
 @dataclass(slots=True)
 class Counts:
-    """Sums over the request-steps of a cell."""
+    """Sums over the request-steps of a traced run."""
 
     accepted: dict[int, list[int]] = field(default_factory=dict)  # by sequence id
-    policies: Counter[str] = field(default_factory=Counter)
-    verified_rows: int = 0
     nodes: int = 0
     merged: int = 0
     rescued: int = 0
@@ -43,8 +42,6 @@ class Counts:
         """Count one step."""
         for observation in observe(trace):
             self.accepted.setdefault(observation.sequence.id, []).append(observation.accepted)
-            self.policies[str(trace.policy)] += 1
-            self.verified_rows += trace.policy.num_nodes
             self.nodes += observation.nodes
             self.merged += observation.num_merged
             self.rescued += observation.rescued
@@ -64,50 +61,72 @@ def measure_cell(
 ) -> tuple[Cell, list[list[int]]]:
     """Run `requests` (id and request) with `engine`, after a warm-up; also returns their responses.
 
-    `plain` are plain decoding's responses; None if this cell is the reference itself. The measured time is that of
-    the engine's steps, without the time for counting.
+    `plain` are plain decoding's responses; None if this cell is the reference itself. What is timed is what is served:
+    where a step can be a CUDA graph, a trace would keep the next one from being launched ahead, so a second run of the
+    same requests is traced. Elsewhere a step is read before the next one is launched, traced or not: one run is both,
+    and the time for counting is left out.
     """
-    _, sample = requests[0]
+    asked = [request for _, request in requests]
     # The salt keeps the sample's prompt out of the prefix cache: it is computed when it is measured.
-    warm_up = replace(sample, max_new_tokens=min(_WARM_UP, sample.max_new_tokens), cache_salt="warm-up")
+    warm_up = replace(asked[0], max_new_tokens=min(_WARM_UP, asked[0].max_new_tokens), cache_salt="warm-up")
     engine.warm_up()  # or kernels of a GPU would be compiled while they are measured
     engine.generate([warm_up] * min(2, key.concurrency))
     engine.clock.clear()
-    engine.record_trace = True
-    sequences = [engine.submit(request) for _, request in requests]
-    counts, wall = Counts(), 0.0
-    while engine.busy:
-        start = time.perf_counter()
-        outputs = engine.step()
-        wall += time.perf_counter() - start
-        if outputs and engine.trace is not None:
-            counts.add(engine.trace)
-        advance(sum(output.finish is not None for output in outputs))
-    answers = [sequence.answer for sequence in sequences]
+    apart, counts = engine.runner.capture is not None, Counts()
+    timed, wall = _run(engine, asked, None if apart else counts, advance)
+    times: dict[str, Any] = {
+        "stage_seconds": dict(engine.clock.seconds),
+        "steps": engine.clock.steps,
+        "wall_seconds": wall,
+    }
+    answers, traced = [sequence.answer for sequence in timed], timed
+    differences = [] if plain is None else _differences(asked, answers, plain, gap)
+    if apart:
+        traced, _ = _run(engine, [replace(request, cache_salt="traced") for request in asked], counts, advance)
+        differences += _differences(asked, [sequence.answer for sequence in traced], answers, gap)
+    totals = SequenceStats.merged(sequence.stats for sequence in timed)
+    names, lengths = [name for name, _ in requests], [counts.accepted[sequence.id] for sequence in traced]
     cell = Cell(
-        method=key.method,
-        rows=key.rows,
-        set=key.set,
-        temperature=key.temperature,
-        concurrency=key.concurrency,
-        requests=[_response(name, sequence, counts) for (name, _), sequence in zip(requests, sequences, strict=True)],
-        policies=dict(counts.policies),
-        verified_rows=counts.verified_rows,
+        **key._asdict(),
+        **times,
+        requests=list(map(_response, names, timed, lengths)),
+        policies=dict(totals.policies),
+        verified_rows=totals.verified_nodes,
+        traced_steps=sum(map(len, lengths)) if apart else 0,
         nodes=counts.nodes,
         merged=counts.merged,
         boundary_rank=dict(counts.ranks),
         rescued=counts.rescued,
         calibration={name: reliability_bins(outcomes) for name, outcomes in counts.outcomes.items()},
-        stage_seconds=dict(engine.clock.seconds),
-        steps=engine.clock.steps,
-        wall_seconds=wall,
-        differences=[] if plain is None else _differences([request for _, request in requests], answers, plain, gap),
+        differences=differences,
     )
     return cell, answers
 
 
-def _response(name: str, sequence: Running, counts: Counts) -> Response:
-    return Response(id=name, accepted=counts.accepted[sequence.id], tokens=len(sequence.answer))
+def _run(
+    engine: Engine, requests: Sequence[Request], counts: Counts | None, advance: Callable[[int], None]
+) -> tuple[list[Running], float]:
+    """The finished requests, and seconds. With `counts`, steps are traced, and the time between them is left out."""
+    engine.record_trace = counts is not None
+    engine.selector = engine.selector and engine.selector.fresh()  # what a run before it showed is not known yet
+    sequences = [engine.submit(request) for request in requests]
+    begun, between = time.perf_counter(), 0.0
+    while engine.busy:
+        outputs = engine.step()
+        if counts is not None:
+            ended = time.perf_counter()
+            if outputs and engine.trace is not None:
+                counts.add(engine.trace)
+            advance(sum(output.finish is not None for output in outputs))
+            between += time.perf_counter() - ended
+    return sequences, time.perf_counter() - begun - between
+
+
+def _response(name: str, sequence: Running, lengths: list[int]) -> Response:
+    """In the order of steps, where they were traced; `auto` may have served others when it was timed."""
+    served = sequence.stats.accepted
+    accepted = lengths if Counter(lengths) == served else sorted(served.elements())
+    return Response(id=name, accepted=accepted, tokens=len(sequence.answer))
 
 
 def _differences(

@@ -22,6 +22,11 @@ def request_steps(cell: Cell) -> int:
     return cell.total.steps
 
 
+def traced_steps(cell: Cell) -> int:
+    """Request-steps of the run that was traced: the timed one, where that does not change what is served."""
+    return cell.traced_steps or request_steps(cell)
+
+
 def committed(cell: Cell) -> int:
     """Tokens committed by all steps, including those past a stop token or the length limit."""
     return cell.total.tokens
@@ -39,17 +44,17 @@ def rows_per_token(cell: Cell) -> float:
 
 def mean_nodes(cell: Cell) -> float:
     """Valid tree nodes per request-step, the anchor included."""
-    return cell.nodes / request_steps(cell)
+    return cell.nodes / traced_steps(cell)
 
 
 def merged_per_step(cell: Cell) -> float:
     """Drafted tokens per request-step merged into an existing node, which cost no row of their own."""
-    return cell.merged / request_steps(cell)
+    return cell.merged / traced_steps(cell)
 
 
 def rescued_share(cell: Cell) -> float:
     """Share of request-steps in which nodes of the second pass extended acceptance beyond the first draft's chain."""
-    return cell.rescued / request_steps(cell)
+    return cell.rescued / traced_steps(cell)
 
 
 def served(cell: Cell) -> dict[str, float]:

@@ -74,7 +74,7 @@ class Response(AcceptedLengths):
 
 
 class Difference(Part):
-    """The first token in which a response differs from plain decoding."""
+    """The first token in which a response differs from plain decoding's, or in a traced run from the timed one's."""
 
     request: Count  # index in the cell's requests
     token: Count  # index in the response
@@ -106,6 +106,9 @@ class Cell(Evaluation):
     requests: Annotated[list[Response], Field(min_length=1)]
     policies: dict[str, Count]  # policy -> request-steps: `auto` switches between policies, other methods have one
     verified_rows: Count  # over request-steps, as all counts below
+    #: Of a traced run of its own, which has the same answers: nodes, merged, rescued, boundary_rank and calibration are
+    #: of it, all other figures of the run that was served and timed. 0: both are one run.
+    traced_steps: Count = 0
     nodes: Count  # valid ones
     merged: Count
     boundary_rank: dict[str, Count]  # rank of the true rejection among the branches, or "none" -> request-steps
@@ -131,6 +134,7 @@ class Cell(Evaluation):
 class Result(ResultFile):
     provenance: Provenance
     settings: Settings
+    runs: str = ""  # which figures are of which run, in words; not in older files
     cells: Annotated[list[Cell], Field(min_length=1)]
 
     @model_validator(mode="after")

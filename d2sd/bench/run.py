@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,20 +12,19 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import BaseModel
 
+from d2sd.bench import views
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.plots import write_plots
 from d2sd.bench.provenance import provenance
-from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, save
+from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, load_result, save
 from d2sd.bench.tables import tables
-from d2sd.bench.views import ADAPTIVE
 from d2sd.build.validate.near_ties import top2_margin
 from d2sd.bundle.backends import BackendName
 from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import claim, write_text
-from d2sd.policies import parse_method
 from d2sd.progress import bar
-from d2sd.recipe import Policy
+from d2sd.recipe import Method
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.schema import read_model
@@ -55,8 +55,8 @@ class Run:
     device: str
     backend: BackendName
     out: Path
-    #: By rows, concurrency, and whether copies compete.
-    _selectors: dict[tuple[int, int, bool], PolicySelector] = field(default_factory=dict)
+    #: By method, rows and concurrency.
+    _selectors: dict[tuple[str, int, int], PolicySelector] = field(default_factory=dict)
 
     def all(self) -> Iterator[Path]:
         """Measure the missing cells, then write result.json, tables.md and the plots; yields the last two's paths.
@@ -71,12 +71,12 @@ class Run:
                 for key in keys:
                     self._cell(key, repeat)
                     advance(1)
+        cells = [self._median(key) for key in keys]
         result = Result(
-            provenance=provenance(
-                {"name": self.bundle.recipe.name, "manifest": self._fingerprint}, self.device, self.backend
-            ),
+            provenance=provenance(_identity(self.bundle), self.device, self.backend),
             settings=self.settings,
-            cells=[self._median(key) for key in keys],
+            runs=views.runs(cells),
+            cells=cells,
         )
         save(result, self.out / "result.json")
         write_text(self.out / "tables.md", tables(result) + "\n")
@@ -87,15 +87,9 @@ class Run:
             raise D2SDError("speculation changed a response", where=self.out, found=f"{wrong} differences beyond a tie")
 
     @property
-    def _fingerprint(self) -> str:
-        """Hash of the bundle's manifest, which has the hash of every file."""
-        text = self.bundle.manifest.model_dump_json()
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-    @property
     def _parts(self) -> Path:
         """The folder of finished cells, by bundle and settings; the file name has the hash of the prompts."""
-        inputs = f"{self._fingerprint} {self.settings.model_dump_json()} {self.device} {self.backend}"
+        inputs = f"{_fingerprint(self.bundle)} {self.settings.model_dump_json()} {self.device} {self.backend}"
         return self.out / "parts" / hashlib.sha256(inputs.encode()).hexdigest()[:12]
 
     def _path(self, key: Key, repeat: int) -> Path:
@@ -123,23 +117,25 @@ class Run:
         # The first cell of its set: plain decoding at the lowest concurrency.
         reference = Key("off", 1, key.set, key.temperature, min(self.matrix.concurrencies))
         plain = None if (key, repeat) == (reference, 0) else self._saved(reference)[1]
+        gc.collect()  # the pools of the engine before, whose graphs may refer to each other: memory is for one engine
         with bar(str(key), len(requests)) as advance:
             cell, answers = measure_cell(self._engine(key), key, requests, plain, self._gap, advance)
         write_text(path, _Saved(cell=cell, answers=answers).model_dump_json())
 
     def _engine(self, key: Key) -> Engine:
-        """A new engine for every cell, so that all start with empty pools; step costs are measured once."""
-        policy, lookup = parse_method(key.method)
-        shape = key.rows, key.concurrency, lookup
+        """A new engine for every cell, so that all start with empty pools and no experience; step costs are measured
+        once.
+        """
+        shape = key.method, key.rows, key.concurrency
         engine = make_engine(
             self.bundle,
-            policy=cast("Policy", policy),
-            lookup=lookup,
+            policy=cast("Method", key.method),
+            lookup=False,
             row_budget=key.rows if key.rows > 1 else None,
             device=self.device,
             backend=self.backend,
             max_batch=key.concurrency,
-            selector=self._selectors.get(shape) if policy == ADAPTIVE else None,
+            selector=self._selectors.get(shape),
         )
         if engine.selector is not None:
             self._selectors[shape] = engine.selector
@@ -163,3 +159,27 @@ class Run:
     def _gap(self, request: Request) -> float:
         target = self.bundle.target.to(self.device)  # engines move only its embedding tables
         return top2_margin(target, list(request.prompt), request.sampling)
+
+
+def own_folder(bundle: Bundle) -> Path:
+    """Where results go by default. Raises ResultError if that of another bundle is there, or of another build of it."""
+    folder = Path("build/bench") / bundle.path.resolve().name
+    path, ours = folder / "result.json", _identity(bundle)
+    if path.exists() and (found := load_result(path).provenance.bundle) != ours:
+        raise ResultError(
+            "This folder has the result of another bundle, or of this one before it was built again.",
+            where=path,
+            found=", ".join(found.values()),
+            expected=", ".join(ours.values()),
+            fix="name another folder with --out, or delete this one",
+        )
+    return folder
+
+
+def _identity(bundle: Bundle) -> dict[str, str]:
+    """The bundle in a result; the manifest has the hash of every file."""
+    return {"name": bundle.recipe.name, "manifest": _fingerprint(bundle)}
+
+
+def _fingerprint(bundle: Bundle) -> str:
+    return hashlib.sha256(bundle.manifest.model_dump_json().encode()).hexdigest()[:16]

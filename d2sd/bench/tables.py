@@ -146,6 +146,7 @@ def chosen_table(result: Result, temperature: float) -> str | None:
 
 def definitions() -> str:
     lines = [f"- **{name}**: {' '.join(cleandoc(of.__doc__ or '').split())}" for name, of in DEFINITIONS.items()]
+    lines.append("- **+lookup**: copies of earlier text compete with the drafts; a method without it makes none.")
     lines.append("- **all sets**: the requests of all sets as if they were one set; bold is the largest of its column.")
     return "\n".join(lines)
 
@@ -172,7 +173,7 @@ def provenance(result: Result) -> str:
         "settings": settings,
     }
     lines = [f"- date: {of.date}", f"- command: `{of.command}`", f"- commit: {of.commit or 'unknown'}"]
-    lines += [f"- device: {of.device}"]
+    lines += [f"- device: {of.device}", *([f"- runs: {result.runs}"] if result.runs else [])]
     lines += [f"- {name}: {', '.join(f'{k} {v}' for k, v in values.items())}" for name, values in pairs.items()]
     return "\n".join(lines)
 
@@ -186,4 +187,4 @@ def span(interval: Interval | None) -> str:
 
 
 def _names(lines: Sequence[Line]) -> list[Column]:
-    return [("method", [line.method for line in lines]), ("rows", [str(line.rows) for line in lines])]
+    return [("method", [line.method for line in lines]), ("row budget", [str(line.rows) for line in lines])]

@@ -16,7 +16,7 @@ METHODS = tuple(style.METHODS)
 PLAIN = "off"
 ADAPTIVE = "auto"
 #: Figures of a cell that add up over sets.
-SUMMED = ("verified_rows", "nodes", "merged", "rescued", "steps", "wall_seconds")
+SUMMED = ("verified_rows", "traced_steps", "nodes", "merged", "rescued", "steps", "wall_seconds")
 
 
 def temperatures(result: Result) -> list[float]:
@@ -68,6 +68,16 @@ def compared(result: Result) -> list[Cell]:
     """The cells whose responses were compared with plain decoding: all but that itself at the lowest concurrency."""
     lowest = {temperature: concurrencies(result, temperature)[0] for temperature in temperatures(result)}
     return [c for c in result.cells if (c.method, c.concurrency) != (PLAIN, lowest[c.temperature])]
+
+
+def runs(cells: Sequence[Cell]) -> str:
+    """Which figures are of which run, in words."""
+    if any(cell.traced_steps for cell in cells):
+        return (
+            "all figures are of engines as served, whose steps run ahead, but nodes, merged, rescued, ECE and boundary "
+            "ranks: these are of a second, traced run of the same requests, whose answers were compared"
+        )
+    return "times and counts are of one run: steps that do not run ahead are served alike with a trace and without"
 
 
 def pool(cells: Sequence[Cell]) -> Cell:

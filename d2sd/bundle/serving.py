@@ -6,15 +6,15 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from d2sd.bundle.backends import BackendName, make_runner
 from d2sd.bundle.chat import Messages, encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import BundleError, RequestError
-from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName, parse_method
 from d2sd.progress import bar
-from d2sd.recipe import Policy, Tree
+from d2sd.recipe import Method, Policy, Tree
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def make_engine(
     bundle: Bundle,
     *,
-    policy: Policy | None = None,
+    policy: Method | None = None,
     row_budget: int | None = None,
     device: str = "cpu",
     backend: BackendName = "torch",
@@ -49,8 +49,8 @@ def make_engine(
     """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
 
     Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
-    probabilities. `selector` reuses the measurements of another engine of the same bundle, device and batch size. Step
-    times of `auto` are measured once per machine and kept in the user's cache folder.
+    probabilities. Of `selector`, of another engine of the same bundle, device and batch size, the measurements are
+    reused, not what it learned. Step times of `auto` are measured once per machine and kept in the user's cache folder.
     """
     from d2sd.bundle.step_times import step_times
     from d2sd.runtime.cuda_graphs.steps import DecodeSteps
@@ -60,8 +60,9 @@ def make_engine(
     from d2sd.runtime.request import Limits, buckets
 
     recipe, file, ranks = bundle.recipe, bundle.calibration, bundle.ranks
-    tree = recipe.tree if lookup is None else recipe.tree.model_copy(update={"lookup": lookup})
-    name, rows = policy or tree.policy, row_budget or tree.row_budget
+    named, copies = parse_method(policy or recipe.tree.policy)
+    name, rows = cast("Policy", named), row_budget or recipe.tree.row_budget
+    tree = recipe.tree.model_copy(update={"lookup": copies or (recipe.tree.lookup if lookup is None else lookup)})
     if name == "auto":
         names = auto_policies(bundle.draft_configs, file, backend)
         candidates = candidate_policies(tree, rows, names, bundle.drafters)
@@ -89,7 +90,7 @@ def make_engine(
     )
     if selector is not None:
         engine.allow(candidates)
-        engine.selector = selector
+        engine.selector = selector.fresh()
     elif len(candidates) > 1 and file is not None:
         curves = forecasts(file)
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:

@@ -12,7 +12,7 @@ from d2sd.bench.compare import compare as compared
 from d2sd.bench.estimate import duration, estimated_seconds
 from d2sd.bench.matrix import Matrix, read_sets, with_copies
 from d2sd.bench.result import Settings, load_result
-from d2sd.bench.run import Run
+from d2sd.bench.run import Run, own_folder
 from d2sd.bench.summary import remarks, summary
 from d2sd.bundle.backends import BackendName
 from d2sd.bundle.load import load_bundle
@@ -50,7 +50,7 @@ class Quick(Reporting):
     help="Few policies at 64 rows, T = 0, 4 prompts, 32 tokens: a minute or two with SmolLM2 on a CPU.",
 )
 @click.option(
-    "--methods", type=Listed(Method()), help="Policies; name:rows for one budget.  [default: all the bundle can run]"
+    "--methods", type=Listed(Method()), help="Policies; +lookup: with copies; name:rows.  [default: all that can run]"
 )
 @click.option(
     "--rows", type=Listed(click.IntRange(2, 4096)), default="16,32,64", show_default=True, help="Row budgets."
@@ -69,7 +69,7 @@ class Quick(Reporting):
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @device_option
 @backend_option
-@click.option("--out", type=FilePath, help="Folder of the results.  [default: build/bench/<name>]")
+@click.option("--out", type=FilePath, help="Folder of the results.  [default: build/bench/<folder of BUNDLE>]")
 @click.option("--plan", is_flag=True, help="Print what would be measured, and how long it may take here.")
 @click.option("--compare", nargs=2, type=FilePath, metavar="A.json B.json", help="Ratios of two results, B to A.")
 def bench(
@@ -97,8 +97,7 @@ def bench(
     tree = loaded.recipe.tree
     sets = read_sets(prompts, per_set)
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]
-    known = QUICK_METHODS if quick else get_args(Policy)
-    runs = [name for name in known if can_run(loaded.draft_configs, name)]
+    runs = [name for name in (QUICK_METHODS if quick else get_args(Policy)) if can_run(loaded.draft_configs, name)]
     methods = methods or (with_copies(runs) if tree.lookup else runs)
     matrix = Matrix(methods, rows, list(sets), temperatures, concurrency, tree.block_size)
     if plan:
@@ -111,10 +110,9 @@ def bench(
     settings = Settings(
         per_set=per_set, max_new_tokens=max_new_tokens, block_size=tree.block_size, branches=tree.branches, seed=seed
     )
-    out = out or Path("build/bench") / loaded.recipe.name
+    out = out or own_folder(loaded)
     for path in Run(loaded, matrix, sets, settings, repeat, device, backend, out).all():
         click.echo(path)
     result = load_result(out / "result.json")
     show_table(summary(result))
-    for line in remarks(result):
-        click.echo(line)
+    click.echo("\n".join(remarks(result)))

@@ -16,7 +16,7 @@ from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
 from d2sd.option_types import RealRange
-from d2sd.recipe import Policy
+from d2sd.recipe import Method
 
 _TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
 _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_open=True)
@@ -32,7 +32,7 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option("--itl", type=_SECONDS, required=True, help="Seconds from token to token, mean of a request, at most.")
 @tensor_parallel_option
 @click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
-@click.option("--policy", type=click.Choice(get_args(Policy)), help="Tree policy.  [default: the recipe's]")
+@click.option("--policy", type=click.Choice(get_args(Method)), help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
     "--efficiency",
@@ -42,7 +42,7 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
 def capacity(
     source: Path, gpu: str, rate: float, prompt_tokens: int, output_tokens: int, ttft: float, itl: float,
-    tensor_parallel: int, max_batch: int | None, policy: Policy | None, tau: float | None, efficiency: float | None,
+    tensor_parallel: int, max_batch: int | None, policy: Method | None, tau: float | None, efficiency: float | None,
     out: Path | None,
 ) -> None:  # fmt: skip
     """Compute how many GPUs serve a load within latency targets, with and without speculation.

@@ -24,7 +24,7 @@ from d2sd.cli.options import (
 from d2sd.cli.report import Reporting
 from d2sd.io import check_writable, size_text
 from d2sd.progress import bar
-from d2sd.recipe import Policy
+from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
@@ -55,7 +55,7 @@ from d2sd.viz.record import Recording
 @tensor_parallel_option
 @backend_option
 def generate(
-    bundle: Path, prompts: tuple[str, ...], policy: Policy | None, max_new_tokens: int | None,
+    bundle: Path, prompts: tuple[str, ...], policy: Method | None, max_new_tokens: int | None,
     temperature: float | None, top_p: float | None, top_k: int | None, seed: int | None, stop: tuple[str, ...],
     raw: bool, stats: bool, tree_svg: Path | None, html: Path | None, device: str,
     tensor_parallel: int, backend: BackendName,

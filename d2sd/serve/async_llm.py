@@ -18,7 +18,7 @@ from d2sd.serve.session import Options, Session
 
 if TYPE_CHECKING:
     from d2sd.bundle.backends import BackendName
-    from d2sd.recipe import Policy
+    from d2sd.recipe import Method
     from d2sd.runtime.request import Request
     from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
@@ -40,7 +40,7 @@ class AsyncLLM:
         model: str | Path,
         *,
         device: str = "cpu",
-        policy: Policy | None = None,
+        policy: Method | None = None,
         backend: BackendName = "torch",
         max_batch: int | None = None,
         verify: bool = True,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
     from d2sd.bundle.backends import BackendName
-    from d2sd.recipe import Policy
+    from d2sd.recipe import Method
     from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
@@ -49,7 +49,7 @@ class LLM:
         model: str | Path,
         *,
         device: str = "cpu",
-        policy: Policy | None = None,
+        policy: Method | None = None,
         backend: BackendName = "torch",
         max_batch: int | None = None,
         verify: bool = True,

@@ -19,7 +19,7 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
-from d2sd.recipe import Policy
+from d2sd.recipe import Method
 from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.completion import Completion, make_completion
@@ -42,7 +42,7 @@ class Options:
 
     model: str | Path
     device: str
-    policy: Policy | None
+    policy: Method | None
     backend: BackendName
     max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None
     verify: bool

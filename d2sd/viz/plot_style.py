@@ -50,11 +50,16 @@ def colour(method: str) -> str:
 
 
 def curve(line: Line | Evaluation) -> dict[str, Any]:
-    """Arguments of `plot` and `errorbar`."""
+    """Arguments of `plot` and `errorbar`: the markers of a method with copies are full."""
     policy, lookup = parse_method(line.method)
     chosen, marker = METHODS.get(policy, _OTHER)
     style = {"color": chosen, "marker": marker, "markersize": 7, "linewidth": 1.8, "label": name(line)}
-    return {**style, "linestyle": "--"} if lookup else style
+    return {**style, "linestyle": "--" if lookup else "-", "markerfacecolor": chosen if lookup else "white"}
+
+
+def points(line: Line) -> dict[str, Any]:
+    """Arguments of `plot` for points that no line joins."""
+    return {**curve(line), "linestyle": "none"}
 
 
 def name(line: Line | Evaluation) -> str:

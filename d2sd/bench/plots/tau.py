@@ -12,7 +12,7 @@ from d2sd.viz.plot_style import Line
 
 
 def plot_tau_by_rows(result: Result, path: Path) -> None:
-    """Mean of sets by row budget, one panel per temperature. Not written for plain decoding alone."""
+    """Mean of sets by row budget, one panel per temperature. Not written if no method has several budgets."""
     budgets: dict[tuple[float, str], dict[int, list[Cell]]] = {}
     for temperature in views.temperatures(result):
         concurrency = views.concurrencies(result, temperature)[0]
@@ -21,7 +21,7 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
             if line.method != views.PLAIN and len(cells) == len(views.sets(result)):
                 budgets.setdefault((temperature, line.method), {})[line.rows] = cells
     temperatures = sorted({t for t, _ in budgets})
-    if not temperatures:
+    if all(len(by_rows) < 2 for by_rows in budgets.values()):
         return
     figure, axes = style.panels(1, len(temperatures), 4.6, sharey=True)
     ticks = sorted({rows for by_rows in budgets.values() for rows in by_rows})
@@ -34,12 +34,10 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
         panel.set_xscale("log", base=2)
         panel.set_xticks(ticks, [str(rows) for rows in ticks])
         panel.minorticks_off()
-        panel.set_xlabel("row budget (tree nodes the target verifies a step)")
+        panel.set_xlabel("row budget (most tree nodes that the target verifies a step)")
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
     axes[0][0].set_ylabel("tokens a step (τ), mean of sets")
-    style.finish(
-        figure, "Tokens per step by row budget: the steeper, the better a method uses rows (95 % intervals)", path
-    )
+    style.finish(figure, "Tokens per step by row budget (95 % intervals)", path)
 
 
 def _errors(means: list[tuple[float, Interval | None]]) -> list[list[float]]:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from d2sd.bundle.backends import BackendName
 from d2sd.errors import D2SDError
-from d2sd.recipe import Policy
+from d2sd.recipe import Method
 
 
 class Parameters(BaseModel):
@@ -21,7 +21,7 @@ class Parameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # Triton has parameters of its own
 
     bundle: str  # absolute path, as the server sees it
-    policy: Policy | None = None
+    policy: Method | None = None
     backend: BackendName = "torch"
     max_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     prefix_cache: bool | None = None

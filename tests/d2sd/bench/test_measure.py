@@ -17,9 +17,14 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.observe import StepObservation, observe
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Output
-from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, cheater, expected, make_engine, some_requests
+from d2sd.runtime.sequence import Sequence as Running
+from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.step_times import StepTimes
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, cheater, expected, honest, make_engine, some_requests
+from tests.runtime.recorded_graphs import RecordedGraphs
 
 NAMED = [(f"p{n}", request) for n, request in enumerate(some_requests()[:4])]
 REQUESTS = [request for _, request in NAMED]
@@ -198,6 +203,80 @@ def test_the_warm_up_is_short(concurrency: int, length: int, monkeypatch: pytest
     requests = [(name, replace(request, max_new_tokens=length)) for name, request in NAMED]
     measure_cell(engine, key_of("chain", concurrency), requests, None, no_gap)
     assert seen == [[replace(REQUESTS[0], max_new_tokens=min(8, length), cache_salt="warm-up")] * concurrency]
+
+
+@pytest.fixture
+def ahead(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """Its steps are graphs, which a trace keeps from being launched ahead."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)  # as on a GPU: operators, one by one
+    engine = RecordedGraphs(rerun=True).guard(make_engine(honest(), "chain", max_batch=2))
+    del engine.step  # which overwrites a step's memory, and its trace
+    return engine
+
+
+def test_what_is_timed_runs_ahead_as_it_is_served(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that a step moves by one second if it is read before the next one is launched. What is counted is what a
+    run without graphs counts.
+    """
+    plain = measure_cell(make_engine(honest(), "chain", max_batch=2), key_of("chain"), NAMED[:2], PLAIN[:2], no_gap)[0]
+    now, step = [0.0], ahead.step
+
+    def ticking() -> list[Output]:
+        outputs = step()
+        now[0] += 1.0 if outputs and ahead._launched is None else 0.001
+        return outputs
+
+    monkeypatch.setattr(ahead, "step", ticking)
+    monkeypatch.setattr("d2sd.bench.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    finished: list[int] = []
+    cell, answers = measure_cell(ahead, key_of("chain"), NAMED[:2], PLAIN[:2], no_gap, finished.append)
+    assert answers == PLAIN[:2]
+    assert cell.differences == []
+    assert sum(finished) == len(NAMED[:2]), "no answer twice"
+    assert cell.wall_seconds < 2, "no step is launched behind the last"
+    assert cell.steps > 12
+    assert cell.stage_seconds["retire"] > 0
+    assert plain.traced_steps == 0
+    assert cell.traced_steps == metrics.request_steps(cell)
+    for one, other in zip(cell.calibration["first"], plain.calibration["first"], strict=True):
+        assert one == pytest.approx(other)  # sums of probabilities, which other shapes may round otherwise
+    times: dict[str, Any] = {"wall_seconds": 1.0, "stage_seconds": {}, "steps": 1, "traced_steps": 0, "calibration": {}}
+    assert cell.model_copy(update=times) == plain.model_copy(update=times)
+
+
+def test_an_answer_that_a_trace_changes_is_a_difference(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    submit = ahead.submit
+
+    def changed(request: Request) -> Running:
+        return submit(replace(request, prompt=request.prompt[::-1]) if ahead.record_trace else request)
+
+    monkeypatch.setattr(ahead, "submit", changed)
+    cell, answers = measure_cell(ahead, key_of("chain"), NAMED[:2], PLAIN[:2], lambda request: 1.0)
+    assert answers == PLAIN[:2]
+    assert cell.differences
+    assert not any(difference.excused for difference in cell.differences)
+
+
+def test_a_traced_run_begins_like_the_timed_one(ahead: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No prefix hits of its own, and nothing that `auto` has learned."""
+    policies = [make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET) for name in ("off", "chain")]
+    times = StepTimes.of({(policy, size): 1.0 for policy in policies for size in (1, 2)})
+    ahead.selector = PolicySelector(policies, times, {"chain": ([1.0, 2.0], [1.0, 2.0])})
+    begun: dict[bool, tuple[PolicySelector, int]] = {}  # by whether it is traced
+    submit = ahead.submit
+
+    def watched(request: Request) -> Running:
+        assert ahead.selector is not None
+        if request.cache_salt != "warm-up" and ahead.record_trace not in begun:
+            begun[ahead.record_trace] = ahead.selector, ahead.stats.prefix_hit_tokens
+            assert ahead.selector == ahead.selector.fresh()
+        return submit(request)
+
+    monkeypatch.setattr(ahead, "submit", watched)
+    measure_cell(ahead, key_of("auto"), NAMED[:2], PLAIN[:2], no_gap)
+    assert begun[False][0] is not begun[True][0]
+    assert all(selector != selector.fresh() for selector, _ in begun.values()), "they learn"
+    assert len({hits for _, hits in begun.values()} | {ahead.stats.prefix_hit_tokens}) == 1
 
 
 def test_stop_tokens_end_an_answer_that_is_counted_as_it_is() -> None:

@@ -71,8 +71,10 @@ def test_all_plots_are_pngs_one_can_read(whole: Result, tmp_path: Path) -> None:
 
 def test_plots_without_data_are_not_written_and_old_ones_go(tmp_path: Path) -> None:
     (tmp_path / "speedup.png").write_bytes(b"of an earlier result")
-    assert [p.name for p in write_plots(result(cell("chain", [2, 1], [1])), tmp_path)] == ["tau-by-rows.png"]
+    rows = [cell("d2sd", [2, 1], [1], rows=rows) for rows in (8, 16)]
+    assert [p.name for p in write_plots(result(*rows), tmp_path)] == ["tau-by-rows.png"]
     assert [p.name for p in tmp_path.iterdir()] == ["tau-by-rows.png"]
+    assert write_plots(result(cell("chain", [2, 1]), rows[1]), tmp_path) == [], "of one budget each: nothing rises"
     assert write_plots(result(cell("off", [1, 1])), tmp_path) == []
 
 
@@ -92,22 +94,41 @@ def test_tau_by_rows(whole: Result, tmp_path: Path, figures: list[Figure]) -> No
 
 def test_tau_of_a_missing_set_is_missing(tmp_path: Path, figures: list[Figure]) -> None:
     plot_tau_by_rows(
-        result(cell("chain", [1]), cell("chain", [1], set="mbpp"), cell("d2sd", [2], set="mbpp")), tmp_path
+        result(
+            *(cell("ddtree", [1], set=name, rows=rows) for name in ("gsm8k", "mbpp") for rows in (8, 16)),
+            *(cell("d2sd", [2], set="mbpp", rows=rows) for rows in (8, 16)),
+        ),
+        tmp_path,
     )
-    assert list(curves(figures[0].axes[0])) == ["chain"], "no mean of other sets"
+    assert list(curves(figures[0].axes[0])) == ["ddtree"], "no mean of other sets"
 
 
 def test_tau_by_set_at_the_most_rows(whole: Result, tmp_path: Path, figures: list[Figure]) -> None:
     plot_tau_by_set(whole, tmp_path)
     (axes,) = figures[0].axes
     drawn = curves(axes)
-    assert list(drawn) == ["lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"]
+    assert [label.split(", ")[0] for label in drawn] == ["lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"]
+    assert list(drawn)[-1] == "hybrid, 64 rows"
     names = [tick.get_text() for tick in axes.get_xticklabels()]
     cells = views.cells_of(whole, Line("hybrid", 64), 0.0, 1)
     assert sorted(names) == sorted(views.sets(whole))
-    assert drawn["hybrid"][1] == pytest.approx([metrics.mean_tau([cells[name]]) for name in names])
+    assert drawn["hybrid, 64 rows"][1] == pytest.approx([metrics.mean_tau([cells[name]]) for name in names])
     best = [max(taus[place] for _, taus in drawn.values()) for place in range(len(names))]
     assert best == sorted(best, reverse=True)
+
+
+def test_no_line_joins_kinds_of_prompts(whole: Result, tmp_path: Path, figures: list[Figure]) -> None:
+    """They have no order. Points of a set stand side by side around its name; of a method with copies they are full."""
+    copying = [one.model_copy(update={"method": "hybrid+lookup"}) for one in whole.cells if one.method == "hybrid"]
+    plot_tau_by_set(result(*whole.cells, *copying), tmp_path)
+    (axes,) = figures[0].axes
+    drawn = {str(line.get_label()): line for line in axes.lines if not str(line.get_label()).startswith("_")}
+    assert {line.get_linestyle() for line in drawn.values()} == {"None"}
+    at = [place for line in drawn.values() for place in points(line)[0]]
+    assert len(set(at)) == len(at)
+    assert all(abs(place - round(place)) < 0.5 for place in at)
+    without, full = drawn["hybrid, 64 rows"], drawn["hybrid+lookup, 64 rows"]
+    assert without.get_color() == full.get_color() == full.get_markerfacecolor() != without.get_markerfacecolor()
 
 
 def test_one_set_has_no_plot_by_set(tmp_path: Path, figures: list[Figure]) -> None:

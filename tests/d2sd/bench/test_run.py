@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import shutil
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from click.testing import Result as Ended
 from d2sd.bench.estimate import duration
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Difference, Key, Result, load_result
+from d2sd.bundle.serving import make_engine
 from d2sd.cli.main import main
 from tests.convert.helpers import add_calibration, write_project
 
@@ -128,7 +131,8 @@ def test_end_to_end(project: Path, tmp_path: Path) -> None:
         assert {name.split(" of ")[0] for name in cell.policies} <= served
         assert cell.tau == 1 if cell.method == "off" else cell.tau >= 1
     written = {path.name for path in out.iterdir()}
-    assert written >= {"result.json", "tables.md", "tau-by-rows.png"}
+    assert written >= {"result.json", "tables.md", "speedup.png"}
+    assert "tau-by-rows.png" not in written, "one budget"
     names = ["tables.md", *_pictures(out)]
     assert ended.stdout.splitlines()[: len(names)] == [str(out / name) for name in names]
     table = ended.stdout.partition("T = 0, 1 in flight")[2]
@@ -179,7 +183,29 @@ def test_our_own_prompts_and_a_folder_of_its_name(
     arguments = ["--methods", "chain", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0"]
     ended = CliRunner().invoke(main, ["bench", str(project / "bundle"), *arguments])
     assert ended.exit_code == 0, ended.output
-    assert {cell.set for cell in load_result(Path("build/bench/tiny/result.json")).cells} == {"prompts"}
+    assert {cell.set for cell in load_result(Path("build/bench/bundle/result.json")).cells} == {"prompts"}
+
+
+def test_two_bundles_of_one_recipe_leave_two_results(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In folders of their own names; of equal names, where --out is not given, the second is refused."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(project / "one", tmp_path / "other" / "bundle")
+
+    def run(bundle: Path | str, *out: str) -> Ended:
+        arguments = ["--methods", "off", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0", *out]
+        return CliRunner().invoke(main, ["bench", str(bundle), "--prompts", str(project / "sets"), *arguments])
+
+    for bundle in (project / "bundle", project / "one"):
+        assert run(bundle).exit_code == 0
+    results = {name: Path("build/bench", name, "result.json").read_bytes() for name in ("bundle", "one")}
+    refused(run(tmp_path / "other" / "bundle"), "result of another bundle", "--out", "found: tiny, ")
+    monkeypatch.chdir(tmp_path / "other" / "bundle")
+    assert run(".", "--out", str(tmp_path / "build" / "bench" / "one")).exit_code == 0, "as asked for"
+    monkeypatch.chdir(tmp_path)
+    assert Path("build/bench/bundle/result.json").read_bytes() == results["bundle"]
+    assert run(project / "bundle").exit_code == 0, "the same again"
 
 
 def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -387,6 +413,47 @@ def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypa
     result = done(project, tmp_path, *arguments, "--max-new-tokens", "2")
     assert seen == [1, 2]
     assert {(cell.method, cell.rows) for cell in result.cells} == {("off", 1), ("auto", 8)}
+
+
+def test_auto_learns_nothing_from_other_cells(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a result would depend on the order of the sets, and on whether the run was resumed."""
+    from d2sd.runtime.policy_selector import PolicySelector
+
+    seen: list[tuple[Key, PolicySelector]] = []
+
+    def watched(engine: Any, key: Key, *rest: Any) -> Any:
+        if key.method == "auto":
+            made, known = engine.selector, [one for _, one in seen]
+            assert made == made.fresh(), "as one that has seen no step"
+            assert all(made is not one for one in known)
+            assert all(made.times is one.times for one in known), "measured once"
+            seen.append((key, made))
+        return measure_cell(engine, key, *rest)
+
+    monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
+    done(project, tmp_path, *SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--max-new-tokens", "3")
+    assert len(seen) == 4
+    assert any(one != one.fresh() for _, one in seen), "they learn"
+
+
+def test_one_engine_has_memory_at_a_time(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even one that refers to itself, as a captured step may: `kv_memory` can be a share of what is free."""
+    made: list[weakref.ref[Any]] = []
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        assert not any(one() for one in made), "the engine before is alive"
+        engine: Any = make_engine(*arguments, **options)
+        engine.runner.itself = engine
+        made.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr("d2sd.bench.run.make_engine", watched)
+    gc.disable()
+    try:
+        done(project, tmp_path, *SMALL)
+    finally:
+        gc.enable()
+    assert len(made) == 6
 
 
 # -- plan and compare --------------------------------------------------------------------------------------------------

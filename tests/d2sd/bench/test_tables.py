@@ -52,7 +52,7 @@ def body(table: str) -> list[list[str]]:
 
 def test_tau(made: Result) -> None:
     table = tau_table(made, 0.0, 1)
-    assert table.splitlines()[0] == "| method | rows | gsm8k | mbpp | mean | 95 % interval |"
+    assert table.splitlines()[0] == "| method | row budget | gsm8k | mbpp | mean | 95 % interval |"
     assert body(table) == [
         ["off", "1", "1.00", "1.00", "1.00", "1.00 – 1.00"],
         ["chain", "8", "1.50", "–", "–", "–"],  # no mean over fewer sets than the others
@@ -72,7 +72,7 @@ def test_what_a_step_did(made: Result) -> None:
     off, chain, tree = (dict(zip(columns, line, strict=True)) for line in body(table))
     assert tree == {
         "method": "d2sd",
-        "rows": "8",
+        "row budget": "8",
         "τ by token": "**2.00**",
         "rows/step": "8.0",
         "rows/token": "4.0",
@@ -111,7 +111,7 @@ def test_what_the_drafters_knew(made: Result) -> None:
 
 def test_speed_by_concurrency(made: Result) -> None:
     table = speed_table(made, 0.0)
-    assert table.splitlines()[0] == "| method | rows | 1 in flight | 2 in flight |"
+    assert table.splitlines()[0] == "| method | row budget | 1 in flight | 2 in flight |"
     assert body(table) == [
         ["off", "1", "2.0 (1.00)", "**4.0** (1.00)"],
         ["chain", "8", "6.0 (3.00)", "–"],
@@ -134,7 +134,11 @@ def test_every_column_is_defined_by_the_docstring_of_its_metric(made: Result) ->
     told = definitions()
     assert "- **τ**: Mean over responses of each response's tokens per step, bonus included" in told
     assert all(f"- **{name}**: {(of.__doc__ or '?').split()[0]}" in told for name, of in DEFINITIONS.items())
-    columns = {name.strip() for name in detail_table(made, 0.0, 1).splitlines()[0].split("|")} - {"", "method", "rows"}
+    columns = {name.strip() for name in detail_table(made, 0.0, 1).splitlines()[0].split("|")} - {
+        "",
+        "method",
+        "row budget",
+    }
     assert columns <= DEFINITIONS.keys()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 from weakref import ref
 
 import pytest
@@ -18,8 +18,9 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.cli.main import main
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.trees import Accepted, Tree
-from d2sd.policies import DrafterRole
+from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import OWN_PROMPTS, read_prompts
+from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.stats import Clock, EngineStats, SequenceStats
@@ -48,6 +49,23 @@ def test_every_policy_writes_the_same_text(path: Path) -> None:
     texts = {policy: run(path, "-p", "w1 w5 w9", "--policy", policy).stdout for policy in ("off", "chain", "d2sd")}
     assert len(set(texts.values())) == 1
     assert len(texts["off"].split()) >= 2
+
+
+def test_copies_have_one_name(path: Path, bundle: Bundle) -> None:
+    """With +lookup they compete even where the recipe leaves them out; statistics name what ran."""
+    recipe = bundle.recipe.model_copy(update={"tree": bundle.recipe.tree.model_copy(update={"lookup": False})})
+    without = replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
+    for method in get_args(Method):
+        name = method.removesuffix("+lookup")
+        assert (name == "auto" or FACTS[name].copies) == (name + "+lookup" in get_args(Method))
+    assert str(make_engine(without, policy="hybrid").policy).startswith("hybrid of")
+    assert str(make_engine(without, policy="hybrid+lookup").policy).startswith("hybrid+lookup of")
+    assert str(make_engine(bundle, policy="hybrid").policy).startswith("hybrid+lookup of"), "as the recipe says"
+    assert str(make_engine(bundle, policy="hybrid", lookup=False).policy).startswith("hybrid of"), "as it is measured"
+    said = run(path, "-p", "w1 w5 w9", "--policy", "ddtree+lookup", "--stats")
+    assert "ddtree+lookup of" in said.stderr
+    wrong = [run(path, "-p", "w1", "--policy", "copy"), CliRunner().invoke(main, ["bench", "--methods", "copy"])]
+    assert all("'hybrid+lookup'" in ended.stderr for ended in wrong)
 
 
 def test_the_seed_decides_a_sampled_text(path: Path) -> None:
