@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,6 +29,18 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+_CASES = Counter[tuple[Path, str]]()
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Every nth case of a test with the mark `sampled(n)` stays in `make test`; the others are slow."""
+    if (mark := item.get_closest_marker("sampled")) and isinstance(item, pytest.Function):
+        case = item.path, item.originalname
+        if _CASES[case] % mark.args[0]:
+            item.add_marker(pytest.mark.slow)
+        _CASES[case] += 1
 
 
 @pytest.hookimpl(trylast=True)  # -m and -k have removed theirs

@@ -173,6 +173,7 @@ def test_no_kernel_waits_on_an_architecture_without() -> None:
     assert order_faults(plain, 90)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_the_order_of_a_kernel(capability: int) -> None:
     """Of the product, and of one that does not wait."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import torch
 from click.testing import CliRunner
 
@@ -16,6 +17,7 @@ from d2sd.recipe import load_recipe
 from tests.d2sd.build.test_heads import project
 
 
+@pytest.mark.slow
 def test_arms_and_their_cells(tmp_path: Path) -> None:
     recipe = project(tmp_path / "project", "pair", "pair", precision="fp32")
     build(load_recipe(recipe), tmp_path / "bundle", validate=False)

@@ -31,6 +31,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_tiny(tmp_path_factory.mktemp("peers"), decoder=decoder, limits=LIMITS)
 
 
+@pytest.mark.slow
 def test_a_tiny_bundle_is_measured(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peers, "find_spec", lambda name: None)
     result = peers.Benchmark(bundle, tmp_path, tmp_path, 1, 8, 2, 1, buffer=1 << 20).run()
@@ -56,6 +57,7 @@ def test_a_tiny_bundle_is_measured(bundle: Path, tmp_path: Path, monkeypatch: py
     assert (tmp_path / "peers.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
 def test_a_bundle_of_rounded_weights_is_refused(tmp_path: Path) -> None:
     bundle = build_tiny(tmp_path, limits=LIMITS, precision="bf16")
     with pytest.raises(D2SDError, match="--set precision=fp32"):

@@ -212,6 +212,7 @@ def test_policies_are_compared_with_parameters(bundle: Path) -> None:
 # -- the soak test -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_fuzzer_finds_refusals(server: Running) -> None:
     outcomes, faults = asyncio.run(fuzz(server.url, 1, 60))
     assert faults == []

@@ -28,6 +28,8 @@ def took(turns: int, machine: Machine = H100, blocks: int = 1) -> float:
     return max(ends)
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_a_turn_costs_no_less_than_its_bytes() -> None:
     """64 tokens of K and V, 32 KB."""
     turn = (took(24) - took(8)) / 16
@@ -35,15 +37,21 @@ def test_a_turn_costs_no_less_than_its_bytes() -> None:
     assert turn < 2 * 64 * 2 * 128 * 2 / H100.memory, "the latency of memory is hidden by the copies in flight"
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_a_latency_that_nothing_hides_costs_every_time() -> None:
     """Without turns, only what comes one after the other is left: queries, lengths, pages, the product of new rows."""
     assert took(0, replace(H100, from_cache=H100.from_cache + 100)) >= took(0) + 300
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_blocks_share_an_sm() -> None:
     assert took(8) < took(8, blocks=2) < 2.2 * took(8)
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_one_pass_of_a_tree_takes_longer_than_its_bytes() -> None:
     case = Case(1, 64)
     assert case.bytes() / 3.35e12 < case.seconds() < 8e-6

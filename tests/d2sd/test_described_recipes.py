@@ -67,6 +67,7 @@ def test_every_recipe_of_a_download_is_here() -> None:
     assert {*PUBLISHED} == {name for name in shipped_names() if not name.startswith("smollm2")}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_recipe_alone_is_planned(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -282,6 +282,7 @@ def test_all_faults_are_reported_at_once(tmp_path: Path) -> None:
         load(tmp_path, MINIMAL, "tree.a=1", "limits.b=1")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_a_damaged_recipe_is_a_plan_or_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """The target's wheel is not in the cache, so a sound recipe is planned in milliseconds."""

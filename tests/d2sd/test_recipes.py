@@ -321,6 +321,7 @@ def test_trainings_differ_by_their_model_alone() -> None:
     assert all(other == first for other in others)
 
 
+@pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.parametrize(
     ("name", "drafters", "precision"),

@@ -75,6 +75,7 @@ def linears(model: Decoder, keep: Callable[[str], bool]) -> list[str]:
     return [name for name in linear_names(model) if keep(name)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
@@ -89,6 +90,7 @@ def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
     assert (joint.scales is None) == shared
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", CONFIGS)
 def test_gates_of_another_type_are_a_product_of_their_own(case: str) -> None:
     """As of public checkpoints, which leave b and a in 16 bits."""

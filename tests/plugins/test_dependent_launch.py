@@ -65,6 +65,8 @@ def without_wait(kernel: str) -> Edit:
     return lambda name, ptx: ptx.replace(f"{WAIT};", "") if name == kernel else ptx
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "kernel"),
     [

@@ -36,6 +36,7 @@ def run(paths: list[str], which: str, interpreted: bool = True) -> None:
     assert " skipped" not in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])

@@ -59,6 +59,7 @@ def check_linear(capability: int, dtype: torch.dtype) -> None:
     assert products == (set() if dtype == torch.float32 else {"wgmma" if capability == 90 else "mma"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "kind"), CASES)
 def test_a_row_of_a_product(capability: int, kind: str) -> None:
     check_linear(capability, TYPES[kind])
@@ -96,6 +97,7 @@ def test_a_broken_row_reaches_those_who_see_it(run: Callable[[Call], Tensor], mo
         check_broken_rows(run, torch.bfloat16)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "kind"), CASES)
 def test_a_row_of_attention(capability: int, kind: str) -> None:
     check_attention(capability, TYPES[kind])

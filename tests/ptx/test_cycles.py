@@ -40,6 +40,8 @@ def sources(branches: int, *, copied: bool = False, told: bool = False) -> list[
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("branches", "copied", "told"),
     [(0, False, False), (4, False, False), (4, True, False), (7, True, False), (4, False, True)],

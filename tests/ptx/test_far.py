@@ -68,6 +68,7 @@ class Far:
         return call.over(k_pages=spread[0], v_pages=spread[1], page_table=table)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("capability", "case"),
     [
@@ -89,6 +90,7 @@ def test_attention_reads_far_pages(capability: int, case: Attention) -> None:
     assert_within_budget(found, plain.run(), plain)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal_chunk", [False, True])
 def test_batch_invariant_attention_reads_far_pages(causal_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whole tiles of the context, and the last one, which rows of a tree share one by one."""

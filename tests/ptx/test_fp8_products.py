@@ -36,6 +36,7 @@ def sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return launch.linear(x, weight, bias, None, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_sums_of_many_inputs_keep_their_digits(capability: int) -> None:
     """All positive: a sum of 14 bits loses what is added late, 8 % of 4,096 inputs; one in fp32 every 128 does not."""
@@ -50,6 +51,7 @@ def test_sums_of_many_inputs_keep_their_digits(capability: int) -> None:
     assert capability != 90 or lost > 1e-5, "14 bits are modelled"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [90, *(pytest.param(other, marks=pytest.mark.slow) for other in (89, 120))])
 def test_a_row_of_an_fp8_product(capability: int) -> None:
     """More rows than a tile has; inputs and outputs that no tile divides."""

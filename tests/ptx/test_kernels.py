@@ -66,6 +66,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 FUSIBLE = re.compile(r"(add|sub|mul)\.(ftz\.)?(bf16|f16|f32)(x2)?")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", checks())
 def test_a_small_case(name: str, small: Callable[[str], None]) -> None:
     with executed_as_ptx(90) as launches:

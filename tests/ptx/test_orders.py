@@ -38,6 +38,8 @@ def shares_kernel(arrived, parts, shares, sums, SPLITS: tl.constexpr):  # type: 
         tl.store(sums + number, tl.sum(tl.load(parts + tl.arange(0, SPLITS)), 0))
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("splits", [2, 4, 8, 16])
 def test_each_share_is_taken_once(splits: int) -> None:
     """By those that came in time, by those that left, and by the last in their place; and the word is zero again."""
@@ -68,6 +70,8 @@ def attend(case: Attention, arrived: Tensor, *, chunks: bool) -> Tensor:
     return launch(q, k, v, call.context, mask, splits=case.splits, arrived=arrived)
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("capability", [80, 90])
 def test_parts_may_end_in_any_order(capability: int, chunks: bool) -> None:

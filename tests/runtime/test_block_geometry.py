@@ -133,6 +133,7 @@ POLICIES = tuple(name for name, facts in FACTS.items() if facts.drafters and fac
 SAMPLED = {(name, policy) for policy in POLICIES for name in chosen(policy, GEOMETRIES, 2)}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("geometry", "policy"),
     [

@@ -60,6 +60,7 @@ def prompts(shared: int) -> list[tuple[int, ...]]:
     return [(*range(1, shared + 1), 40 + n, 3 * n + 1, 40 + n) for n in range(6)]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", COPYING)
 def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
     """In flight, preempted, over prefix hits, with salts of their own and of others, twice over the same pages."""
@@ -78,6 +79,7 @@ def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
     assert SequenceStats.merged(s.stats for s in found).accepted_branches[COPY] > 10
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize(
     "sampling",
@@ -118,6 +120,7 @@ def test_a_stop_string_in_the_middle_of_a_copy() -> None:
 LONG = 2000
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "prompt",
     [(7,) * LONG, tuple(n % 2 for n in range(LONG)), (*(7,) * 14, 3) * (LONG // 15)],

@@ -60,6 +60,7 @@ def requests(name: str) -> dict[Request, tuple[int, ...]]:
     return made
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "policy"),
     [

@@ -86,6 +86,7 @@ class Leaning(ModelRunner):
         return draft
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("head", "policy", "way"),
     [
@@ -130,6 +131,7 @@ def test_steps_can_be_graphs(head: str, policy: PolicyName) -> None:
     assert graphs.replays > 10
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("layers_of_pytorch")
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
@@ -143,6 +145,7 @@ def test_nothing_is_read_back(head: str, policy: PolicyName) -> None:
     check_same(record(engine, 3))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node for node, greedy and sampled: the drafter's body was trained without it."""

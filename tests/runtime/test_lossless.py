@@ -116,6 +116,7 @@ def test_sample_covers_every_way_and_policy() -> None:
     assert min(policies[policy] for policy in NAMES) >= 4
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
@@ -156,6 +157,7 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     assert runner.siblings[0] > 5 if policy in ("ddtree", "flex_tree", "hybrid") else runner.siblings[0] == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
@@ -170,6 +172,7 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
     assert 1 < stats.tau < 2
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("policy", "drafters"),
     [(name, n) for name in ("off", "lookup", "flex", "flex_tree", "flex_parallel") for n in (0, 1)]
@@ -184,6 +187,7 @@ def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, draft
     WAYS["tight pages"].run(engine, some_requests())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], WAYS["page 1"], WAYS["many rows"]])
 @pytest.mark.parametrize("lookup", [False, True])
 def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, lookup: bool) -> None:
@@ -220,6 +224,7 @@ def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way
     assert steps[0] == steps[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["in flight"]])
 @pytest.mark.parametrize("seed", [1, 5])
 def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
@@ -244,6 +249,7 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
 COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["tight pages"], WAYS["page 1"], WAYS["two rows"]])
 def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
@@ -252,6 +258,7 @@ def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way)
     way.run(way.engine(cheater(requests), policy, lookup=True), requests)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("seed", [1, 5])
 def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> None:
@@ -293,6 +300,7 @@ def test_policies_may_change_between_steps() -> None:
         WAYS["in flight"].run(engine, requests)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("family", get_args(Family))
 def test_other_families(family: Family) -> None:
     """Two prompts each, plain against hybrid: what differs between families must not meet the tree."""
@@ -338,6 +346,7 @@ def test_perfect_drafts_fill_every_step(policy: PolicyName) -> None:
     assert stats.accepted.keys() == {BLOCK}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", DRAFTING)
 def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
     requests = some_requests()
@@ -347,6 +356,7 @@ def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
     assert not stats.accepted_branches
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", NAMES)
 def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> None:
     """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
@@ -390,6 +400,7 @@ class Poisoned(NaNScratch):
         return draft
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel"])
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
@@ -406,6 +417,7 @@ def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
     way.run(way.engine(runner_of(target, flex=flex), policy), some_requests())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("policy", "spoilt"),
     [

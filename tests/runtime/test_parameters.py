@@ -123,6 +123,7 @@ def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) 
     return SequenceStats.merged(s.stats for s in sequences)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("policy", "way"),
     [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in NAMES],  # the test below has all

@@ -168,6 +168,7 @@ def check_bytes(engine: Engine, group: Group) -> None:
         engine.step()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("size", "captured"), [(2, True), (4, False), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_ranks_give_the_tokens_of_one(size: int, captured: bool, tmp_path: Path) -> None:
     """Four ranks of two K/V heads: every head is two ranks'. Captured, steps run ahead of the host, as on CUDA."""

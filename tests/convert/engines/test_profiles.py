@@ -100,6 +100,7 @@ def test_all_that_runs_fits(pair: Exported, policy: PolicyName) -> None:
     assert watched[0].used == {"tensorrt-rtx": {0, 1}, "tensorrt": {0, 1, 2, 3}}, "batches of 1, 2, 3, and prefill"
 
 
+@pytest.mark.slow
 @pytest.mark.export
 def test_what_auto_measures_fits(pair: Exported) -> None:
     engine, watched = watched_engine(pair, "hybrid")

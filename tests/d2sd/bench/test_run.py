@@ -158,6 +158,7 @@ def _pictures(out: Path) -> list[str]:
     return [name for name in PLOTS if (out / name).exists()]
 
 
+@pytest.mark.slow
 def test_two_runs_count_the_same(project: Path, tmp_path: Path) -> None:
     arguments = (*SMALL, "--temperatures", "1")
     assert counted(done(project, tmp_path / "a", *arguments)) == counted(done(project, tmp_path / "b", *arguments))
@@ -289,6 +290,7 @@ def test_a_cell_half_written_is_measured_again(
     assert [key.method for key in measuring] == ["chain", "hybrid", "off", "chain", "hybrid"]
 
 
+@pytest.mark.slow
 def test_more_methods_sets_and_runs_measure_what_is_new(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
     done(project, tmp_path, *SMALL, prompts="sets/one.jsonl")
     assert len(measuring) == 3
@@ -306,6 +308,7 @@ def test_more_methods_sets_and_runs_measure_what_is_new(project: Path, tmp_path:
     assert {cell.method for cell in result.cells} == {"off"}, "a result has what was asked for, not what lies there"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changed", [("--max-new-tokens", "7"), ("--seed", "1"), ("--per-set", "1")], ids=lambda changed: changed[0]
 )
@@ -325,6 +328,7 @@ def test_another_bundle_measures_again(project: Path, tmp_path: Path, measuring:
     assert len(measuring) == 8
 
 
+@pytest.mark.slow
 def test_other_prompts_of_the_same_name_measure_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
     """Else a result would tell of prompts that nobody asked about."""
     write_sets(tmp_path / "sets", SETS)
@@ -337,6 +341,7 @@ def test_other_prompts_of_the_same_name_measure_again(project: Path, tmp_path: P
     assert counted(again) == counted(fresh)
 
 
+@pytest.mark.slow
 def test_of_several_runs_the_median_counts(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs alternate between cells: what slows the machine for a while slows every method."""
     seen: list[Key] = []
@@ -525,6 +530,7 @@ def test_quick_is_a_small_run_of_what_the_bundle_can_run(project: Path, tmp_path
     assert given[1:] == ["hybrid, 8 rows, one, T = 1, 1 in flight: 1 prompts"]
 
 
+@pytest.mark.slow
 def test_compare(project: Path, tmp_path: Path) -> None:
     for name in ("a", "b"):
         done(project, tmp_path / name, *SMALL)

@@ -122,6 +122,7 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     assert len(ended.stdout.splitlines()) == 1 + len(found.report)
 
 
+@pytest.mark.slow
 def test_two_runs_find_the_same(bundle: Path, ended: Result, tmp_path: Path) -> None:
     assert calibrate(bundle, tmp_path / "again.json").stdout.count("\n") == ended.stdout.count("\n")
     assert (tmp_path / "again.json").read_bytes() == (bundle.parent / "found.json").read_bytes()
@@ -152,6 +153,7 @@ def test_the_build_takes_it_and_auto_serves_by_it(
     assert answers[0] == answers[1] == answers[2] == make_engine(calibrated, policy="off").generate([request])[0].answer
 
 
+@pytest.mark.slow
 def test_what_was_found_before_is_not_used_to_find_more(recipe: Path, ended: Result, tmp_path: Path) -> None:
     """A bundle that has a calibration is calibrated as one that has none."""
     add_calibration(recipe)
@@ -167,6 +169,7 @@ def test_what_was_found_before_is_not_used_to_find_more(recipe: Path, ended: Res
     assert (tmp_path / "again.json").read_bytes() == recipe.with_name("found.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     """The first makes both passes: its second has rows and forecasts of its own, by which `auto` serves."""
     (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
@@ -193,6 +196,7 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     assert plain == make_engine(bundle, policy="hybrid").generate([request])[0].answer
 
 
+@pytest.mark.slow
 def test_a_build_calibrates(recipe: Path, tmp_path: Path) -> None:
     """In one command: what `d2sd calibrate` finds with the same prompts and tokens, proven with the bundle."""
     prompts, settings = recipe.with_name("prompts.jsonl"), ("--set", "drafters.second=null", "--set", "checks.count=1")

@@ -94,6 +94,7 @@ def torch_threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_two_objects_in_two_threads(tiny_bundle: Path, torch_threads: int) -> None:
     """Whether OpenMP runs each of their passes in one thread or in a team."""
     requests = [request(number) for number in range(8)]

@@ -48,6 +48,7 @@ def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
     assert "nowhere-cc" in loaded(tmp_path, "nowhere-cc")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 def test_a_locale_without_unicode_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton runs its models under the C locale, and Python may not switch to UTF-8 there."""

@@ -34,6 +34,7 @@ def answers(policy: PolicyName, dtype: torch.dtype) -> tuple[torch.dtype, list[l
     return stored, [s.answer for s in sequences], [s.stats.accepted for s in sequences]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("policy", ["off", "hybrid"])
 def test_e4m3_pages_give_the_responses_of_unquantized_pages(

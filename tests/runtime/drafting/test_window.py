@@ -43,6 +43,7 @@ def test_a_window_of_tokens_is_whole_pages() -> None:
     ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["d2sd", "hybrid", "flex_tree"])
 def test_the_answers_stay_and_the_drafts_change(policy: PolicyName) -> None:
     requests = some_requests()

@@ -149,6 +149,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("text", HOSTILE.values(), ids=HOSTILE)
 def test_hostile_schemas_end_soon(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "SECONDS", 1.0)

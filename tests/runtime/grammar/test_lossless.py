@@ -108,6 +108,7 @@ def run(
     return SequenceStats.merged(s.stats for s in sequences if s.request.grammar is not None)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", NAMES)
 def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
     stats = run(policy, requests())

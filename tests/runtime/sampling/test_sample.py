@@ -238,6 +238,7 @@ def chosen(kind: SamplingParams) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, text.tolist()))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_first_three_tokens_are_distributed_exactly(kind: SamplingParams) -> None:
     probability, texts = exact(kind), chosen(kind)
@@ -258,6 +259,7 @@ def test_the_test_would_notice() -> None:
     assert chi_square_p(texts, exact(SamplingParams(temperature=0.7))) < 1e-6
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     """A seed is a request of its own: with and without speculation its text is the one of the sample tested above."""

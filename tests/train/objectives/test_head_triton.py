@@ -13,6 +13,7 @@ import pytest
 KERNELS = Path(__file__).parent / "kernels_of_head.py"
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(find_spec("triton") is None, reason="the extra triton is not installed")
 def test_kernels_under_the_interpreter() -> None:

@@ -174,16 +174,22 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
     return make_shop(tmp_path_factory.mktemp("shop"), vocab=7, rows=40, seed=5, policy="d2sd")
 
 
+@pytest.mark.slow
+@pytest.mark.full
 def test_unbroken(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     assert served(shop, registered(monkeypatch, shop.bundle), None, monkeypatch) == (True, True, True)
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", WRONG_TEXT)
 def test_wrong_text_or_state_is_noticed(name: str, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = served(shop, registered(monkeypatch, shop.bundle), WRONG_TEXT[name], monkeypatch)
     assert not seen.texts or not seen.state
 
 
+@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("name", WRONG_DRAFTS)
 def test_wrong_drafts_cost_tokens_a_step_and_no_text(name: str, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = served(shop, registered(monkeypatch, shop.bundle), WRONG_DRAFTS[name], monkeypatch)

@@ -36,6 +36,7 @@ def same_steps(requests: list[Request], own: list[Request]) -> None:
         assert request.counts == other.counts
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("sm", [90, 100])
 @pytest.mark.parametrize(
     ("policy", "rows"), [("hybrid", 15), ("hybrid", 40), ("d2sd", 64), ("reanchor", 12), ("ddtree", 33), ("chain", 16)]
@@ -179,6 +180,7 @@ def in_fp8(folder: Path, drafter: Drafter) -> None:
     DFLASH.write(folder, drafter.config, tensors, quantization, rounded)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", [reduced, in_fp8])
 def test_drafters_of_their_own_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Drafter], None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import pytest
 import torch
 
 from d2sd.integrations.trtllm.tree_slots import pack_bits, store_tree
@@ -51,6 +52,7 @@ def check_random_trees(count: int, seed: int) -> None:
             stored += batch
 
 
+@pytest.mark.slow
 def test_random_trees() -> None:
     """`make trtllm` has ten thousand."""
     check_random_trees(300, seed=0)
