@@ -221,6 +221,6 @@ def measured_step_times(
 def _write(path: Path, times: StepTimes, about: About | None, *, busy: bool) -> None:
     seconds = [(str(step[0]), step[1], one) for step, one in times.seconds.items() if step not in times.guessed]
     context = [(str(step[0]), step[1], one) for step, one in times.context.items() if step not in times.guessed]
-    values = {"about": about, "seconds": seconds, "context": context, "pending": dict(times.pending)}
-    file = _File(**values, busy=busy, partial=bool(times.guessed))
+    file = _File(about=about, seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
+    file = file.model_copy(update={"partial": bool(times.guessed)})
     write_text(path, file.model_dump_json() + "\n")

@@ -527,7 +527,7 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
 
 
 def measured_within(runner: Scripted, max_batch: int = 8, known: StepTimes | None = None) -> StepTimes:
-    forecast = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    forecast: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
     limits = Limits(max_batch, 1024, 4, 16)
     return measure_step_times(
         cast(ModelRunner, runner), POLICIES, forecast, limits, known=known, clock=lambda: runner.now
@@ -580,7 +580,8 @@ def test_a_later_start_measures_what_the_first_left_out() -> None:
         assert times.seconds.items() >= kept.items()
         assert runner.verified.total() > verified.total()
     assert 1 < starts < 6
-    sizes, forecast = Limits(8, 1024, 4, 16), {policy.name: ([9.0], [9.0]) for policy in POLICIES}
+    sizes = Limits(8, 1024, 4, 16)
+    forecast: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
     alone = time_steps(cast(ModelRunner, whole), POLICIES, forecast, sizes, clock=lambda: whole.now)
     assert times.seconds == pytest.approx(alone)
 
@@ -598,8 +599,8 @@ def test_a_gpu_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch, device: s
     monkeypatch.setattr("d2sd.runtime.step_times.time_steps", timed)
     monkeypatch.setattr("d2sd.runtime.step_times.time_context", lambda *_: {})
     steps = cast(DecodeSteps, SimpleNamespace(refused=False))
-    arguments = cast(ModelRunner, runner), (OFF,), {}, Limits(1, 64, 4, 16)
-    assert not measure_step_times(*arguments, steps=steps, clock=lambda: runner.now).guessed
+    model, limits = cast(ModelRunner, runner), Limits(1, 64, 4, 16)
+    assert not measure_step_times(model, (OFF,), {}, limits, steps=steps, clock=lambda: runner.now).guessed
     assert ends == [pytest.approx(12.0) if limited else math.inf]
 
 

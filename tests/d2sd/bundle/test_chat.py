@@ -288,7 +288,7 @@ def test_parts_of_text_are_one_text(folder: Path, tools: Any) -> None:
 )
 def test_another_part_is_refused_by_its_place(folder: Path, part: Any, told: str) -> None:
     content = [{"type": "text", "text": "w5"}, part]
-    messages = [{"role": "user", "content": "w5"}, {"role": "user", "content": content}]
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "w5"}, {"role": "user", "content": content}]
     with pytest.raises(RequestError, match=told) as refused:
         encode_turns(tokenizer(folder, TEMPLATE), messages, {}, "t")
     assert refused.value.where == "messages[1].content[1]"

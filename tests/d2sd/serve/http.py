@@ -23,7 +23,7 @@ from d2sd.serve.openai.run import make_server
 from d2sd.serve.openai.settings import ServerSettings
 
 if TYPE_CHECKING:
-    import openai
+    from openai import AsyncOpenAI, OpenAI
 
 
 class Running:
@@ -38,16 +38,16 @@ class Running:
     # The SDK is imported by the tests that use it: the environments of Triton and Dynamo do not have it.
 
     @cached_property
-    def openai(self) -> openai.OpenAI:
-        import openai
+    def openai(self) -> OpenAI:
+        from openai import OpenAI
 
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
 
     @cached_property
-    def async_openai(self) -> openai.AsyncOpenAI:
-        import openai
+    def async_openai(self) -> AsyncOpenAI:
+        from openai import AsyncOpenAI
 
-        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=30)
 
     def close(self) -> None:
         """Close the clients that were used."""
