@@ -22,6 +22,7 @@ PYTHON: Mapping[str, str] = {
     "prompt": "prompt",
     "untemplated": "LLM.generate()",
     "or_longer": ", or raise limits.max_context in the recipe and build the bundle again",
+    "or_more_pages": ", or raise limits.kv_memory in the recipe and build the bundle again",
 }
 CLI: Mapping[str, str] = {
     **PYTHON,
@@ -30,7 +31,13 @@ CLI: Mapping[str, str] = {
     "max_tokens": "--max-new-tokens",
     "untemplated": "--raw",
 }
-CLIENT: Mapping[str, str] = {**PYTHON, "policy": "policy", "untemplated": "/v1/completions", "or_longer": ""}
+CLIENT: Mapping[str, str] = {
+    **PYTHON,
+    "policy": "policy",
+    "untemplated": "/v1/completions",
+    "or_longer": "",
+    "or_more_pages": "",
+}
 
 #: Longest `found` in characters, so that a damaged file does not flood the terminal.
 _FOUND = 200

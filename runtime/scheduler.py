@@ -20,6 +20,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from time import monotonic
 
 from d2sd.errors import RequestError
 from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys
@@ -103,7 +104,7 @@ class Scheduler:
                     where="limits.kv_memory",
                     found=f"{needed} pages needed",
                     expected=f"at most {group.pages.count - 1}",
-                    fix="raise limits.kv_memory, or ask for fewer tokens",
+                    fix="ask for fewer tokens{or_more_pages}",
                 )
 
     def add(self, sequence: Sequence) -> None:
@@ -193,6 +194,7 @@ class Scheduler:
         self.states.admit(sequence, keys[:hits])
         if not sequence.stats.preemptions:
             self._queried_tokens += sequence.pending
+            sequence.admitted = monotonic()
         self._hit(sequence, hits)
         return True
 

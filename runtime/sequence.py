@@ -60,6 +60,7 @@ class Sequence:
     slot: int = 0  # of its recurrent state, behind `cached` tokens; 0: none
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
+    admitted: float | None = None  # time.monotonic() of its first place in the batch; set by the scheduler
     launched: int = 0  # decode steps with a row of it whose tokens are not appended yet; set by the scheduler
     finish: FinishReason | None = None  # set by append, cancel and fail
     error: D2SDError | None = None  # set by append and fail

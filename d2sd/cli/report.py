@@ -15,7 +15,6 @@ from d2sd.errors import CLI, D2SDError
 from d2sd.interrupts import noting_interrupts
 from d2sd.io import printable
 from d2sd.logs import show_warnings
-from d2sd.panics import is_panic
 
 #: Exit codes: the user's input or machine, a bug in d2sd (EX_SOFTWARE), Ctrl-C.
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = 2, 70, 130
@@ -54,7 +53,7 @@ class Reporting(click.Command):
                 code = super().main(args, prog_name, complete_var, False, **extra) or 0
                 sys.stdout.flush()
             except BaseException as error:
-                if not isinstance(error, (Exception, KeyboardInterrupt)) and not is_panic(error):
+                if isinstance(error, SystemExit):
                     raise
                 code = report(KeyboardInterrupt() if interrupted() else error)
         sys.exit(code)

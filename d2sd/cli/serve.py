@@ -27,10 +27,9 @@ from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_em
 )
 @click.option("--request-timeout", type=Seconds(min_open=True), help="Seconds.  [default: unlimited]")
 @options.drain_option
+@click.option("--allow-host", "hosts", type=Host, multiple=True, help="Name of this host for clients; repeatable.")
 @click.option("--allow-origin", "origins", type=Origin, multiple=True, help="Origin of web pages (CORS); repeatable.")
-@click.option(
-    "--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` before others."
-)
+@click.option("--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` first.")
 @options.engine_options
 def serve(bundle: Path, host: str, port: int, engine: dict[str, Any], **settings: Any) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.

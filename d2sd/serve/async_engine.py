@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+#: Seconds for the step that runs when all requests are ended; a step of a GPU that hangs never ends.
+_LAST_STEP = 10.0
 #: What the inbox carries: take this request, drop it, end all requests, end the thread.
 _Message = tuple[Literal["submit", "cancel", "end", "stop"], "Stream | None"]
 
@@ -162,27 +164,34 @@ class AsyncEngine:
             raise EngineFailed("The engine cannot be started.", found=self._failure or "it is running")
 
     async def drain(self, timeout: float) -> None:
-        """Refuse new requests, wait up to `timeout` seconds for those accepted, then end the rest with ShuttingDown."""
-        self._refuse(ShuttingDown("The server is shutting down.", fix="try again later"))
+        """Refuse new requests, wait up to `timeout` seconds for those accepted, then end the rest with ShuttingDown.
+
+        The step that runs may go on for seconds; if it never ends, its requests end without it.
+        """
+        self._refuse(_shutting_down())
+        if not await self._idle(timeout):
+            self._inbox.put(("end", None))
+            if not await self._idle(_LAST_STEP):
+                self._end_all(_shutting_down(), release=False)
+
+    async def _idle(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds until no request is left; returns whether none is."""
         end = time.monotonic() + timeout
         while self._live and time.monotonic() < end:
             await asyncio.sleep(0.02)
-        if self._live:
-            self._inbox.put(("end", None))
-            while self._live:
-                await asyncio.sleep(0.02)
+        return not self._live
 
     async def stop(self) -> None:
-        """End all requests with ShuttingDown and the thread with them; returns when it has ended."""
-        await asyncio.to_thread(self.halt)
+        """End all requests with ShuttingDown and the thread with them; returns when it has ended, or its step hangs."""
+        await asyncio.to_thread(self.halt, _LAST_STEP)
 
-    def halt(self) -> None:
+    def halt(self, timeout: float | None = None) -> None:
         """Do as `stop`, without an event loop. In the engine's thread itself, return at once."""
-        self._refuse(ShuttingDown("The server is shutting down.", fix="try again later"))
+        self._refuse(_shutting_down())
         if self._thread is not None:
             self._inbox.put(("stop", None))
             if self._thread is not current_thread():
-                self._thread.join()
+                self._thread.join(timeout)
 
     def _refuse(self, reason: D2SDError) -> None:
         """Refuse new requests with this error; a failure of the engine remains the reason."""
@@ -228,7 +237,7 @@ class AsyncEngine:
                 self._end(stream)
                 Stream.wake([stream])
             else:
-                self._end_all(ShuttingDown("The server is shutting down.", fix="try again later"))
+                self._end_all(_shutting_down())
                 if kind == "stop":
                     return False
 
@@ -278,7 +287,12 @@ class AsyncEngine:
 
     def _end_all(self, error: D2SDError, *, release: bool = True) -> None:
         with self._lock:
-            streams = list(self._live)
+            # what is not live any more but runs was given up by `drain`
+            streams = self._live.union(self._running.values() if release else ())
         for stream in streams:
             self._end(stream, error, release=release)
         Stream.wake(streams)
+
+
+def _shutting_down() -> ShuttingDown:
+    return ShuttingDown("The server is shutting down.", fix="try again later")

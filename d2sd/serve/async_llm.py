@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
@@ -14,7 +13,7 @@ from typing_extensions import Self
 from d2sd.errors import RequestError
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
-from d2sd.serve.session import Options, Session
+from d2sd.serve.session import Options, Running, Session
 
 if TYPE_CHECKING:
     from d2sd.bundle.backends import BackendName
@@ -77,9 +76,10 @@ class AsyncLLM:
         `aclose()` of the generator cancels the request.
         """
         request = await asyncio.to_thread(stream_request, self._session, prompt, sampling_params)
-        async with aclosing(self._session.pieces(request, deadline)) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with Running(self._session, [request], deadline) as (stream,):
+            async for output in stream:
+                if output.text:
+                    yield output.text
 
     @property
     def stats(self) -> SequenceStats:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from threading import Lock
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, get_type_hints
 from weakref import finalize
 
@@ -105,13 +106,13 @@ class Session:
         When the task is cancelled, or one of them fails, all leave the batch. Raises what `AsyncEngine.generate` does.
         """
         requests = [request for group in groups for request in group]
-        async with self._running(requests, deadline, interval=sys.maxsize) as streams:
+        async with Running(self, requests, deadline, interval=sys.maxsize) as streams:
             answers = iter([await _read(stream) for stream in streams])
         return [[next(answers) for _ in group] for group in groups]
 
     async def pieces(self, request: Request, deadline: float | None = None) -> AsyncGenerator[str, None]:
         """Yield the text of a request as it is generated; closing the generator cancels the request."""
-        async with self._running([request], deadline) as (stream,):
+        async with Running(self, [request], deadline) as (stream,):
             async for output in stream:
                 if output.text:
                     yield output.text
@@ -155,22 +156,6 @@ class Session:
                 self._service = (os.getpid(), service, finalize(self, service.halt))
             return self._service[1]
 
-    @asynccontextmanager
-    async def _running(
-        self, requests: Sequence[Request], deadline: float | None, interval: int = 1
-    ) -> AsyncIterator[list[Stream]]:
-        deadline = typed(deadline, float | None, "deadline")
-        try:
-            streams = self._served().submit(requests, deadline=deadline, interval=interval)
-            try:
-                yield streams
-            finally:
-                await self._leave(streams)
-        except ShuttingDown:
-            raise _closed() from None
-        except EngineFailed as error:
-            raise EngineFailed("The engine failed.", found=error.found, fix=_AGAIN) from None
-
     async def _leave(self, streams: Sequence[Stream]) -> None:
         """Cancel what still runs, wait until the engine has dropped it, and count."""
         for stream in streams:
@@ -182,6 +167,44 @@ class Session:
         left = [stream.sequence.stats for stream in streams if stream.sequence is not None]
         with self._lock:
             self._finished = SequenceStats.merged((self._finished, *left))
+
+
+class Running:
+    """The streams of requests, which leave the engine with the block.
+
+    A class, not a generator: an event loop that ends closes all generators at once, also one that another is closing.
+    """
+
+    def __init__(
+        self, session: Session, requests: Sequence[Request], deadline: float | None, interval: int = 1
+    ) -> None:
+        self._session, self._requests, self._interval = session, requests, interval
+        self._deadline = typed(deadline, float | None, "deadline")
+
+    async def __aenter__(self) -> list[Stream]:
+        with _told_to_callers():
+            engine = self._session._served()
+            self._streams = engine.submit(self._requests, deadline=self._deadline, interval=self._interval)
+        return self._streams
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._session._leave(self._streams)
+        with _told_to_callers():
+            if isinstance(error, (ShuttingDown, EngineFailed)):
+                raise error
+
+
+@contextmanager
+def _told_to_callers() -> Iterator[None]:
+    """Raise what ends the engine in the words of the Python API."""
+    try:
+        yield
+    except ShuttingDown:
+        raise _closed() from None
+    except EngineFailed as error:
+        raise EngineFailed("The engine failed.", found=error.found, fix=_AGAIN) from None
 
 
 async def _read(stream: Stream) -> tuple[Finished, str]:

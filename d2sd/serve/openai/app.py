@@ -137,7 +137,7 @@ class Server:
         self.check_model(body.model)
         self.bounds.check(body)
         facts = http.scope["state"]["facts"]
-        facts |= {"model": self.settings.model, "stream": body.stream}
+        facts |= {"model": self.settings.model, "stream": body.stream or watch is not None}
         deadline, begun = body.deadline or self.settings.request_timeout, time.monotonic()
         try:
             with anyio.fail_after(deadline):
@@ -198,7 +198,13 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         await server.engine.stop()
 
     app = FastAPI(
-        title="d2sd", version=version("d2sd"), lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False
+        title="d2sd",
+        version=version("d2sd"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses={"4XX": {"description": "A refusal, as OpenAI's error body."}},
     )
     app.state.server = server
     app.router.route_class = bounded_route(engine.limits.max_context)

@@ -86,7 +86,7 @@ class Bounds:
                 where="priority",
                 found=requests[0].priority,
                 expected=0,
-                fix="start it with --allow-priority, where its clients may overtake each other",
+                fix="leave it out, or ask for a server started with --allow-priority",
             )
 
     def _check_prompts(self, prompt: Any) -> None:

@@ -33,6 +33,7 @@ class ModelNotFound(RequestError):
 
 _TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
     500: "server_error",

@@ -54,6 +54,19 @@ class Metrics:
             "inter_token_latency_seconds", "Time of each token after the first.", _SECONDS
         )
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
+        self._phases = {
+            name: self._histogram(f"request_{name}_time_seconds", text, _SECONDS)
+            for name, text in {
+                "queue": "From arrival to a place in the batch.",
+                "prefill": "From a place in the batch to the first token.",
+                "decode": "From the first token to the last.",
+                "inference": "From a place in the batch to the last token.",
+            }.items()
+        }
+        self._lengths = [
+            self._histogram(f"request_{name}_tokens", text, [2.0**power for power in range(21)])
+            for name, text in (("prompt", "Tokens of a prompt."), ("generation", "Tokens of an answer."))
+        ]
         self.accepted_length = self._histogram(
             "accepted_length", "Tokens committed by a step, bonus included.", [float(n) for n in range(1, 17)]
         )
@@ -93,6 +106,8 @@ class Metrics:
             return
         stats = sequence.stats
         self._prompt.inc(len(sequence.request.prompt))
+        for histogram, tokens in zip(self._lengths, (sequence.request.prompt, sequence.answer), strict=True):
+            histogram.observe(len(tokens))
         for length, steps in stats.accepted.items():
             for _ in range(steps):
                 self.accepted_length.observe(length)
@@ -103,6 +118,14 @@ class Metrics:
         self._accepted.inc(stats.tokens - stats.steps)
         self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch > FIRST_DRAFT))
         self._copies.inc(stats.accepted_branches[COPY])
+
+    def timed(self, begun: float, admitted: float, first: float | None, last: float | None) -> None:
+        """Observe the phases of a request by the times at which they begin."""
+        self._phases["queue"].observe(admitted - begun)
+        if first is not None and last is not None:
+            self._phases["prefill"].observe(first - admitted)
+            self._phases["decode"].observe(last - first)
+            self._phases["inference"].observe(last - admitted)
 
     def _gauge(self, name: str, text: str, read: Any) -> None:
         gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)
@@ -141,4 +164,7 @@ class RequestTimer:
     def end(self, sequence: Sequence | None, reason: str) -> None:
         """Record the end, as `Metrics.ended` does."""
         self._metrics.latency.observe(time.monotonic() - self._begun)
+        if sequence is not None and sequence.admitted is not None:
+            first = None if self.first_token is None else self._begun + self.first_token
+            self._metrics.timed(self._begun, sequence.admitted, first, self._last)
         self._metrics.ended(sequence, reason)

@@ -10,7 +10,11 @@ import json
 import logging
 import re
 import time
+from collections.abc import Collection
+from contextlib import suppress
+from ipaddress import ip_address
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import anyio
@@ -28,8 +32,8 @@ access = logging.getLogger("d2sd.serve.access")
 
 #: Probes, and the files of the page at /, which hold no data.
 _OPEN_PATHS = {"/health", "/live", "/ready", "/", "/page.js", "/page.css", "/favicon.ico"}
-#: Asked every few seconds by machines: logged only when they fail.
-_PROBES = {"/health", "/live", "/ready", "/metrics"}
+#: Logged only when they fail: what machines ask every few seconds, and the files of the page.
+_QUIET = _OPEN_PATHS | {"/metrics"}
 _REQUEST_ID = re.compile(r"[\w.:-]{1,128}", re.ASCII)
 
 
@@ -47,6 +51,7 @@ class Entrance:
     def __init__(self, app: ASGIApp, settings: ServerSettings, spans: Spans) -> None:
         self.app, self.settings, self.spans = app, settings, spans
         self._keys = [key.encode() for key in settings.api_keys]
+        self._hosts = {host.lower().rstrip(".") for host in settings.hosts}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -86,7 +91,7 @@ class Entrance:
                     await JSONResponse(body, status)(scope, receive, sending)
             finally:
                 facts["seconds"] = round(time.monotonic() - begun, 6)
-                quiet = scope["path"] in _PROBES and facts["status"] < 400
+                quiet = scope["path"] in _QUIET and facts["status"] < 400
                 access.log(logging.DEBUG if quiet else logging.INFO, json.dumps(facts))
 
     async def _admit(self, scope: Scope, headers: dict[bytes, bytes], receive: Receive, send: Send) -> None:
@@ -100,6 +105,10 @@ class Entrance:
                 {"www-authenticate": "Bearer"},
             )
             await refusal(scope, receive, send)
+            return
+        if self._hosts and not _is_called(self._hosts, headers.get(b"host", b"").decode("latin-1")):
+            text = "This server does not answer to that host name; --allow-host adds one."
+            await respond(403, text, "host_not_allowed")(scope, receive, send)
             return
         limit = self.settings.max_body
         length = headers.get(b"content-length", b"0")
@@ -128,6 +137,17 @@ class Entrance:
         return (sum(hmac.compare_digest(key.strip(), known) for known in self._keys) > 0) & (
             scheme.lower() == b"bearer"
         )
+
+
+def _is_called(hosts: Collection[str], header: str) -> bool:
+    """Whether the Host of a request is an address, which no web page can take for its own name, or one of `hosts`."""
+    try:
+        name = (urlsplit(f"//{header}").hostname or "").rstrip(".")
+    except ValueError:
+        return False
+    with suppress(ValueError):
+        return bool(ip_address(name))
+    return name in hosts or not header
 
 
 async def _discard(receive: Receive) -> None:

@@ -1,4 +1,4 @@
-"""Runs the app on uvicorn: SIGTERM and SIGINT stop accepting, drain, and end the rest with an error."""
+"""Runs the app on uvicorn: SIGTERM, SIGHUP and SIGINT refuse new requests, drain, and end the rest with an error."""
 
 from __future__ import annotations
 
@@ -10,8 +10,13 @@ import logging
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from ipaddress import ip_address
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -21,6 +26,7 @@ from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 from d2sd.logs import log_to_stderr
+from d2sd.manifest import load_manifest
 from d2sd.progress import bar
 from d2sd.serve.openai.app import create_app
 
@@ -41,17 +47,53 @@ _FIXES = {errno.EADDRINUSE: "choose another --port", errno.EACCES: "choose a --p
 
 
 class DrainingServer(uvicorn.Server):
-    """A uvicorn server that drains the engine while it waits for its connections."""
+    """A uvicorn server that drains the engine before it closes its port, so that probes see it is not ready."""
 
     def __init__(self, config: uvicorn.Config, served: Server) -> None:
         super().__init__(config)
         self._served = served
+        self.ended_by: int | None = None  # the first signal
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stop accepting, then wait for the drain and for the responses."""
-        draining = asyncio.ensure_future(self._served.engine.drain(self._served.settings.drain_timeout))
+        """Wait for the drain, which Ctrl-C cuts short, then close the port and wait for the responses."""
+        engine = self._served.engine
+        draining = asyncio.ensure_future(engine.drain(self._served.settings.drain_timeout))
+        while not draining.done() and not self.force_exit:
+            await asyncio.wait({draining}, timeout=0.1)
+        if not draining.done():
+            draining.cancel()
+            await engine.drain(0)
+        self.force_exit = False  # clients get the last events; a further Ctrl-C does not wait for them
         await super().shutdown(sockets)
-        await draining
+        if self.force_exit:
+            await self.lifespan.shutdown()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Note signals; uvicorn would raise all of them again at the end, the second in a handler of the first."""
+        with on_signals(self.handle_exit, signal.SIGINT):
+            yield
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End the server; Ctrl-C again, or after another signal, does so without waiting."""
+        self.force_exit = self.force_exit or (self.should_exit and sig == signal.SIGINT)
+        self.should_exit, self.ended_by = True, self.ended_by or sig
+
+
+@contextmanager
+def on_signals(handle: Callable[[int, FrameType | None], Any], *more: signal.Signals) -> Iterator[None]:
+    """Handle SIGTERM, SIGHUP unless it is ignored as under nohup, and `more`, where this is the main thread."""
+    numbers = [signal.SIGTERM, *more]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    if threading.current_thread() is not threading.main_thread():
+        numbers = []
+    usual = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in usual.items():
+            signal.signal(number, handler)
 
 
 def serve_bundle(
@@ -59,11 +101,14 @@ def serve_bundle(
 ) -> None:
     """Serve a bundle until a signal; `options` are those of `make_engine`. An empty model name takes the bundle's.
 
-    After the drain SIGTERM ends the process with exit code 0, Ctrl-C with 130. Raises RankLost if one of the processes
-    that share the target has ended; no request is served then.
+    SIGTERM and SIGHUP end the process with exit code 0, after the drain if it serves; Ctrl-C raises KeyboardInterrupt.
+    Raises RankLost if one of the processes that share the target has ended; no request is served then.
     """
     _log_to_stderr()
-    with listen(host, port) as listener:  # before the bundle is loaded, which takes time
+    load_manifest(path)  # another folder is refused before anything is announced
+    # the port is open before the bundle is loaded, which takes time
+    with listen(host, port) as listener, on_signals(lambda *_: sys.exit(0)):
+        settings = _checking_hosts(settings, host, listener.getsockname()[0])
         address = "http://{}:{}".format(*listener.getsockname()[:2])
         logger.info("loading %s; until it is served, clients that connect to %s wait", path, address)
         device = options.get("device", "cpu")
@@ -72,7 +117,6 @@ def serve_bundle(
         engine = make_engine(bundle, **options)
         app = create_app(bundle, engine, settings)
         logger.info("serving %s at %s", settings.model, address)
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again when it has shut down
         server = make_server(app, host, port)
         gc.collect()
         gc.freeze()  # else every collection of old objects looks through the libraries' too, which takes 0.2 s
@@ -87,6 +131,17 @@ def serve_bundle(
         engine.close()
         if lost:
             raise lost[0]
+        if server.ended_by == signal.SIGINT:
+            raise KeyboardInterrupt
+
+
+def _checking_hosts(settings: ServerSettings, host: str, address: str) -> ServerSettings:
+    """The settings with the names that this host may be called by, where the server is local and without keys.
+
+    A web page may give its own name this address (DNS rebinding), and would then read what the server answers.
+    """
+    local = ip_address(address.partition("%")[0]).is_loopback and not settings.api_keys
+    return replace(settings, hosts=("localhost", host, *settings.hosts)) if local or settings.hosts else settings
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -125,7 +180,7 @@ def make_server(app: FastAPI, host: str, port: int) -> DrainingServer:
         log_config=None,
         lifespan="on",
         ws="none",
-        timeout_graceful_shutdown=int(served.settings.drain_timeout) + _FLUSH,
+        timeout_graceful_shutdown=_FLUSH,
         server_header=False,
     )
     return DrainingServer(config, served)

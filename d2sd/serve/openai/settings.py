@@ -24,6 +24,7 @@ class ServerSettings:
     priorities: bool = False  # whether clients may set the priority of their requests
     request_timeout: float | None = None  # deadline of a request that has none of its own
     drain_timeout: float = 30.0  # wait for running requests at shutdown
+    hosts: tuple[str, ...] = ()  # names that clients may call the server by; none: any
     origins: tuple[str, ...] = ()  # web pages that may use the server (CORS); "*" is any
 
     def __post_init__(self) -> None:

@@ -30,6 +30,7 @@ BAD: dict[tuple[str, ...], dict[str, tuple[str, ...]]] = {
         "--port": ("65536", *COUNTS),
         "--host": ("", "a b", "http://a", *NAMES),
         "--api-key": ("", " ", "a b", "kéy", *NAMES),
+        "--allow-host": ("", "a b", "http://a", *NAMES),
         "--allow-origin": ("", "example.com", "ftp://a", "https://a/b", *NAMES),
     },
     ("worker",): {"--namespace": NAMES},

@@ -62,7 +62,7 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
     loaded = load_bundle(bundle)
     options = ServerSettings(**{"model": "tiny", "drain_timeout": 5.0, **settings})
     app = create_app(loaded, engine or make_engine(loaded, max_batch=8), options)
-    server = make_server(app, "127.0.0.1", 0)
+    app.state.uvicorn = server = make_server(app, "127.0.0.1", 0)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)

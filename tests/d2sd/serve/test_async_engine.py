@@ -17,6 +17,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
+from d2sd.serve import async_engine
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream
@@ -210,6 +211,24 @@ async def test_draining_finishes_what_it_can_and_ends_the_rest(engine: Engine) -
         if not long.done() or long.exception() is not None:  # else its last step was the one that was held
             with pytest.raises(ShuttingDown):
                 await long
+
+
+async def test_a_step_that_never_ends_holds_neither_the_drain_nor_the_end(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_LAST_STEP", 0.05)
+    gate = Gate(engine)
+    service = AsyncEngine(engine)
+    await service.start()
+    (stream,) = service.submit([LONG])
+    await asyncio.wait_for(service.drain(0.01), 5)
+    assert service.live == 0
+    with pytest.raises(ShuttingDown):
+        await anext(stream)
+    await asyncio.wait_for(service.stop(), 5)
+    gate.open.set()  # a thread that comes back finds no reader, and ends
+    await until(lambda: service.health == "The engine is not running.")
+    assert not engine.busy
 
 
 async def test_a_slow_reader_gets_merged_outputs(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from pathlib import Path
@@ -96,4 +97,23 @@ def test_several_event_loops(tiny_bundle: Path) -> None:
     llm = AsyncLLM(tiny_bundle)
     texts = [asyncio.run(llm.generate("w5 w7"))[0].text for _ in range(2)]
     assert texts[0] == texts[1]
+    asyncio.run(llm.close())
+
+
+def test_a_stream_left_open_when_its_loop_ends_leaves_quietly(tiny_bundle: Path) -> None:
+    """An event loop that ends closes all generators at once."""
+    llm, complaints, left = AsyncLLM(tiny_bundle), list[Any](), list[Any]()
+
+    async def leave() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))
+        for prompt in ("w5 w7", [USER]):
+            left.append(llm.stream(prompt, LONG))
+            await anext(left[-1])
+
+    asyncio.run(leave())
+    left.clear()
+    gc.collect()
+    assert complaints == []
+    _, engine = llm._session.open()
+    assert not engine.busy
     asyncio.run(llm.close())

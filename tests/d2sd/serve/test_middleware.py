@@ -63,7 +63,10 @@ def test_a_bug_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
-@pytest.mark.parametrize(("path", "lines"), [("/health", 0), ("/live", 0), ("/ready", 0), ("/metrics", 0), ("/v1", 1)])
+@pytest.mark.parametrize(
+    ("path", "lines"),
+    [*((path, 0) for path in ("/health", "/live", "/ready", "/metrics", "/", "/page.js", "/page.css")), ("/v1", 1)],
+)
 def test_probes_are_not_logged(path: str, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     asyncio.run(enter(None, path))

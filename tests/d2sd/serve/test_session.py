@@ -177,7 +177,7 @@ def test_a_refused_prompt_ends_its_own_call_alone(llm: LLM) -> None:
     held = Held(llm)
     thread, found = in_thread(lambda: llm.generate("w5 w7", LONG)[0].token_ids)
     assert held.reached.wait(20)
-    with pytest.raises(RequestError, match="does not fit"):
+    with pytest.raises(RequestError, match="maximum context length"):
         llm.generate(["w5", "w5 " * 200])
     held.free.set()
     thread.join()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import logging
 from typing import Any
 
 import openai
 import pytest
 
-from tests.d2sd.serve.http import Running
+from tests.d2sd.serve.http import Running, wait_until
 
 #: Routes, a body with `count` words of prompt, and what the route calls its prompt and the length of an answer.
 ROUTES: dict[str, tuple[Any, str, str]] = {
@@ -88,3 +90,20 @@ def test_what_is_not_text_is_refused_by_what_it_is(server: Running, path: str, p
     assert (response.status_code, error["param"]) == (400, f"{field}.0.content")
     assert f"{what} are not supported, only text" in error["message"]
     assert "found" not in error["message"], "a picture would be quoted"
+
+
+def test_the_schema_promises_no_status_that_is_never_sent(server: Running) -> None:
+    routes = server.http.get("/openapi.json").json()["paths"]
+    assert {"/v1/chat/completions", "/v1/completions", "/v1/responses", "/ready"} <= routes.keys()
+    statuses = {status for route in routes.values() for method in route.values() for status in method["responses"]}
+    assert statuses == {"200", "4XX"}
+
+
+def test_a_trace_is_logged_as_the_stream_that_it_is(server: Running, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "d2sd.serve.access")
+    body = {"messages": [{"role": "user", "content": "w5"}], "max_tokens": 2}
+    for path, streams in (("/trace", True), ("/v1/chat/completions", False)):
+        caplog.clear()
+        assert server.http.post(path, json=body).status_code == 200
+        wait_until(lambda: caplog.records)
+        assert json.loads(caplog.records[0].message)["stream"] is streams

@@ -1,4 +1,4 @@
-"""Gauges of what a target may have or not."""
+"""Gauges of what a target may have or not, and the phases of requests."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 
 from d2sd.runtime.stats import EngineStats
 from d2sd.serve.openai.metrics import Metrics
+from tests.d2sd.serve.http import Running
 
 
 @pytest.mark.parametrize("slots", [(), (9, 3, 2)])
@@ -17,3 +18,27 @@ def test_slots_of_targets_with_a_recurrent_state(slots: tuple[int, ...]) -> None
     names = ("d2sd_state_slots", "d2sd_state_slots_used", "d2sd_state_slots_cached")
     found = [registry.get_sample_value(name, {"model_name": "m"}) for name in names]
     assert tuple(found) == (slots or (None, None, None))
+
+
+def test_the_phases_of_a_request_add_up(server: Running) -> None:
+    def values() -> dict[str, float]:
+        found = {metric.name: metric.samples for metric in server.server.metrics.registry.collect()}
+        names = [f"request_{name}_time_seconds" for name in ("queue", "prefill", "decode", "inference")]
+        names += ["request_prompt_tokens", "request_generation_tokens", "e2e_request_latency_seconds"]
+        kinds = ("_sum", "_count")
+        return {
+            name + kind: next(one.value for one in found[f"d2sd_{name}"] if one.name.endswith(kind))
+            for name in names
+            for kind in kinds
+        }
+
+    before = values()
+    body = {"prompt": [[5, 7, 9], [31]], "max_tokens": 8, "ignore_eos": True}
+    assert server.http.post("/v1/completions", json=body).status_code == 200
+    gained = {name: value - before[name] for name, value in values().items()}
+    assert {value for name, value in gained.items() if name.endswith("_count")} == {2}
+    assert (gained["request_prompt_tokens_sum"], gained["request_generation_tokens_sum"]) == (4, 16)
+    seconds = {name.split("_")[1]: value for name, value in gained.items() if name.endswith("_time_seconds_sum")}
+    assert all(value >= 0 for value in seconds.values())
+    assert seconds["prefill"] + seconds["decode"] == pytest.approx(seconds["inference"])
+    assert seconds["queue"] + seconds["inference"] <= gained["e2e_request_latency_seconds_sum"] + 1e-6
