@@ -29,14 +29,14 @@ pytestmark = pytest.mark.anyio
 SETTINGS = WorkerSettings("tiny", max_waiting=1, drain_timeout=5)
 
 
-def message(prompt: list[int], tokens: int = 20, **sampling: Any) -> dict[str, Any]:
+def message(prompt: list[int], tokens: int = 20, *, logprobs: int | None = None, **sampling: Any) -> dict[str, Any]:
     """A request as the frontend sends it."""
     stops = {name: sampling.pop(name) for name in ("min_tokens", "ignore_eos", "stop_token_ids") if name in sampling}
     return {
         "token_ids": prompt,
         "stop_conditions": {"max_tokens": tokens, "stop_token_ids_hidden": [2], "max_thinking_tokens": None} | stops,
         "sampling_options": {"n": None, "temperature": 0.0, "guided_decoding": None} | sampling,
-        "output_options": {"logprobs": None, "prompt_logprobs": None},
+        "output_options": {"logprobs": logprobs, "prompt_logprobs": None},
     }
 
 

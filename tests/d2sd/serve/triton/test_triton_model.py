@@ -200,7 +200,7 @@ def test_a_request_is_cancelled_before_it_reaches_the_engine(start: Start) -> No
     ("inputs", "message"),
     [
         ({"max_tokens": 2}, "prompt is missing"),
-        ({"text_input": "w3", "max_tokens": 900}, "does not fit"),
+        ({"text_input": "w3", "max_tokens": 900}, "maximum context length"),
         ({"text_input": "w3", "top_p": 2.0}, "top_p"),
         ({"text_input": "w3", "temperature": float("nan")}, "temperature"),
         ({"stop": True}, "its id"),
