@@ -117,7 +117,7 @@ def test_a_chat_equals_the_library(live: Fleet, bundle: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "named"),
     [
-        ({"max_tokens": 5000}, "at most 512"),
+        ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
         ({"seed": -1}, "seed out of range"),
         ({"n": 2, "temperature": 1}, "where: n"),
     ],
