@@ -288,7 +288,7 @@ class AsyncEngine:
     def _end_all(self, error: D2SDError, *, release: bool = True) -> None:
         with self._lock:
             # what is not live any more but runs was given up by `drain`
-            streams = self._live.union(self._running.values() if release else ())
+            streams = [*self._live.union(self._running.values() if release else ())]
         for stream in streams:
             self._end(stream, error, release=release)
         Stream.wake(streams)

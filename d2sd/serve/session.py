@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
@@ -169,28 +169,29 @@ class Session:
             self._finished = SequenceStats.merged((self._finished, *left))
 
 
+@dataclass
 class Running:
     """The streams of requests, which leave the engine with the block.
 
     A class, not a generator: an event loop that ends closes all generators at once, also one that another is closing.
     """
 
-    def __init__(
-        self, session: Session, requests: Sequence[Request], deadline: float | None, interval: int = 1
-    ) -> None:
-        self._session, self._requests, self._interval = session, requests, interval
-        self._deadline = typed(deadline, float | None, "deadline")
+    session: Session
+    requests: Sequence[Request]
+    deadline: float | None
+    interval: int = 1
+    streams: list[Stream] = field(default_factory=list)
 
     async def __aenter__(self) -> list[Stream]:
+        deadline = typed(self.deadline, float | None, "deadline")
         with _told_to_callers():
-            engine = self._session._served()
-            self._streams = engine.submit(self._requests, deadline=self._deadline, interval=self._interval)
-        return self._streams
+            self.streams = self.session._served().submit(self.requests, deadline=deadline, interval=self.interval)
+        return self.streams
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        await self._session._leave(self._streams)
+        await self.session._leave(self.streams)
         with _told_to_callers():
             if isinstance(error, (ShuttingDown, EngineFailed)):
                 raise error

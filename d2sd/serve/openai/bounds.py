@@ -57,13 +57,7 @@ class Bounds:
                 found=len(words),
                 expected=f"at most {_WORDS}",
             )
-        if sum(map(len, words)) > self.characters:
-            raise RequestError(
-                "The stop strings and bad words are too long.",
-                where="stop" if stop else "bad_words",
-                found=f"{sum(map(len, words)):,} characters",
-                expected=f"at most {self.characters:,}",
-            )
+        self._check_characters("stop" if stop else "bad_words", words)
         if len(ids := getattr(body, "tokens", ())) > self.tokens:
             raise self._too_long("tokens", f"{len(ids):,} tokens")
 
@@ -121,6 +115,8 @@ class Bounds:
             raise self._too_long(where, f"{count:,} characters")
 
     def _too_long(self, where: str, size: str) -> RequestError:
+        if where in ("stop", "bad_words"):
+            return RequestError("The strings are too long.", where=where, found=size, expected=f"{self.characters:,}")
         limit = f"This model's maximum context length is {self.tokens} tokens."
         return ContextLengthExceeded(
             f"{limit} However, you sent {size}, which are more.", where=where, fix="shorten it"

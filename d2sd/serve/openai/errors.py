@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
@@ -56,11 +57,16 @@ _STATUS: tuple[tuple[type[D2SDError], int, str], ...] = (
     (RequestError, 400, "invalid_request"),
     (D2SDError, 501, "not_supported"),  # such as a package that is not installed
 )
-#: The words of clients, where a route has its own.
+#: The words of clients, where a route has its own, also for parameters that errors name as chats do.
 _WORDS: Mapping[str, Mapping[str, str]] = {
     "/v1/chat/completions": {**CLIENT, "prompt": "messages"},
     "/trace": {**CLIENT, "prompt": "messages"},
-    "/v1/responses": {**CLIENT, "prompt": "input", "max_tokens": "max_output_tokens"},
+    "/v1/responses": {
+        **CLIENT,
+        **dict.fromkeys(("prompt", "messages"), "input"),
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+        "response_format": "text.format",
+    },
 }
 #: Validation errors of pydantic that have a clearer text for a client.
 _MESSAGES = {
@@ -78,11 +84,13 @@ def body_of(status: int, message: str, param: str | None = None, code: str | Non
 def describe(error: BaseException, path: str = "") -> tuple[int, dict[str, Any], dict[str, str]]:
     """Status, body and headers for an error raised by a request to the route `path`."""
     words = _WORDS.get(path, CLIENT)
+    if isinstance(error, RequestError) and error.where:
+        error = error.at(re.sub(r"^\w+", lambda name: words.get(name[0], name[0]), spelled(str(error.where), words)))
     for kind, status, code in _STATUS:
         if isinstance(error, kind):
             if status == 500:
                 logger.error("a request failed: %s", error)
-            where = spelled(str(error.where), words) if isinstance(error, RequestError) and error.where else None
+            where = str(error.where) if isinstance(error, RequestError) and error.where else None
             headers = {"retry-after": str(QueueFull.retry_after)} if status in (429, 503) else {}
             return status, body_of(status, error.told(words), where and _encodable(where[:200]), code), headers
     logger.error("a request failed", exc_info=error)

@@ -54,7 +54,7 @@ class Metrics:
             "inter_token_latency_seconds", "Time of each token after the first.", _SECONDS
         )
         self.latency = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", _SECONDS)
-        self._phases = {
+        self.phases = {
             name: self._histogram(f"request_{name}_time_seconds", text, _SECONDS)
             for name, text in {
                 "queue": "From arrival to a place in the batch.",
@@ -119,14 +119,6 @@ class Metrics:
         self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch > FIRST_DRAFT))
         self._copies.inc(stats.accepted_branches[COPY])
 
-    def timed(self, begun: float, admitted: float, first: float | None, last: float | None) -> None:
-        """Observe the phases of a request by the times at which they begin."""
-        self._phases["queue"].observe(admitted - begun)
-        if first is not None and last is not None:
-            self._phases["prefill"].observe(first - admitted)
-            self._phases["decode"].observe(last - first)
-            self._phases["inference"].observe(last - admitted)
-
     def _gauge(self, name: str, text: str, read: Any) -> None:
         gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)
         gauge.labels(self._model).set_function(read)
@@ -165,6 +157,11 @@ class RequestTimer:
         """Record the end, as `Metrics.ended` does."""
         self._metrics.latency.observe(time.monotonic() - self._begun)
         if sequence is not None and sequence.admitted is not None:
-            first = None if self.first_token is None else self._begun + self.first_token
-            self._metrics.timed(self._begun, sequence.admitted, first, self._last)
+            queued = max(sequence.admitted - self._begun, 0.0)  # an idle engine may be first
+            self._metrics.phases["queue"].observe(queued)
+            if self.first_token is not None and self._last is not None:
+                run = self._last - self._begun - queued
+                prefill = max(self.first_token - queued, 0.0)
+                for name, seconds in (("prefill", prefill), ("decode", run - prefill), ("inference", run)):
+                    self._metrics.phases[name].observe(seconds)
         self._metrics.ended(sequence, reason)
