@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from itertools import accumulate
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.plugins.trees import Draft, Tree
+from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.sampling.bias import TokenBias
@@ -44,7 +45,8 @@ def send(group: Group, kind: str, *values: object) -> None:
     described = [_described(value, tensors) for value in values]
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
     frame = json.dumps({"kind": kind, "values": described, "tensors": shapes}, separators=(",", ":")).encode()
-    assert len(frame) <= FRAME, "long values are tensors"
+    if len(frame) > FRAME:
+        raise ValueError(f"{kind}: a frame of {len(frame)} bytes; long values are tensors")
     group.broadcast(torch.frombuffer(bytearray(frame.ljust(FRAME)), dtype=torch.uint8))
     payload, parts = _payload([(tensor.nbytes, tensor) for tensor in tensors])
     if payload.numel():
@@ -110,4 +112,5 @@ def _restored(value: Any, tensors: list[Tensor]) -> Any:
 
 @cache
 def _policy(name: str, values: str) -> Policy:
-    return policy_class(name)(**json.loads(values))  # type: ignore[arg-type]
+    made = policy_class(name)(**json.loads(values))  # type: ignore[arg-type]
+    return made if made.fallback is None else replace(made, fallback=DrafterRole(made.fallback))

@@ -1,0 +1,48 @@
+"""What rank 0 sends is what the others receive, types included."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import cast
+
+import pytest
+import torch
+from torch import Tensor
+
+from d2sd.modeling.tensor_parallel import Group
+from d2sd.policies import DrafterRole
+from d2sd.runtime.parallel.messages import FRAME, receive, send
+from d2sd.runtime.speculation.policy import make_policy
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
+
+
+class Line:
+    """A group of which one side sends, then the other receives."""
+
+    def __init__(self) -> None:
+        self._sent, self.sending = deque[Tensor](), True
+
+    def broadcast(self, message: Tensor) -> Tensor:
+        if self.sending:
+            self._sent.append(message.clone())
+            return message
+        return message.copy_(self._sent.popleft())
+
+
+def test_policies_and_tensors_arrive_as_they_were() -> None:
+    line = Line()
+    policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+    policy = replace(policy, fallback=DrafterRole.FIRST)
+    send(cast("Group", line), "step", policy, torch.arange(7), (1, 2), None, "text")
+    line.sending = False
+    kind, (found, numbers, pair, nothing, text) = receive(cast("Group", line))
+    assert (kind, found, pair, nothing, text) == ("step", policy, (1, 2), None, "text")
+    assert numbers.tolist() == [*range(7)]
+    assert type(found.fallback) is DrafterRole
+    assert found.fallback.key == "first"
+
+
+def test_a_frame_has_a_bound() -> None:
+    with pytest.raises(ValueError, match="step: a frame of"):
+        send(cast("Group", Line()), "step", "x" * FRAME)
