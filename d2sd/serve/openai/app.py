@@ -96,13 +96,13 @@ class Server:
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options needs stream.", where="stream_options", fix="set stream to true")
         generation = await self._start(http, body, encode)
-        shape = make_format(self.settings.model, self.fingerprint, body, self.show_token)
-        if isinstance(shape, CompletionFormat) and shape.echo:
-            try:
+        try:
+            shape = make_format(self.settings.model, self.fingerprint, body, self.show_token)
+            if isinstance(shape, CompletionFormat) and shape.echo:
                 await self.tokenizing(http, shape.read_prompts)
-            except BaseException:
-                generation.close()
-                raise
+        except BaseException:
+            generation.close()
+            raise
         if body.stream:
             options = body.stream_options or StreamOptions()
             return shape.stream(_events(generation, shape, options), generation.close)

@@ -212,6 +212,24 @@ def test_a_wrong_prompt_is_refused(server: Running, change: dict[str, Any]) -> N
     assert server.service.live == 0
 
 
+def test_an_answer_that_cannot_be_formed_leaves_the_engine(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    step, steps = server.engine.step, list[int]()
+
+    def slow_step() -> Any:
+        steps.append(1)
+        time.sleep(0.05)
+        return step()
+
+    def fail(*args: object) -> None:
+        raise KeyError("form")
+
+    monkeypatch.setattr(server.engine, "step", slow_step)
+    monkeypatch.setattr("d2sd.serve.openai.app.ChatFormat", fail)
+    is_error(server.http.post("/v1/chat/completions", json=CHAT | {"max_tokens": 50, "ignore_eos": True}), 500)
+    wait_until(lambda: not server.service.live)
+    assert len(steps) < 10
+
+
 def test_paths_and_methods(server: Running) -> None:
     for path in ("/v1", "/v1/embeddings", "/v1/chat/completions/", "/%ff", "/docs", "/../etc/passwd"):
         assert is_error(server.http.get(path), 404)["code"] == "not_found"
