@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
+from collections.abc import Callable
 from enum import Enum
-from functools import cache
-from importlib import metadata
+from functools import cache, wraps
+from importlib import import_module, metadata
 from importlib.util import find_spec
+from typing import ParamSpec, TypeVar
 
 import torch
 from packaging.version import Version
@@ -25,6 +28,9 @@ from d2sd.extras import install_line
 from d2sd.plugins.cpu import library as compiled
 
 logger = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
 HEAD_STEP = 16
@@ -87,6 +93,44 @@ def pick(
     if library and x.device.type == "cpu" and compiled.available():
         return Implementation.LIBRARY
     return Implementation.REFERENCE
+
+
+def op(
+    name: str,
+    specification: Callable[P, R],
+    kernel: str,
+    *,
+    library: Callable[P, R] | None = None,
+    loaded: bool = False,
+    picked: Callable[..., Implementation] | None = None,
+) -> Callable[P, R]:
+    """The op that a specification says: the same signature and documentation, run by what is picked for each call.
+
+    Args:
+        name: as of `pick`.
+        kernel: "module:function" of what launches the kernels, imported when it first runs.
+        library: the same by the compiled library.
+        loaded: as of `pick`.
+        picked: chooses by the arguments of a call; by default `pick` does, by the first.
+    """
+    module, _, launcher = kernel.partition(":")
+
+    @wraps(specification)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if picked is not None:
+            implementation = picked(*args, **kwargs)
+        else:
+            assert isinstance(args[0], torch.Tensor)
+            implementation = pick(name, args[0], loaded=loaded, library=library is not None)
+        if implementation is Implementation.TRITON:
+            launch: Callable[P, R] = getattr(import_module(module), launcher)
+            return launch(*args, **kwargs)
+        chosen = library if library is not None and implementation is Implementation.LIBRARY else specification
+        # by its name: a test may have put another in its place
+        found: Callable[P, R] = getattr(sys.modules[chosen.__module__], chosen.__name__)
+        return found(*args, **kwargs)
+
+    return run
 
 
 def use_kernels(

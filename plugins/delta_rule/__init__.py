@@ -60,7 +60,7 @@ OP = "the gated delta rule"
 SIZES = (16, 256)
 
 
-def _pick(rows: DeltaRows, states: Tensor) -> Implementation:
+def _pick(rows: DeltaRows, states: Tensor, *_: object, **__: object) -> Implementation:
     reason, sizes = None, (rows.k.shape[-1], rows.v.shape[-1])
     if any(size & size - 1 or not SIZES[0] <= size <= SIZES[1] for size in sizes):
         reason = f"heads of {sizes[0]} and {sizes[1]} are not powers of two from {SIZES[0]} to {SIZES[1]}"
@@ -69,8 +69,17 @@ def _pick(rows: DeltaRows, states: Tensor) -> Implementation:
     return dispatch.pick(OP, rows.v, reason=reason, library=supported(rows, states))
 
 
-def _pick_convolution(x: Tensor) -> Implementation:
+def _pick_convolution(x: Tensor, *_: object, **__: object) -> Implementation:
     return dispatch.pick(OP, x, library=x.shape[-1] % LANES == 0)
+
+
+_LAUNCH = "d2sd.plugins.delta_rule.triton.launch"
+commit_delta_rule = dispatch.op(
+    OP, commit_recurrence, f"{_LAUNCH}:commit_delta_rule_triton", library=commit_delta_rule_cpu, picked=_pick
+)
+commit_convolution = dispatch.op(
+    OP, commit_convolution_reference, f"{_LAUNCH}:commit_convolution_triton", picked=_pick_convolution
+)
 
 
 def tree_delta_rule(
@@ -101,24 +110,6 @@ def tree_delta_rule(
     if picked is Implementation.LIBRARY:
         return tree_delta_rule_cpu(q, rows, states, slots, mask.allowed)
     return (tree_recurrence if exact else tree_closed_form)(q, rows, states, slots, mask.allowed)
-
-
-def commit_delta_rule(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """Advance the states of all layers along each request's accepted path, in place, row by row.
-
-    Args:
-        rows: stacked by layer, [L, B, T, ...] each.
-        states: [L, P, Hv, Dk, Dv] fp32, contiguous.
-        slots: [B] int64. No two requests have the same slot but 0.
-        path, count: [B, G] and [B] int64, as of `d2sd.plugins.trees.Accepted`: the first `count` rows are committed.
-    """
-    picked = _pick(rows, states)
-    commit = commit_delta_rule_cpu if picked is Implementation.LIBRARY else commit_recurrence
-    if picked is Implementation.TRITON:
-        from d2sd.plugins.delta_rule.triton.launch import commit_delta_rule_triton
-
-        commit = commit_delta_rule_triton
-    commit(rows, states, slots, path, count)
 
 
 def chunk_delta_rule(
@@ -171,22 +162,6 @@ def tree_convolution(
         return convolution_triton(x, weight, states, slots, mask, bias)
     convolve = convolution_cpu if picked is Implementation.LIBRARY else tree_convolution_reference
     return convolve(x, weight, states, slots, mask.allowed, bias)
-
-
-def commit_convolution(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """Keep the last W - 1 inputs of each request, in all layers, in place.
-
-    Args:
-        x: [L, B, T, C], inputs of the tree's rows.
-        states: [L, P, C, W - 1], contiguous.
-        slots, path, count: as of `commit_delta_rule`.
-    """
-    commit = commit_convolution_reference
-    if _pick_convolution(x) is Implementation.TRITON:
-        from d2sd.plugins.delta_rule.triton.launch import commit_convolution_triton
-
-        commit = commit_convolution_triton
-    commit(x, states, slots, path, count)
 
 
 def chunk_convolution(

@@ -32,7 +32,14 @@ def _into(result: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
 def gate_heads(
     x: Tensor, product: Tensor, heads: Heads, *, scale: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """`d2sd.plugins.gated_layers.gate_heads`."""
+    """Heads [R, Hq, D] behind attention, times the sigmoids of their gates -> [R, Hq·D].
+
+    Args:
+        product: [R, 2·Hq·D + ...], of which `qk_norm_rope` took the queries; strided by row.
+        heads: of one layer, `gated`.
+        scale: 0-dim fp32; with it the result is quantized.
+        out: [R, Hq·D], contiguous, of the result's type; receives the result. None: a new tensor.
+    """
     columns = heads.parts[0]
     gates = product[:, :columns]
     if heads.scales is not None:
@@ -53,7 +60,20 @@ def delta_inputs(
     inputs: Tensor,
     rows: DeltaRows,
 ) -> Tensor:
-    """`d2sd.plugins.gated_layers.delta_inputs`."""
+    """Queries [B, T, Hk, Dk] of a gated delta net, of chunks [1, N, Hk, Dk], and what its rows write into states.
+
+    The convolution is `d2sd.plugins.delta_rule.tree_convolution`, or `chunk_convolution` without its commit; log gates
+    are decay · softplus(a + bias), and the weights of new values sigmoid(b).
+
+    Args:
+        product: [R, C + Hv·Dv], q, k, v and z of the rows, strided by row; or as `heads.grouped` says. Fp32 sums of FP8
+            values where `heads.scales`, as `gates`.
+        gates: [R, 2·Hv], b and a, strided by row.
+        states: [P, C, W - 1] of the convolution, of this layer; read at `slots` [B].
+        mask: of a tree, whose ancestors come before their descendants, or of chunks.
+        inputs: [B, T, C], receives what the convolution reads.
+        rows: of one layer, receive the rest.
+    """
     of_convolution, _ = _parts(product, heads, inputs.dtype)
     b, a = _gates(gates, heads, inputs.dtype)
     inputs.copy_(of_convolution.view_as(inputs))
@@ -81,7 +101,13 @@ def gated_norm(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`d2sd.plugins.gated_layers.gated_norm`."""
+    """RMSNorm of each head of x [R, Hv, Dv], times silu(z) -> [R, Hv·Dv].
+
+    Args:
+        product: as of `delta_inputs`.
+        weight: [Dv].
+        scale, out: as of `gate_heads`.
+    """
     gates = _parts(product, heads, x.dtype)[1].float()
     normed = add_rms_norm(x.flatten(0, 1), None, weight, eps).view_as(x)
     return _into((normed * (gates * _sigmoid(gates)).view_as(x)).to(x.dtype), scale, out)

@@ -11,7 +11,9 @@ from torch import Tensor
 def begin_reference(
     anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`begin`."""
+    """Anchors, context lengths [B] int64 and which rows are active [B] bool: of the batch's own, or of the state's rows
+    `source` [B] int64 where `late` [B] bool.
+    """
     inputs = torch.stack([anchor, context_len, active])
     anchor, context_len, active = torch.where(late, state[:, source], inputs)
     return anchor, context_len, active.bool()
@@ -20,7 +22,9 @@ def begin_reference(
 def end_reference(
     context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
 ) -> None:
-    """`end`."""
+    """Write the state of the step's rows: its tokens [B, G], of which `count` [B] are new. A row ends at the context
+    length `limit` [B] or at a token of `stop` [B, S], among which is every one below 0.
+    """
     anchor, length, still_active = state[:, : len(count)]
     last = torch.gather(tokens, 1, count[:, None] - 1)[:, 0]
     torch.clamp(last, min=0, out=anchor)  # below 0: `stop` ends the row
@@ -39,7 +43,16 @@ def commit_reference(
     tables: Sequence[Tensor],
     into: Sequence[Tensor] | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`commit`."""
+    """The rows that a step commits: features [B, G, F], positions [B, G] int64, and whether each is kept [B, G] bool.
+
+    They are those of the nodes `path` [B, G] among `features` [B, N, F], the first `count` [B] of each `active` [B]
+    request, behind its `context_len` [B]. Rows that are not kept have features and positions as if they were.
+
+    Args:
+        tables: [B, M] int64, page tables to copy; only with `into`.
+        into: features [B, G', F], positions and `keep` [B, G'], G' ≥ G, and copies of the tables. Their first G rows
+            receive the result and are returned, and in the others `keep` becomes false. None: new tensors.
+    """
     steps = torch.arange(path.shape[1], device=path.device)
     keep = (steps < count[:, None]) & active[:, None]
     of_rows = torch.arange(len(path), device=path.device)[:, None]

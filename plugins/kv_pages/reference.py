@@ -36,7 +36,21 @@ def write_pages_reference(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
 ) -> None:
-    """`write_pages`, same arguments, on any device."""
+    """Write K/V of rows into the pages of all layers, in place.
+
+    Args:
+        k, v: [L, B, T, Hkv, D].
+        k_pages, v_pages: [L, P, Z, Hkv, D], contiguous, in any type; FP8 (E4M3) pages need the scales.
+        page_table: [B, M].
+        positions: [B, N], the token that each written row is. No two kept ones of a call are the same token.
+        keep: [B, N] bool. No row is written where it is false or past the page table; page 0, the scratch page,
+            may hold anything afterwards.
+        path: [B, N] in [0, T), the row of k and v to write at each position; None: row n at position n, and N = T.
+        k_scale, v_scale: [L] fp32.
+
+    Raises:
+        D2SDError: the pages are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
+    """
     page_size = k_pages.shape[2]
     block, last = positions // page_size, page_table.shape[1] - 1
     page = torch.where(keep & (block <= last), page_table.gather(1, block.clamp(max=last)), 0)

@@ -30,7 +30,18 @@ def add_rms_norm(
     block: int = 0,
     offset: bool = False,
 ) -> Tensor:
-    """`d2sd.plugins.layer_ops.add_rms_norm`."""
+    """RMSNorm of x + branch, rows [R, E]; x may be strided by row.
+
+    Args:
+        branch: [R, E], None: nothing is added.
+        weight: [E].
+        total: [R, E], strided by row; receives the sum, may be x. None: the sum is not stored.
+        scale: 0-dim fp32; with it the result is quantized, fp8(norm / scale).
+        out: [R, E], contiguous, of the result's type; receives the result. None: a new tensor.
+        block: rows of a block, of which the first is left out, so the result has R - R / block rows; without `total`.
+            0: no row is left out.
+        offset: the norm is times 1 + weight, and rounded once.
+    """
     if block:
         x, branch = _behind_first(x, block), None if branch is None else _behind_first(branch, block)
     if branch is not None:
@@ -55,7 +66,19 @@ def _scaled(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
 def qk_norm_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
 ) -> Tensor:
-    """`d2sd.plugins.layer_ops.qk_norm_rope`."""
+    """Queries, keys and values of a product, normed and rotated, for one layer or (keys and values) for several.
+
+    Args:
+        qkv: [L, R, (Hq + 2·Hkv)·D], in the order q, k, v, and Hq·D more where `heads.gated`; fp32 sums of FP8 values
+            where `heads.scales`.
+        cos, sin: [R, D/2], or half of `heads.rotary`, by `rope_tables`. Their type is the result's.
+        k, v: [L, R, Hkv, D], receive rotated keys and plain values, rounded to FP8 pages' values where `heads.k_scale`.
+            They may be strided by layer.
+        paged: of one layer; its rows, which are the first, go to these pages, and theirs in k and v are undefined.
+
+    Returns:
+        [R, Hq, D]; L is 1 where Hq is not 0.
+    """
     dtype = cos.dtype
     parts = list(torch.split(qkv, heads.parts, -1))
     if heads.scales is not None:
@@ -115,7 +138,14 @@ def silu_mul(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`d2sd.plugins.layer_ops.silu_mul`."""
+    """silu(gate) * up of [R, 2·I], gate first -> [R, I].
+
+    Args:
+        dtype: the model's, in which gate, silu(gate) and the result are rounded.
+        scales: [2] fp32 of an FP8 product's sums, of gate and of up.
+        scale: 0-dim fp32; with it the result is quantized.
+        out: [R, I], contiguous, of the result's type; receives the result. None: a new tensor.
+    """
     gate, up = gate_up.chunk(2, dim=-1)
     if scales is not None:
         gate, up = gate * scales[0], up * scales[1]
@@ -127,7 +157,10 @@ def silu_mul(
 def rope_tables(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`d2sd.plugins.layer_ops.rope_tables`."""
+    """Cosines and sines of positions · frequencies, times `factor`: [..., ] and [D/2] fp32 -> [R, D/2] each in `dtype`.
+
+    Angles are fp32 whatever `dtype`. The rows of `front` [...] int64, other positions, come before those.
+    """
     every = positions.flatten() if front is None else torch.cat([front.flatten(), positions.flatten()])
     angles = every[:, None].float() * frequencies
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
@@ -147,7 +180,17 @@ def embed_norm_rope(
     front: Front | None = None,
     offset: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`d2sd.plugins.layer_ops.embed_norm_rope`."""
+    """The beginning of a pass over R tokens [...] int64: their embeddings [R, E], the RMSNorm [C + R, E] of the rows of
+    `front` and of those, and cosines and sines [C + R, D/2] as `rope_tables` makes them, in the table's type.
+
+    Args:
+        table: [V, E]. An id outside of it is an error that a GPU does not report.
+        weight: [E], of the norm. The rows of `front` have theirs.
+        positions: [...] int64 of the tokens, or what they count from.
+        scale: 0-dim fp32; with it the norms are quantized, fp8(norm / scale).
+        out: [C + R, E], contiguous, of the norms' type; receives them. None: a new tensor.
+        offset: as of `add_rms_norm`.
+    """
     x = F.embedding(tokens.flatten(), table)
     normed = add_rms_norm(x, None, weight, eps, scale=scale, offset=offset)
     if front is not None:
@@ -159,18 +202,34 @@ def embed_norm_rope(
 
 
 def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """`d2sd.plugins.layer_ops.quantize`."""
+    """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel.
+
+    `out`, contiguous, receives the result. None: a new tensor.
+    """
     result = to_pages(x, scale)
     return result if out is None else out.copy_(result)
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`d2sd.plugins.layer_ops.linear`; it does not say in which order sums run.
+    """x Wᵀ + bias: x [..., in], W [out, in] of its type, bias [out] of the result's -> [..., out].
 
-    Sums are scaled, biased and rounded once; FP8 products are rounded before the bias, as `Fp8Linear` does.
+    Batch-invariant: a row's result is the same bits whatever other rows there are. Sums are fp32, in one order over
+    the inputs. bf16, fp16, fp32 (IEEE products, no TF32) and FP8.
+
+    Args:
+        scales: 0-dim fp32, of x and of W, FP8 only: their product scales the sums.
+        dtype: of the result; by default x's.
+
+    This specification does not say in which order sums run. They are scaled, biased and rounded once; FP8 products are
+    rounded before the bias, as `Fp8Linear` does.
     """
+    dtype = dtype or x.dtype
     wide = F.linear(x.float(), weight.float())
     if scales is not None:
         wide = (wide * (scales[0] * scales[1])).to(dtype).float()

@@ -8,14 +8,11 @@ cpu.py         the search by the compiled library
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from d2sd.plugins import dispatch
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.lookup import cpu
 from d2sd.plugins.lookup.reference import append_reference, find_copy_reference
 from d2sd.plugins.lookup.types import LENGTHS, SUPPORT, Copy, CopyScores, Text, length_entry, support_entry
-from d2sd.plugins.trees import Accepted, Draft
 
 __all__ = ["LENGTHS", "SUPPORT", "Copy", "CopyScores", "Text", "append", "find_copy", "length_entry", "support_entry"]
 
@@ -24,36 +21,12 @@ __all__ = ["LENGTHS", "SUPPORT", "Copy", "CopyScores", "Text", "append", "find_c
 OP = "prompt lookup"
 
 
-def find_copy(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
-    """The continuation of the longest match of each text's end in the text itself.
-
-    Args:
-        text: what the requests have said so far.
-        first: the draft [B, S, M] at the root, which says how likely a copied token is.
-        scores: how likely it is, at temperature 0 and 1.
-        temperature: [B] fp32.
-    """
-    picked = dispatch.pick(OP, text.pages, library=True)
-    if picked is Implementation.TRITON:
-        from d2sd.plugins.lookup.triton.launch import find_copy_triton
-
-        return find_copy_triton(text, first, scores, temperature)
-    find = cpu.find_copy_cpu if picked is Implementation.LIBRARY else find_copy_reference
-    return find(text, first, scores, temperature)
+def _picked(text: Text, *_: object, **__: object) -> Implementation:
+    return dispatch.pick(OP, text.pages, library=True)
 
 
-def append(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
-    """Write the accepted path of each request to the pages of its text, in place.
-
-    Args:
-        text: the texts; page 0, the scratch page, may hold anything afterwards.
-        tokens: [B, N], of the tree's nodes.
-        accepted: the paths; the token chosen behind the last node is the next anchor and is not written.
-        active: [B] bool; nothing is written for other requests.
-    """
-    if dispatch.pick(OP, text.pages) is Implementation.TRITON:
-        from d2sd.plugins.lookup.triton.launch import append_triton
-
-        append_triton(text, tokens, accepted, active)
-    else:
-        append_reference(text, tokens, accepted, active)
+_LAUNCH = "d2sd.plugins.lookup.triton.launch"
+find_copy = dispatch.op(
+    OP, find_copy_reference, f"{_LAUNCH}:find_copy_triton", library=cpu.find_copy_cpu, picked=_picked
+)
+append = dispatch.op(OP, append_reference, f"{_LAUNCH}:append_triton", picked=_picked)

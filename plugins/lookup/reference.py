@@ -22,7 +22,14 @@ from d2sd.plugins.trees import Accepted, Draft
 
 
 def find_copy_reference(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
-    """`find_copy` in PyTorch: the specification."""
+    """The continuation of the longest match of each text's end in the text itself.
+
+    Args:
+        text: what the requests have said so far.
+        first: the draft [B, S, M] at the root, which says how likely a copied token is.
+        scores: how likely it is, at temperature 0 and 1.
+        temperature: [B] fp32.
+    """
     batch, slots, _ = first.tokens.shape
     tokens = text.pages[text.page_table].view(batch, -1)
     tokens = torch.cat([tokens, torch.zeros_like(tokens[:, :1])], dim=1)
@@ -47,7 +54,14 @@ def find_copy_reference(text: Text, first: Draft, scores: CopyScores, temperatur
 
 
 def append_reference(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
-    """`append` in PyTorch: the specification."""
+    """Write the accepted path of each request to the pages of its text, in place.
+
+    Args:
+        text: the texts; page 0, the scratch page, may hold anything afterwards.
+        tokens: [B, N], of the tree's nodes.
+        accepted: the paths; the token chosen behind the last node is the next anchor and is not written.
+        active: [B] bool; nothing is written for other requests.
+    """
     page_size, steps = text.pages.shape[1], torch.arange(accepted.path.shape[1], device=tokens.device)
     place = text.context_len[:, None] + steps
     column, last = place // page_size, text.page_table.shape[1] - 1

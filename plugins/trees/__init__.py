@@ -58,50 +58,18 @@ def _pick(x: Tensor, branches: int = 0, *, bits: int = 0, library: bool = False)
     return dispatch.pick(OP, x, reason=reason, library=library)
 
 
-def from_chain(tokens: Tensor, score: Tensor) -> Tree:
-    """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
-    if _pick(tokens) is Implementation.TRITON:
-        from d2sd.plugins.trees.triton.launch import chain_triton
-
-        return chain_triton(tokens, score)
-    return from_chain_reference(tokens, score)
-
-
-def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes. A
-    candidate ends before its first score of -inf.
-    """
-    if _pick(candidates) is Implementation.TRITON:
-        from d2sd.plugins.trees.triton.launch import candidates_triton
-
-        return candidates_triton(candidates, score, budget)
-    return from_candidates_reference(candidates, score, budget)
-
-
-def merged_branches(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
-    """anchor [B] and sources of S slots, of which branches keep tokens of the first -> at most `budget` nodes: those
-    of the first source's likeliest tokens, then of each row that follows. Each ends before its first score of -inf.
-    """
-    if _pick(anchor) is Implementation.TRITON:
-        from d2sd.plugins.trees.triton.launch import branches_triton
-
-        return branches_triton(anchor, sources, budget)
-    return merged_branches_reference(anchor, sources, budget)
-
-
-def best_first_tree(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
-    """anchor [B] and sources of S slots -> the `rows` likeliest nodes of all of them.
-
-    Nodes are sorted by score, so a smaller tree is a prefix of a larger one.
-    """
+def _picked_growth(anchor: Tensor, sources: Sequence[Source], rows: int) -> Implementation:
     count = sum(source.rows for source in sources)
-    picked = _pick(anchor, bits=path_bits(1 + lanes(sources)[-1], count), library=count <= cpu.MOST_ROWS)
-    if picked is Implementation.TRITON:
-        from d2sd.plugins.trees.triton.launch import growth_triton
+    return _pick(anchor, bits=path_bits(1 + lanes(sources)[-1], count), library=count <= cpu.MOST_ROWS)
 
-        return growth_triton(anchor, sources, rows)
-    grow = cpu.best_first_tree_cpu if picked is Implementation.LIBRARY else best_first_tree_reference
-    return grow(anchor, sources, rows)
+
+_LAUNCH = "d2sd.plugins.trees.triton.launch"
+from_chain = dispatch.op(OP, from_chain_reference, f"{_LAUNCH}:chain_triton")
+from_candidates = dispatch.op(OP, from_candidates_reference, f"{_LAUNCH}:candidates_triton")
+merged_branches = dispatch.op(OP, merged_branches_reference, f"{_LAUNCH}:branches_triton")
+best_first_tree = dispatch.op(
+    OP, best_first_tree_reference, f"{_LAUNCH}:growth_triton", library=cpu.best_first_tree_cpu, picked=_picked_growth
+)
 
 
 def chain_branches(first: Draft, count: int) -> Branches:

@@ -15,9 +15,9 @@ from packaging.version import Version
 from d2sd.errors import D2SDError
 from d2sd.plugins import cascade_attention as attention
 from d2sd.plugins import dispatch
-from d2sd.plugins import kv_pages as pages
 from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
 from d2sd.plugins.dispatch import Implementation, NoKernel, triton_version
+from d2sd.plugins.kv_pages import reference as pages
 from d2sd.plugins.kv_pages import write_pages
 
 
@@ -194,8 +194,8 @@ def test_no_op_falls_back_under_the_name_of_another() -> None:
     """Each folder has a name of its own, and asks by no other."""
     folders = [path.parent for path in Path(dispatch.__file__).parent.glob("*/__init__.py")]
     sources = {folder.name: (folder / "__init__.py").read_text("utf-8") for folder in folders}
-    picking = {name: set(re.findall(r"dispatch\.pick\(([^,]+),", source)) for name, source in sources.items()}
-    assert set().union(*picking.values()) <= {"OP", "op"}
+    picking = {name: set(re.findall(r"dispatch\.(?:pick|op)\(\s*([^,]+),", source)) for name, source in sources.items()}
+    assert set().union(*picking.values()) <= {"OP", "LINEAR"}
     names = [name for source in sources.values() for name in re.findall(r'^OP = "(.+)"$', source, re.MULTILINE)]
     assert len(set(names)) == len(names) >= 8
 

@@ -39,7 +39,13 @@ def chunk_convolution_reference(
 
 
 def commit_convolution_reference(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """`commit_convolution` on any device."""
+    """Keep the last W - 1 inputs of each request, in all layers, in place.
+
+    Args:
+        x: [L, B, T, C], inputs of the tree's rows.
+        states: [L, P, C, W - 1], contiguous.
+        slots, path, count: as of `commit_delta_rule`.
+    """
     taps = states.shape[-1]
     inputs = torch.cat([states[:, slots].transpose(2, 3).to(x.dtype), x], 2)  # [L, B, W - 1 + T, C]
     # The last inputs of state and path: place n of both is row n of the state, or row path[n - (W - 1)].

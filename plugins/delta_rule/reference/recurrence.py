@@ -67,7 +67,14 @@ def chunk_recurrence(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, 
 
 
 def commit_recurrence(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """`commit_delta_rule` on any device."""
+    """Advance the states of all layers along each request's accepted path, in place, row by row.
+
+    Args:
+        rows: stacked by layer, [L, B, T, ...] each.
+        states: [L, P, Hv, Dk, Dv] fp32, contiguous.
+        slots: [B] int64. No two requests have the same slot but 0.
+        path, count: [B, G] and [B] int64, as of `d2sd.plugins.trees.Accepted`: the first `count` rows are committed.
+    """
     for layer, pool in enumerate(states):
         one = DeltaRows(*(x[layer] for x in (rows.k, rows.v, rows.g, rows.beta)))
         for request, (slot, length) in enumerate(zip(slots.tolist(), count.tolist(), strict=True)):

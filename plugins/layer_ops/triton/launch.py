@@ -315,13 +315,17 @@ def linear_tile(outputs: int, itemsize: int) -> LinearTile:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scales: tuple[Tensor, Tensor] | None, dtype: torch.dtype
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.linear` on CUDA."""
     assert weight.is_contiguous()
     assert x.dtype == weight.dtype
     rows = x.flatten(0, -2).contiguous()
-    out = torch.empty(len(rows), len(weight), dtype=dtype, device=x.device)
+    out = torch.empty(len(rows), len(weight), dtype=dtype or x.dtype, device=x.device)
     tile = linear_tile(len(weight), weight.element_size())
     grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # the head runs outside of the layers

@@ -90,7 +90,9 @@ def splice(branches: Branches, second: Draft) -> Tensor:
 
 
 def merged_branches_reference(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
-    """`merged_branches` in PyTorch: the specification."""
+    """anchor [B] and sources of S slots, of which branches keep tokens of the first -> at most `budget` nodes: those
+    of the first source's likeliest tokens, then of each row that follows. Each ends before its first score of -inf.
+    """
     drafted = sources[0].draft.confidence[:, None]
     slots = torch.arange(drafted.shape[-1], device=anchor.device)
     tokens, logprob = list[Tensor](), list[Tensor]()

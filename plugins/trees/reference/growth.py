@@ -34,7 +34,11 @@ from d2sd.plugins.trees.types import Source, Tree, lanes
 
 
 def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
-    """`best_first_tree` in PyTorch: the specification. Which of equal scores come first is not specified."""
+    """anchor [B] and sources of S slots -> the `rows` likeliest nodes of all of them.
+
+    Nodes are sorted by score, so a smaller tree is a prefix of a larger one. Which of equal scores come first
+    is not specified.
+    """
     batch, slots, device = len(anchor), sources[0].draft.tokens.shape[-2], anchor.device
     tokens, table, kept, prefix_len = _rows(sources)
     width = tokens.shape[-1]

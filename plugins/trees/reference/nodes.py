@@ -34,7 +34,7 @@ def max_nodes(block_size: int, branches: int) -> int:
 
 
 def from_chain_reference(tokens: Tensor, score: Tensor) -> Tree:
-    """`from_chain` in PyTorch: the specification."""
+    """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
     depth = steps.expand(batch, size)
@@ -44,7 +44,9 @@ def from_chain_reference(tokens: Tensor, score: Tensor) -> Tree:
 
 
 def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """`from_candidates` in PyTorch: the specification."""
+    """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes. A
+    candidate ends before its first score of -inf.
+    """
     batch, count, size = candidates.shape
     device = candidates.device
     proposed = score > float("-inf")
