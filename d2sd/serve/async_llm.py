@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -13,18 +12,15 @@ from typing_extensions import Self
 from d2sd.errors import RequestError
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
-from d2sd.serve.session import Options, Running, Session
+from d2sd.serve.session import Opened, Running, Session
 
 if TYPE_CHECKING:
-    from d2sd.bundle.backends import BackendName
-    from d2sd.recipe import Method
     from d2sd.runtime.request import Request
-    from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
     from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 
-class AsyncLLM:
+class AsyncLLM(Opened):
     """A bundle, loaded, with an engine that serves it: `LLM` with coroutines for methods.
 
     All calls at one time share the batch. A call whose task is cancelled leaves it before the next step. One that takes
@@ -33,19 +29,6 @@ class AsyncLLM:
     Arguments are those of `LLM`. Loading takes seconds and blocks: in a running event loop, make the object by
     `await asyncio.to_thread(AsyncLLM, model)`.
     """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "cpu",
-        policy: Method | None = None,
-        backend: BackendName = "torch",
-        max_batch: int | None = None,
-        verify: bool = True,
-        tensor_parallel: int = 1,
-    ) -> None:
-        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
 
     async def generate(
         self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None, *, deadline: float | None = None
@@ -81,11 +64,6 @@ class AsyncLLM:
                 if output.text:
                     yield output.text
 
-    @property
-    def stats(self) -> SequenceStats:
-        """Counts over all requests that have left the engine: accepted lengths, tau, policies, preemptions."""
-        return self._session.stats
-
     async def close(self) -> None:
         """End all requests, and free the models and the K/V pools; `stats` stay readable."""
         await asyncio.to_thread(self._session.close)
@@ -97,9 +75,6 @@ class AsyncLLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await self.close()
-
-    def __repr__(self) -> str:
-        return f"AsyncLLM({self._session})"
 
     async def _run(
         self, inputs: list[Input], sampling: Sampling, deadline: float | None, tools: Tools = None

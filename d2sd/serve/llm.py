@@ -6,7 +6,6 @@ import asyncio
 import os
 from collections.abc import Coroutine, Generator, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -15,20 +14,17 @@ from typing_extensions import Self
 
 from d2sd.serve.async_llm import stream_request
 from d2sd.serve.prompts import conversation_inputs, prompt_inputs
-from d2sd.serve.session import Options, Session
+from d2sd.serve.session import Opened
 
 if TYPE_CHECKING:
     from collections.abc import AsyncGenerator
 
-    from d2sd.bundle.backends import BackendName
-    from d2sd.recipe import Method
     from d2sd.runtime.sampling_params import SamplingParams
-    from d2sd.runtime.stats import SequenceStats
     from d2sd.serve.completion import Completion
     from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 
-class LLM:
+class LLM(Opened):
     """A bundle, loaded, with an engine that serves it. Threads may share it: their requests share the batch.
 
     Args:
@@ -43,19 +39,6 @@ class LLM:
     Raises `BundleError` if the folder is not an intact bundle or lacks what the policy or the backend needs, and
     `D2SDError` for another argument that is wrong.
     """
-
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "cpu",
-        policy: Method | None = None,
-        backend: BackendName = "torch",
-        max_batch: int | None = None,
-        verify: bool = True,
-        tensor_parallel: int = 1,
-    ) -> None:
-        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
 
     def generate(self, prompts: Prompt | Sequence[Prompt], sampling_params: Sampling = None) -> list[Completion]:
         """Continue each prompt, without a chat template; completions come in the order of the prompts.
@@ -94,11 +77,6 @@ class LLM:
         finally:
             submit(_close(pieces))  # without waiting: a forgotten iterator is closed in any thread
 
-    @property
-    def stats(self) -> SequenceStats:
-        """Counts over all requests that have left the engine: accepted lengths, tau, policies, preemptions."""
-        return self._session.stats
-
     def close(self) -> None:
         """Free the models and the K/V pools; calls of other threads end with a `RequestError`.
 
@@ -113,9 +91,6 @@ class LLM:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __repr__(self) -> str:
-        return f"LLM({self._session})"
 
     def _run(self, inputs: list[Input], sampling: Sampling, tools: Tools = None) -> list[Completion]:
         groups = self._session.requests(inputs, sampling, tools)

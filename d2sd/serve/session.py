@@ -55,6 +55,31 @@ class Options:
             object.__setattr__(self, item.name, typed(getattr(self, item.name), kinds[item.name], item.name, D2SDError))
 
 
+class Opened:
+    """The part that `LLM` and `AsyncLLM` share: their arguments, the session, and its counts."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        device: str = "cpu",
+        policy: Method | None = None,
+        backend: BackendName = "torch",
+        max_batch: int | None = None,
+        verify: bool = True,
+        tensor_parallel: int = 1,
+    ) -> None:
+        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
+
+    @property
+    def stats(self) -> SequenceStats:
+        """Counts over all requests that have left the engine: accepted lengths, tau, policies, preemptions."""
+        return self._session.stats
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._session})"
+
+
 class Session:
     """A loaded bundle with an engine, for any number of threads and event loops at once.
 

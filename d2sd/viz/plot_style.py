@@ -5,7 +5,6 @@ The colours are Okabe and Ito's, which colour-blind readers can distinguish; mar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,13 +82,10 @@ def panels(rows: int, columns: int, height: float, **sharing: Any) -> tuple[Figu
 def finish(figure: Figure, title: str, path: Path) -> None:
     """Add the title and one legend for all panels, and write the PNG file."""
     figure.suptitle(title, fontsize=13)
-    entries = {label: handle for axes in figure.axes for handle, label in zip(*_legend(axes), strict=True)}
+    entries = {
+        label: handle for axes in figure.axes for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
     if entries:
         columns = max(1, min(len(entries), 5, _WIDTH // (max(map(len, entries)) + 7)))
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=columns, frameon=False)
     figure.savefig(path, format="png")
-
-
-def _legend(axes: Axes) -> tuple[Sequence[Any], Sequence[Any]]:
-    handles, labels = axes.get_legend_handles_labels()
-    return handles, labels
