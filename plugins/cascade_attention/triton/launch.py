@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -50,11 +50,8 @@ def cascade_attention_triton(
     Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
     `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
     """
-    rows, columns = _rows(q, mask), context.page_table.shape[1]
-    bounded = (mask.first if isinstance(mask, ChunkMask) else first) is not None
-    shape = len(context.page_table), rows, *q.shape[2:], k.shape[2], q.element_size()
-    slots = _slots(context.k_pages, rows, columns, window)
-    splits = _splits(*shape, slots, q.device, current_capability(), fp8=context.fp8, bounded=bounded)
+    shape, (batch, columns) = Shape.of(q, k, context, mask, first), context.page_table.shape
+    splits = _splits(shape, batch, _slots(context.k_pages, shape.rows, columns, window), q.device)
     counters = arrived() if arrived is not None and splits > 1 else None
     given = {"first": first, "sinks": sinks, "scale": scale, "out": out, "arrived": counters}
     return launch(q, k, v, context, mask, splits=splits, **given)
@@ -67,18 +64,10 @@ def chunk_variant(
     which they are equal run the same kernel.
     """
     _, _, kv_heads, size = k_pages.shape[-4:]
-    rows, fp8, bounded, capability = (
-        power(rows),
-        k_pages.dtype == torch.float8_e4m3fn,
-        window is not None,
-        current_capability(),
-    )
-    slots = _slots(k_pages, rows, columns, window)
-    shape = batch, rows, heads, size, kv_heads, itemsize, slots, k_pages.device, capability
-    splits = _splits(*shape, fp8=fp8, bounded=bounded)
-    tile, _ = _plan(
-        rows, heads, size, kv_heads, itemsize, k_pages.shape[-3], splits, capability, fp8=fp8, bounded=bounded
-    )
+    fp8 = k_pages.dtype == torch.float8_e4m3fn
+    shape = Shape(power(rows), heads, kv_heads, size, itemsize, current_capability(), fp8, window is not None)
+    splits = _splits(shape, batch, _slots(k_pages, shape.rows, columns, window), k_pages.device)
+    tile, _ = _plan(shape, k_pages.shape[-3], splits)
     return tile.rows, splits
 
 
@@ -88,61 +77,58 @@ def _slots(k_pages: Tensor, rows: int, columns: int, window: int | None) -> int:
     return slots if window is None else min(slots, window + rows)
 
 
-def _rows(q: Tensor, mask: Tensor | ChunkMask) -> int:
-    """T; the bucket of the longest chunk."""
-    return power(max(mask.lengths)) if isinstance(mask, ChunkMask) else q.shape[1]
-
-
 # What depends on shapes alone is computed for the first layer of a pass, and found again for the others.
 
 
+class Shape(NamedTuple):
+    """The shapes of a pass on which its tiles depend."""
+
+    rows: int  # T; the bucket of the longest chunk
+    heads: int
+    kv_heads: int
+    size: int
+    itemsize: int  # of a number of the queries
+    capability: int
+    fp8: bool  # the pages
+    bounded: bool  # rows do not see all of the context
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, context: PagedContext, mask: Tensor | ChunkMask, first: Tensor | None) -> Shape:
+        rows, bounds = (power(max(mask.lengths)), mask.first) if isinstance(mask, ChunkMask) else (q.shape[1], first)
+        sizes = q.shape[2], k.shape[2], q.shape[3], q.element_size()
+        return cls(rows, *sizes, current_capability(), context.fp8, bounds is not None)
+
+    @property
+    def packed_rows(self) -> int:
+        """Rows of the queries that share a K/V head."""
+        return self.rows * self.heads // self.kv_heads
+
+    def tile(self, splits: int) -> TileConfig:
+        """The tile for so many splits."""
+        types = {"fp8": self.fp8, "bounded": self.bounded}
+        return select_tile(self.packed_rows, self.size, self.itemsize, self.capability, **types, splits=splits)
+
+
 @cache
-def _splits(
-    batch: int,
-    rows: int,
-    heads: int,
-    size: int,
-    kv_heads: int,
-    itemsize: int,
-    slots: int,
-    device: torch.device,
-    capability: int,
-    *,
-    fp8: bool,
-    bounded: bool,
-) -> int:
+def _splits(shape: Shape, batch: int, slots: int, device: torch.device) -> int:
     processors = torch.cuda.get_device_properties(device).multi_processor_count
-    given = size, itemsize, capability
 
     def chosen(most: int) -> int:
-        """With the tile for so many splits."""
-        tile = select_tile(rows * heads // kv_heads, *given, fp8=fp8, bounded=bounded, splits=most)
-        programs = batch * kv_heads * math.ceil(rows * heads / kv_heads / tile.rows)
-        return min(most, choose_splits(programs, slots, processors * resident(tile, *given, fp8=fp8)))
+        tile = shape.tile(most)
+        programs = batch * shape.kv_heads * math.ceil(shape.packed_rows / tile.rows)
+        blocks = resident(tile, shape.size, shape.itemsize, shape.capability, fp8=shape.fp8)
+        return min(most, choose_splits(programs, slots, processors * blocks))
 
     splits = chosen(MOST_SPLITS)
     return splits if splits > MOST_TALL_SPLITS else chosen(MOST_TALL_SPLITS)
 
 
 @cache
-def _plan(
-    rows: int,
-    heads: int,
-    size: int,
-    kv_heads: int,
-    itemsize: int,
-    page_size: int,
-    splits: int,
-    capability: int,
-    *,
-    fp8: bool,
-    bounded: bool,
-) -> tuple[TileConfig, dict[str, Any]]:
+def _plan(shape: Shape, page_size: int, splits: int) -> tuple[TileConfig, dict[str, Any]]:
     """Tile, and compile-time constants and options of the launch."""
-    group = heads // kv_heads
-    tile = select_tile(rows * group, size, itemsize, capability, fp8=fp8, bounded=bounded, splits=splits)
-    fixed = constants(tile, size, kv_heads, group, page_size, fp8=fp8)
-    limit = register_limit(tile, size, itemsize, capability, fp8=fp8)
+    tile, group = shape.tile(splits), shape.heads // shape.kv_heads
+    fixed = constants(tile, shape.size, shape.kv_heads, group, page_size, fp8=shape.fp8)
+    limit = register_limit(tile, shape.size, shape.itemsize, shape.capability, fp8=shape.fp8)
     return tile, fixed | {"SPLITS": splits, "num_warps": tile.warps, "maxnreg": limit}
 
 
@@ -167,22 +153,20 @@ def launch(
     `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
     """
     assert splits in (1, 2, 4, 8, 16), "a word of `arrived` counts to 16, and each split merges as many rows"
-    heads, size = q.shape[2:]
-    rows, kv_heads = _rows(q, mask), k.shape[2]
+    shape = Shape.of(q, k, context, mask, first)
     words, starts, bounds = (None, mask.starts, mask.first) if isinstance(mask, ChunkMask) else (mask, None, first)
     words, bounds = (None if part is None else part.contiguous() for part in (words, bounds))
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
     assert not q.requires_grad, "the kernel has no backward"
-    shape = rows, heads, size, kv_heads, q.element_size(), k_pages.shape[1]
-    tile, fixed = _plan(*shape, splits, current_capability(), fp8=context.fp8, bounded=bounds is not None)
+    tile, fixed = _plan(shape, k_pages.shape[1], splits)
     made = q.dtype if scale is None else torch.float8_e4m3fn
     if out is None:
         out = torch.empty(q.shape, dtype=made, device=q.device)
     assert out.is_contiguous()
     assert (out.shape, out.dtype) == (q.shape, made)
-    grid = (math.ceil(rows * heads // kv_heads / tile.rows), len(page_table) * kv_heads, splits)
+    grid = (math.ceil(shape.packed_rows / tile.rows), len(page_table) * shape.kv_heads, splits)
     partial, lse = None, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=q.dtype, device=q.device)
@@ -194,7 +178,7 @@ def launch(
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
             bounds, None if sinks is None else sinks.contiguous(), context.k_scale, context.v_scale, out, scale,
-            partial, lse, arrived, rows, page_table.shape[1], **fixed,
+            partial, lse, arrived, shape.rows, page_table.shape[1], **fixed,
         )  # fmt: skip
     return out
 
