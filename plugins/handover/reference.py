@@ -40,8 +40,8 @@ def commit_reference(
     active: Tensor,
     context_len: Tensor,
     features: Tensor,
-    tables: Sequence[Tensor],
-    into: Sequence[Tensor] | None,
+    tables: Sequence[Tensor] = (),
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows that a step commits: features [B, G, F], positions [B, G] int64, and whether each is kept [B, G] bool.
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -236,3 +238,29 @@ def test_only_fp8_pages_have_scales() -> None:
     with pytest.raises(AssertionError):
         PagedContext(fp8, fp8, some, some)
     assert PagedContext(fp8, fp8, some, some, one, one).fp8
+
+
+#: Folders with kernels, and what each op made by `dispatch.op` chooses from.
+FOLDERS = sorted(path.parent.name for path in Path(dispatch.__file__).parent.glob("*/triton"))
+OPS = {
+    f"{folder}.{name}": inspect.getclosurevars(op).nonlocals
+    for folder in FOLDERS
+    for name, op in vars(import_module(f"d2sd.plugins.{folder}")).items()
+    if getattr(op, "__code__", None) is write_pages.__code__
+}
+
+
+def test_ops_are_found() -> None:
+    assert {"layer_ops.linear", "handover.commit", "kv_pages.write_pages", "trees.best_first_tree"} < OPS.keys()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_all_implementations_take_the_same_arguments(op: str) -> None:
+    """By position and by name, with the same defaults."""
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    parts = OPS[op]
+    launch = getattr(import_module(parts["module"]), parts["launcher"])
+    arguments = inspect.signature(parts["specification"]).parameters
+    assert inspect.signature(launch).parameters == arguments
+    if parts["library"] is not None:
+        assert inspect.signature(parts["library"]).parameters == arguments

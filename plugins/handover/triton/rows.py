@@ -59,8 +59,8 @@ def commit_triton(
     active: Tensor,
     context_len: Tensor,
     features: Tensor,
-    tables: Sequence[Tensor],
-    into: Sequence[Tensor] | None,
+    tables: Sequence[Tensor] = (),
+    into: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`commit`: int64 paths [B, G], counts and context lengths [B], bool `active` [B], features [B, N, F], int64 tables
     [B, M]; `into` has the rows of one request side by side.

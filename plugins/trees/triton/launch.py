@@ -44,18 +44,18 @@ def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
 
 
-def chain_triton(candidate: Tensor, score: Tensor) -> Tree:
-    """`from_chain`: candidate [B, N] int64, score [B, N] fp32."""
-    batch, nodes = candidate.shape
-    if candidate.stride(1) != 1 or score.stride(1) != 1:
-        candidate, score = candidate.contiguous(), score.contiguous()
-    out = Tree.empty(batch, nodes, candidate.device)
-    with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]  # Triton launches on the current device
+def chain_triton(tokens: Tensor, score: Tensor) -> Tree:
+    """`from_chain`: tokens [B, N] int64, score [B, N] fp32."""
+    batch, nodes = tokens.shape
+    if tokens.stride(1) != 1 or score.stride(1) != 1:
+        tokens, score = tokens.contiguous(), score.contiguous()
+    out = Tree.empty(batch, nodes, tokens.device)
+    with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         chain_kernel[(batch,)](
-            candidate,
+            tokens,
             score,
             *outputs(out),
-            candidate.stride(0),
+            tokens.stride(0),
             score.stride(0),
             **tree_constants(nodes),
             num_warps=tree_warps(nodes),
@@ -71,13 +71,13 @@ def candidates_warps(count: int, size: int, nodes: int) -> int:
     return max(tree_warps(nodes), 4 if power(count) * power(size) <= 512 else 8)
 
 
-def candidates_triton(candidate: Tensor, score: Tensor, budget: int) -> Tree:
-    """`from_candidates`: candidate [B, C, G] int64, score [B, C, G] fp32."""
-    batch, count, size = candidate.shape
-    out = Tree.empty(batch, budget, candidate.device)
-    with torch.cuda.device_of(candidate):  # type: ignore[no-untyped-call]
+def candidates_triton(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+    """`from_candidates`: candidates [B, C, G] int64, score [B, C, G] fp32."""
+    batch, count, size = candidates.shape
+    out = Tree.empty(batch, budget, candidates.device)
+    with torch.cuda.device_of(candidates):  # type: ignore[no-untyped-call]
         candidates_kernel[(batch,)](
-            candidate.contiguous(),
+            candidates.contiguous(),
             score.contiguous(),
             *outputs(out),
             **candidates_constants(count, size),
