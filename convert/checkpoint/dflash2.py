@@ -12,7 +12,9 @@ Codebooks have no `.weight` behind their names.
 
 from __future__ import annotations
 
-from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
+from functools import partial
+
+from d2sd.convert.checkpoint.head_layout import HeadLayout, Places, sizes
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
 
 _KEYS = {
@@ -33,11 +35,6 @@ def read_selector(places: Places) -> SelectorConfig:
     return config
 
 
-def selector_fields(config: SelectorConfig) -> dict[str, object]:
-    """The keys of a selector and of the convolutions."""
-    return {key: getattr(config, ours) for key, ours in _KEYS.items()}
-
-
 DFLASH2 = HeadLayout(
     name="DFlash 2",
     config=SelectorConfig,
@@ -45,10 +42,8 @@ DFLASH2 = HeadLayout(
     speculators_type="dflash2",
     mark="selector_rank",
     keys=frozenset(_KEYS),
-    projector=None,
-    sample_from_anchor=False,
     windows_ahead=True,
     read=read_selector,
-    fields=selector_fields,
+    fields=partial(sizes, _KEYS),
     unquantized=("candidate_selector*", "*_conv*"),
 )

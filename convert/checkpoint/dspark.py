@@ -62,7 +62,6 @@ DSPARK = HeadLayout(
     }),
     projector="dspark",
     sample_from_anchor=True,
-    windows_ahead=False,
     read=read_markov,
     fields=markov_fields,
     unquantized=("markov_head*", "confidence_head*"),

@@ -33,6 +33,11 @@ class Places:
         return self.home(key).values.get(key)
 
 
+def sizes(keys: Mapping[str, str], config: HeadConfig) -> dict[str, object]:
+    """The keys of a head whose keys are fields of its config under other names."""
+    return {key: getattr(config, ours) for key, ours in keys.items()}
+
+
 @dataclass(frozen=True, slots=True)
 class HeadLayout:
     """A kind of head: its fields are what differs from kind to kind."""
@@ -47,18 +52,18 @@ class HeadLayout:
     mark: str
     #: All its keys: in `dflash_config`, at the top level, or in both if they agree. Some concern training alone.
     keys: frozenset[str]
-    #: `projector_type` of such drafters; None: they have no such key.
-    projector: str | None
-    #: Whether the anchor's row proposes, where a config does not say.
-    sample_from_anchor: bool
-    #: Whether layers with a window see what is behind a row in its block, where a config of speculators does not say.
-    windows_ahead: bool
     #: Reads the keys; raises `CheckpointError` naming file and key.
     read: Callable[[Places], HeadConfig]
     #: Its keys in `dflash_config` as they are written, and in the format of speculators.
     fields: Callable[[Any], dict[str, object]]
     #: Patterns of its modules, which checkpoints hold in 16 bits.
     unquantized: tuple[str, ...]
+    #: `projector_type` of such drafters; None: they have no such key.
+    projector: str | None = None
+    #: Whether the anchor's row proposes, where a config does not say.
+    sample_from_anchor: bool = False
+    #: Whether layers with a window see what is behind a row in its block, where a config of speculators does not say.
+    windows_ahead: bool = False
     #: Beginnings of tensors' names as others write them -> as ours.
     renamed: Mapping[str, str] = field(default_factory=dict)
     #: Tensors with a row for each token: of our module over all of the target's, in speculators' over those it drafts.

@@ -10,7 +10,9 @@ The body was trained without the head: without these keys and tensors the checkp
 
 from __future__ import annotations
 
-from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
+from functools import partial
+
+from d2sd.convert.checkpoint.head_layout import HeadLayout, Places, sizes
 from d2sd.modeling.drafters.pair import PairConfig
 
 _KEYS = {"pair_rank": "rank", "pair_top_k": "candidates"}
@@ -21,11 +23,6 @@ def read_pair(places: Places) -> PairConfig:
     return PairConfig(**{ours: places.home(key).size(key) for key, ours in _KEYS.items()})
 
 
-def pair_fields(config: PairConfig) -> dict[str, object]:
-    """The keys of a pair head."""
-    return {key: getattr(config, ours) for key, ours in _KEYS.items()}
-
-
 PAIR = HeadLayout(
     name="pair",
     config=PairConfig,
@@ -34,9 +31,7 @@ PAIR = HeadLayout(
     mark="pair_rank",
     keys=frozenset(_KEYS),
     projector="d2sd_pair",
-    sample_from_anchor=False,
-    windows_ahead=False,
     read=read_pair,
-    fields=pair_fields,
+    fields=partial(sizes, _KEYS),
     unquantized=("pair_head*",),
 )
