@@ -203,9 +203,10 @@ def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | 
     head = heads.find_head(places)
     names = [[name] for name in (head.architectures if head else ())]  # ModelOpt keeps DFlash's name
     config.only("architectures", [heads.PLAIN], *names, ["Qwen3ForCausalLM"])  # SpecForge copies the target's config
-    # Qwen3.5 drafters keep these two inside dflash_config.
-    block_size = _either(config, dflash, "block_size", MAX_SIZE)
-    num_target_layers = _either(config, dflash, "num_target_layers", MAX_LAYERS)
+    # Qwen3.5 drafters keep these two inside dflash_config, others at the top level or in both.
+    either = Places(config, dflash)
+    block_size = either.home("block_size").size("block_size", limit=MAX_SIZE)
+    num_target_layers = either.home("num_target_layers").size("num_target_layers", limit=MAX_LAYERS)
     body = replace(read_body(config), **read_attention(config, dflash, config.layers("num_hidden_layers")))
     check_windows(config, body, block_size)
     for part in (config, dflash):  # JetSpec's, which adapts targets of another width
@@ -215,7 +216,7 @@ def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | 
         body=body,
         vocab_size=config.size("vocab_size"),
         block_size=block_size,
-        mask_token_id=_mask_of(config, dflash),
+        mask_token_id=mask_id(either.home("mask_token_id"), config.size("vocab_size")),
         target_layer_ids=_layer_ids(dflash, body.num_layers, num_target_layers),
         num_target_layers=num_target_layers,
         role=role,
@@ -240,16 +241,6 @@ def mask_id(config: HFConfig, vocab_size: int) -> int:
     return value
 
 
-def _mask_of(config: HFConfig, dflash: HFConfig) -> int:
-    """The mask token, in dflash_config or at the top level."""
-    if "mask_token_id" in config.values and config.values["mask_token_id"] != dflash.values.get("mask_token_id"):
-        if dflash.values.get("mask_token_id") is not None:
-            what, expected = "mask_token_id is given twice, with different values.", config.values["mask_token_id"]
-            raise dflash.refuse(what, "mask_token_id", expected)
-        return mask_id(config, config.size("vocab_size"))
-    return mask_id(dflash, config.size("vocab_size"))
-
-
 def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tuple[int, ...]:
     if dflash.values.get("target_layer_ids") is None:
         raise CheckpointError(
@@ -264,15 +255,6 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
     if expected:
         raise dflash.refuse("The target layer ids are wrong.", "target_layer_ids", expected)
     return ids
-
-
-def _either(config: HFConfig, dflash: HFConfig, key: str, limit: int) -> int:
-    """Return a size that may be at the top level, inside dflash_config, or in both if they agree."""
-    home = config if key in config.values else dflash
-    value = home.size(key, limit=limit)
-    if key in dflash.values and dflash.size(key) != value:
-        raise dflash.refuse(f"{key} is given twice, with different values.", key, value)
-    return value
 
 
 def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
