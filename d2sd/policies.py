@@ -129,6 +129,7 @@ class PolicyFacts:
         return (self.first_drafter,) if second in (None, self.first_drafter) else (self.first_drafter, second)
 
 
+_FLEX = PolicyFacts(first_drafter=DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree")
 FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
     {
         "off": PolicyFacts(FirstPass.NONE),
@@ -151,20 +152,9 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
             proven=True,
             forecast_by="hybrid",
         ),
-        "flex": PolicyFacts(
-            first_drafter=DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree"
-        ),
-        "flex_tree": PolicyFacts(
-            first_drafter=DrafterRole.FLEX,
-            first_use=DraftUse.FLEX,
-            grows=True,
-            copies=True,
-            proven=True,
-            forecast_by="flex_tree",
-        ),
-        "flex_parallel": PolicyFacts(
-            FirstPass.CARRIED, DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree"
-        ),
+        "flex": _FLEX,
+        "flex_tree": replace(_FLEX, grows=True, copies=True),
+        "flex_parallel": replace(_FLEX, first_pass=FirstPass.CARRIED),
     }
 )
 #: Policies that a calibration forecasts.
