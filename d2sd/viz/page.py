@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from base64 import b64encode
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import ParamSpec
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from d2sd.viz.nodes import Step
 from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
 from d2sd.viz.text import asset, cut, text_markup, token_markup
 from d2sd.viz.words import caption, introduction, mix, rescue, shade, story
 
-if TYPE_CHECKING:
-    from jinja2.runtime import LoopContext
-
+P = ParamSpec("P")
 #: Steps that are open initially, in addition to all rescued ones.
 _FIRST_OPEN = 3
 
@@ -49,13 +46,13 @@ def _environment() -> Environment:
         keep_trailing_newline=True,
     )
     environment.filters |= {
-        "text": _text,
-        "token": _token,
-        "tree": _tree,
-        "legend": _legend,
-        "caption": _caption,
+        "text": _marked(text_markup),
+        "token": _marked(token_markup),
+        "tree": _marked(inline),
+        "legend": _marked(_legend),
+        "caption": lambda step, loop: caption(step, loop.index, loop.length),
         "figures": _figures,
-        "sources": _sources,
+        "sources": lambda turns: {node.source for turn in turns for node in turn.step.gained},
         "rescue": rescue,
         "story": story,
         "shade": shade,
@@ -63,32 +60,13 @@ def _environment() -> Environment:
     return environment
 
 
-# The next four return escaped markup: d2sd.viz.text and d2sd.viz.svg escape all generated text.
+def _marked(write: Callable[P, str]) -> Callable[P, Markup]:
+    """A function of d2sd.viz.text or d2sd.viz.svg as a filter: they escape all generated text."""
+    return lambda *args, **kwargs: Markup(write(*args, **kwargs))  # noqa: S704
 
 
-def _text(text: str) -> Markup:
-    return Markup(text_markup(text))  # noqa: S704
-
-
-def _token(text: str, most: int | None = None) -> Markup:
-    return Markup(token_markup(text, most))  # noqa: S704
-
-
-def _tree(step: Step, title: str) -> Markup:
-    return Markup(inline(step, title))  # noqa: S704
-
-
-def _legend(turns: Sequence[Turn]) -> Markup:
-    return Markup(key([turn.step for turn in turns]))  # noqa: S704
-
-
-def _caption(step: Step, loop: LoopContext) -> str:
-    return caption(step, loop.index, loop.length)
-
-
-def _sources(turns: Iterable[Turn]) -> set[str]:
-    """The sources of the answer's tokens."""
-    return {node.source for turn in turns for node in turn.step.gained}
+def _legend(turns: Sequence[Turn]) -> str:
+    return key([turn.step for turn in turns])
 
 
 def _figures(recording: Recording) -> list[tuple[str, str, str]]:
