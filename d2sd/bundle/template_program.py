@@ -4,7 +4,7 @@ It imports nothing of d2sd: it runs by its path, with limits on memory and proce
 it does not matter what one expression of a template, or of the constants that Jinja folds while it compiles, asks for.
 One JSON object a line, in and out, over the socket that is its standard input and output:
 
-    in, once       {"path": [...], "memory": bytes, "seconds": of processor time a rendering, "length": in characters}
+    in, once       {"memory": bytes, "seconds": of processor time a rendering, "length": in characters}
     in             {"template": str, "values": {...}}
     out            {"text": str}, {"length": more than allowed} or {"error": "TypeError: ...", "memory": bool}
 
@@ -110,7 +110,6 @@ def _rendered(line: bytes, length: int) -> dict[str, object]:
 def _serve(requests: BinaryIO, answers: int) -> None:
     """Answer requests until the parent closes the socket, or is gone."""
     settings = json.loads(requests.readline())
-    sys.path[:] = settings["path"]
     import jinja2.ext
     import jinja2.sandbox  # noqa: F401, what `_compiled` needs is imported before memory is limited
 

@@ -17,7 +17,6 @@ import platform
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 from functools import cache
 from importlib.util import find_spec
@@ -45,8 +44,9 @@ def compiler() -> list[str] | None:
         return [*shlex.split(setting), "-march=native"] if setting.strip() else None
     if shutil.which("cc"):
         return ["cc", "-march=native"]
-    if find_spec("ziglang"):
-        return [sys.executable, "-m", "ziglang", "cc", "-mcpu=native"]
+    package = find_spec("ziglang")
+    if package is not None and package.origin is not None:
+        return [str(Path(package.origin).with_name("zig")), "cc", "-mcpu=native"]
     return None
 
 

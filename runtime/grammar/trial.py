@@ -7,7 +7,6 @@ import os
 import selectors
 import signal
 import subprocess
-import sys
 import weakref
 from contextlib import suppress
 from pathlib import Path
@@ -16,6 +15,7 @@ from time import monotonic
 from typing import Any
 
 from d2sd.errors import D2SDError
+from d2sd.helpers import interpreter, python_command
 
 #: Most processor time of one grammar, in seconds: compilation, and the masks of a few random tokens.
 SECONDS = 2.0
@@ -97,24 +97,17 @@ class Trial:
                 "The process that tries grammars does not start.",
                 where=_PROGRAM,
                 found=reason,
-                fix=f"run it: {_python()} {_PROGRAM}",
+                fix=f"run it: {interpreter()} {_PROGRAM}",
             )
         return process
 
 
-def _python() -> str:
-    """This environment's interpreter, in a program that embeds Python too, as Triton's does."""
-    executable = Path(sys.executable or "")
-    return str(executable) if executable.name.startswith("python") else str(Path(sys.prefix, "bin", "python3"))
-
-
 def _start() -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [_python(), _PROGRAM],
+        python_command(_PROGRAM),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         text=True,
         encoding="utf-8",
     )

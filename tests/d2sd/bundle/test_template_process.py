@@ -103,6 +103,13 @@ def test_the_text_is_transformers_own(process: TemplateProcess, template: str, t
             assert turns[-1]["content"].strip() in wanted[0]
 
 
+@pytest.mark.usefixtures("hostile_folder")
+def test_it_runs_nothing_of_the_current_folder() -> None:
+    process = TemplateProcess()
+    assert process.render(HONEST, VALUES) == VALUES["messages"][0]["content"]
+    process.close()
+
+
 HOSTILE = {
     "a power": "{{ 9**(9**9) }}",
     "a constant, folded while Jinja compiles": "{% if 9**(9**9) %}{% endif %}",

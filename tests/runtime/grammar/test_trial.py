@@ -105,7 +105,7 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
 ) -> None:
     broken = tmp_path / "child.py"
     broken.write_text("import no_such_package")
-    for name, value in (("_PROGRAM", str(broken)), ("_python", lambda: str(tmp_path / "none"))):
+    for name, value in (("_PROGRAM", str(broken)), ("python_command", lambda program: [str(tmp_path / "none")])):
         with monkeypatch.context() as patch:
             patch.setattr(module, name, value)
             with pytest.raises(D2SDError, match="does not start"):
@@ -113,6 +113,7 @@ def test_a_process_that_does_not_start_is_no_fault_of_the_grammar(
     assert trial.problem(regex("a+"), _LIMITS) == ""
 
 
+@pytest.mark.usefixtures("hostile_folder")
 @pytest.mark.parametrize("name", ["", "/opt/triton_python_backend_stub"])
 def test_a_program_that_embeds_python_finds_the_interpreter(
     trial: Trial, monkeypatch: pytest.MonkeyPatch, name: str
