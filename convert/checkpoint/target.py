@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -96,7 +96,9 @@ def left_out(directory: Path, config: DecoderConfig) -> dict[str, int]:
     return dict(Counter(name.split(".")[0] if name.startswith(_MTP) else "images" for name in names))
 
 
-def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None) -> Decoder:
+def load_target(
+    directory: Path, dtype: torch.dtype, shard: Shard | None = None, check: Callable[[], None] = lambda: None
+) -> Decoder:
     """Read a target, or a rank's part of it, onto the CPU in `dtype`, in eval mode and without gradients."""
     raw = HFConfig.read(directory)
     config = parse_target_config(raw)
@@ -109,7 +111,7 @@ def load_target(directory: Path, dtype: torch.dtype, shard: Shard | None = None)
     experts = _experts(module.config, names)
     if shard is not None:
         cuts |= experts.cuts(_experts(config, names), shard.rank)
-    read = read_tensors(directory, stored, dtype, _rename(config), cuts)
+    read = read_tensors(directory, stored, dtype, _rename(config), cuts, check)
     fill(module, experts.placed((tensors for _, tensors in read), expected_shapes(module)))
     return module
 

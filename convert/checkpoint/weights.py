@@ -244,10 +244,11 @@ def read_tensors(
     dtype: torch.dtype,
     rename: Rename = lambda name: name,
     cuts: Mapping[str, Cut] = _WHOLE,
+    check: Callable[[], None] = lambda: None,
 ) -> Iterator[tuple[str, dict[str, Tensor]]]:
     """Yield (file name, {our name: tensor in `dtype`}) file by file, so that one shard at a time is in memory.
 
-    Of tensors in `cuts`, by our names, that part alone is read.
+    Of tensors in `cuts`, by our names, that part alone is read. `check` is called before each tensor, and may raise.
 
     Quantized tensors are not converted; scales are in fp32. All headers are checked before the first file is read; NaN
     and infinities (of the source, or from the cast to fp16) and scales that are not positive are refused by name.
@@ -258,6 +259,7 @@ def read_tensors(
         tensors: dict[str, Tensor] = {}
         with open_tensors(file) as handle:
             for name in sorted(n for n in names if headers[n].file == file):
+                check()
                 kind = stored_as(names[name], expected)
                 part, shape = cuts.get(names[name]), expected[names[name]]
                 tensor: Tensor = handle.get_tensor(name) if part is None else part.read(handle.get_slice(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ def _shared(path: Path, manifest: Manifest, size: int, device: str) -> Bundle:
         )
     ranks = Ranks(path.resolve(), size, device)
     try:
-        bundle = assemble(path, manifest, Shard(0, size))
+        bundle = assemble(path, manifest, Shard(0, size), ranks.check)
         connect(bundle.target, ranks.join(Shard(0, size)))
     except BaseException:
         ranks.close()
@@ -90,13 +91,16 @@ def _shared(path: Path, manifest: Manifest, size: int, device: str) -> Bundle:
     return replace(bundle, ranks=ranks)
 
 
-def assemble(path: Path, manifest: Manifest, shard: Shard | None = None) -> Bundle:
+def assemble(
+    path: Path, manifest: Manifest, shard: Shard | None = None, check: Callable[[], None] = lambda: None
+) -> Bundle:
     """Load the models of a folder whose files have been verified; of the target a rank's part, which is not connected.
 
-    Drafters that are layers of the target are left out where it is not whole.
+    Drafters that are layers of the target are left out where it is not whole. `check` is called between tensors of the
+    target, and may raise.
     """
     dtype = DTYPES[manifest.recipe.precision]
-    target = load_target(path / "target", dtype, shard)
+    target = load_target(path / "target", dtype, shard, check)
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
         kind = kind_of(role)

@@ -187,3 +187,17 @@ def test_stop_tokens_of_generation_config_win(tmp_path: Path, written: object, e
     (source / "generation_config.json").write_text(json.dumps({"eos_token_id": written}))
     write_target(source, tmp_path / "out", "fp32")
     assert stop_tokens(tmp_path / "out") == expected
+
+
+def test_loading_can_be_given_up_between_two_tensors(tmp_path: Path) -> None:
+    """As rank 0 does when another rank has ended."""
+    source, calls = write_target_dir(tmp_path / "source", tiny_decoder("qwen3")), list[int]()
+
+    def check() -> None:
+        calls.append(1)
+        if len(calls) == 3:
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        load_target(source, torch.float32, None, check)
+    assert len(calls) == 3

@@ -33,11 +33,18 @@ class Served:
         return [number for number in ids if b"rank_process" in Path(f"/proc/{number}/cmdline").read_bytes()]
 
 
+MAIN = "from d2sd.cli.main import main; main()"
+#: The same with a pass that may take three seconds.
+IMPATIENT = f"import datetime, d2sd.runtime.parallel.join as j; j._PASS = datetime.timedelta(seconds=3); {MAIN}"
+
+
+def command(bundle: Path, program: str = MAIN) -> list[str]:
+    return [sys.executable, "-c", program, "serve", str(bundle), "--port", "0", "--tensor-parallel", "2"]
+
+
 @contextmanager
-def serving(bundle: Path) -> Iterator[Served]:
-    program = "from d2sd.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "serve", str(bundle), "--port", "0", "--tensor-parallel", "2"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+def serving(bundle: Path, program: str = MAIN) -> Iterator[Served]:
+    with subprocess.Popen(command(bundle, program), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         url = None
         for line in process.stderr:
@@ -97,3 +104,32 @@ def test_no_rank_outlives_rank_0(number: signal.Signals, code: int, tiny_bundle:
         served.process.send_signal(number)
         assert served.process.wait(10) == code
         assert gone(others, 5)
+
+
+def test_a_rank_that_stops_in_a_pass_ends_the_server(tiny_bundle: Path) -> None:
+    with serving(tiny_bundle, IMPATIENT) as served:
+        (other,) = served.others()
+        os.kill(other, signal.SIGSTOP)
+        body = {"model": "tiny", "prompt": "w1 w2", "max_tokens": 12}
+        assert served.http.post("/v1/completions", json=body).status_code == 503
+        _, last = served.process.communicate(timeout=30)
+        assert served.process.returncode == 2
+        assert "Rank 1 of 2 does not answer" in last
+        assert gone([other], 5)
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_sigterm_while_ranks_load_leaves_neither_a_folder_nor_a_rank(
+    tiny_bundle: Path, tmp_path: Path, stopped: bool
+) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command(tiny_bundle), stderr=subprocess.DEVNULL, env=environment) as process:
+        served, end = Served(process, ""), time.monotonic() + 60
+        while not (others := served.others()) or len([*Path(f"/proc/{others[0]}/task").iterdir()]) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        if stopped:
+            os.kill(others[0], signal.SIGSTOP)
+        process.terminate()
+    assert gone(others, 10)
+    assert not list(tmp_path.glob("d2sd-ranks-*"))
