@@ -74,6 +74,7 @@ class LLM(Opened):
         try:
             while (piece := wait(_next(pieces))) is not None:
                 yield piece
+                self._session.open()  # not in a child of this process, which would wait for ever
         finally:
             submit(_close(pieces))  # without waiting: a forgotten iterator is closed in any thread
 

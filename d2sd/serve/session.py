@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, get_type_hints
-from weakref import finalize
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from weakref import WeakSet, finalize
 
 from pydantic import Field
 
@@ -98,15 +98,21 @@ class Session:
         )
         self._name = f"{str(options.model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
-        engine = make_engine(
-            bundle, policy=options.policy, device=options.device, backend=options.backend, max_batch=options.max_batch
-        )
+        given: dict[str, Any] = {name: getattr(options, name) for name in ("policy", "device", "backend", "max_batch")}
+        try:
+            engine = make_engine(bundle, **given)
+        except BaseException:
+            if bundle.ranks is not None:
+                bundle.ranks.close()
+            raise
         self._opened: tuple[Bundle, Engine] | None = (bundle, engine)
         self._grammars = GrammarCompiler(bundle)
         self._tokenizing = Lock()  # tokenizers change their own state while they encode
         self._lock = Lock()  # guards the rest
-        self._service: tuple[int, AsyncEngine, finalize[..., Session]] | None = None  # of the process with this id
+        self._service: tuple[AsyncEngine, finalize[..., Session]] | None = None
         self._finished = SequenceStats()
+        self._refused = False  # in a fork
+        _SESSIONS.add(self)
 
     def __repr__(self) -> str:
         return self._name + (", closed" if self._opened is None else "")
@@ -158,28 +164,42 @@ class Session:
             service, self._service = self._service, None
             opened, self._opened = self._opened, None
         if service is not None:
-            _, _, stop = service
-            stop()
-        if opened is not None:
+            service[1]()
+        if opened is not None and not self._refused:
             opened[1].close()
 
     def open(self) -> tuple[Bundle, Engine]:
-        """The bundle and the engine. Raises `RequestError` after `close`."""
+        """The bundle and the engine. Raises `RequestError` after `close`, and in forks that cannot have them."""
+        if self._refused:
+            raise RequestError("An LLM that is at work, or has several processes, cannot be forked.", fix=_AGAIN)
         opened = self._opened
         if opened is None:
             raise _closed()
         return opened
 
+    def forked(self) -> None:
+        """In a child of this process, leave the parent's threads alone, and refuse what they have not finished."""
+        service, self._service = self._service, None
+        at_work = self._lock.locked() or self._tokenizing.locked()
+        self._lock, self._tokenizing = Lock(), Lock()
+        if service is not None:
+            at_work = at_work or service[0].live > 0
+            service[1].detach()
+        if self._opened is not None:
+            bundle, engine = self._opened
+            self._grammars = GrammarCompiler(bundle)
+            self._refused = at_work or engine.busy or bundle.ranks is not None
+
     def _served(self) -> AsyncEngine:
-        """The engine in its thread; a forked process needs a thread of its own."""
+        """The engine in its thread."""
         with self._lock:
             _, engine = self.open()
-            if self._service is None or self._service[0] != os.getpid():
+            if self._service is None:
                 service = AsyncEngine(engine, max_waiting=sys.maxsize)
                 service.launch()
                 # The thread keeps the engine alive, not the session: it ends with it.
-                self._service = (os.getpid(), service, finalize(self, service.halt))
-            return self._service[1]
+                self._service = (service, finalize(self, service.halt))
+            return self._service[0]
 
     async def _leave(self, streams: Sequence[Stream]) -> None:
         """Cancel what still runs, wait until the engine has dropped it, and count."""
@@ -244,3 +264,15 @@ _AGAIN = "open the bundle again with LLM(...)"
 
 def _closed() -> RequestError:
     return RequestError("The LLM is closed.", fix=_AGAIN)
+
+
+#: Those of this process, for its children.
+_SESSIONS: WeakSet[Session] = WeakSet()
+
+
+def _forked() -> None:
+    for session in _SESSIONS:
+        session.forked()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import weakref
@@ -201,20 +202,51 @@ def test_the_engine_and_its_thread_end_with_the_object(tiny_bundle: Path, end: s
     assert engine() is None
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_generates_too(llm: LLM) -> None:
-    expected = llm.generate("w5 w7")[0].text
+def in_child(call: Callable[[], str]) -> str:
+    """What a call gives in a fork of this process; empty where it does not return within seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
+        signal.alarm(10)  # its default action ends the child
         try:
-            os.write(writing, llm.generate("w5 w7")[0].text.encode())
+            os.write(writing, call().encode())
+        except BaseException as error:
+            os.write(writing, f"{type(error).__name__}: {error}".encode())
         finally:
             os._exit(0)
     os.close(writing)
     with os.fdopen(reading) as pipe:
-        assert pipe.read() == expected
+        said = pipe.read()
     os.waitpid(child, 0)
+    return said
+
+
+def test_a_forked_child_generates_too(llm: LLM) -> None:
+    expected = llm.generate("w5 w7")[0].text
+    assert in_child(lambda: llm.generate("w5 w7")[0].text) == expected
+
+
+def test_a_fork_of_a_parent_at_work_is_refused_and_the_parent_goes_on(llm: LLM) -> None:
+    refused = "RequestError: An LLM that is at work, or has several processes, cannot be forked."
+    expected = llm.generate("w5 w7", LONG)[0].text
+    held, stream = Held(llm), llm.stream("w5 w7", LONG)
+    held.free.set()
+    begun = next(stream)
+    held.free.clear()
+    held.reached.clear()
+    assert held.reached.wait(20)
+
+    def closed_first() -> str:
+        llm.close()
+        return llm.generate("w5")[0].text
+
+    for call in (lambda: llm.generate("w5 w7")[0].text, lambda: next(stream), closed_first):
+        assert in_child(call).startswith(refused)
+    held.free.set()
+    assert begun + "".join(stream) == expected
+    with llm._session._tokenizing:
+        assert in_child(lambda: llm.generate("w5 w7")[0].text).startswith(refused)
+    assert in_child(lambda: llm.generate("w5 w7", LONG)[0].text) == expected
 
 
 @pytest.mark.slow

@@ -123,7 +123,7 @@ def test_sigterm_while_ranks_load_leaves_neither_a_folder_nor_a_rank(
     tiny_bundle: Path, tmp_path: Path, stopped: bool
 ) -> None:
     environment = os.environ | {"TMPDIR": str(tmp_path)}
-    with subprocess.Popen(command(tiny_bundle), stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(command(tiny_bundle), stderr=subprocess.DEVNULL, text=True, env=environment) as process:
         served, end = Served(process, ""), time.monotonic() + 60
         while not (others := served.others()) or len([*Path(f"/proc/{others[0]}/task").iterdir()]) < 2:
             assert time.monotonic() < end
