@@ -13,12 +13,12 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from threading import Thread, Timer
 from typing import Any
 
 import pytest
-from torch.distributed import FileStore
 
 from d2sd import LLM, SamplingParams
 from d2sd.bundle import ranks as module
@@ -40,6 +40,7 @@ from tests.runtime.grammar.tokens import tokenizer, vocab_size
 from tests.runtime.helpers import run_staggered, some_requests
 from tests.tiny import tiny_decoder
 
+FileStore: Any = import_module("torch.distributed").FileStore
 #: One of each way to sample, with prompts of 1 to 17 tokens.
 REQUESTS = some_requests()[:5]
 
