@@ -225,7 +225,8 @@ class Episode:
             for request, (told, _) in zip(self.requests, self.alone, strict=True)
         }
         made: Any = self.models()
-        self.exact, self.flex, runner = is_exact(made[0]), made[3] is not None, Knowing(*made, texts)
+        target, first, second, flex = made
+        self.exact, self.flex, runner = is_exact(target), flex is not None, Knowing(target, first, second, flex, texts)
         page_size = dice.choice((4, 8))
         pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
         limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)
