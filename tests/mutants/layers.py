@@ -63,10 +63,11 @@ MUTANTS = [
     Mutant(
         "V is turned too",
         KERNEL,
-        "value_a, value_b = first.to(TYPE), second.to(TYPE)",
-        "value_a, value_b = turned_a, turned_b",
+        "wide_a, wide_b = value_a.to(tl.float32), value_b.to(tl.float32)",
+        "wide_a, wide_b = turned_a.to(tl.float32), turned_b.to(tl.float32)",
         LAYERS,
     ),
+    Mutant("keys do not read their values", KERNEL, "tl.where(k_mask, HKV * 2 * HEAD, 0)", "0", LAYERS),
     Mutant("the gate has the scale of up", KERNEL, "tl.load(scales))", "tl.load(scales + 1))", LAYERS),
     Mutant(
         "the gate is not rounded before its product",
