@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import shutil
 from collections import Counter
@@ -91,6 +92,16 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         patch.delenv("D2SD_CACHE", raising=False)
         yield
+
+
+@pytest.fixture(autouse=True)
+def own_logs() -> Iterator[None]:
+    """A server that a test sets up in this process must not take the logs of the tests behind it."""
+    logger = logging.getLogger("d2sd")
+    before = logger.handlers, logger.propagate, logger.level
+    yield
+    logger.handlers, logger.propagate = before[:2]
+    logger.setLevel(before[2])
 
 
 #: Builds what a name stands for into an empty folder, once a run, and returns the folder.

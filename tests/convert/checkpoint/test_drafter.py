@@ -93,6 +93,7 @@ def test_what_would_mean_another_model_is_refused(
     tmp_path: Path, config: DrafterConfig, key: str, value: object
 ) -> None:
     written(tmp_path, config)
+    edit_json(tmp_path / "config.json", "dflash_config.block_size", ...)  # given once, so that it is its value
     edit_json(tmp_path / "config.json", key, value)
     with pytest.raises(CheckpointError, match=rf"config\.json: {key.replace('.', ': ')}"):
         DFLASH.read_config(tmp_path)

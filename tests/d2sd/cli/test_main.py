@@ -44,6 +44,7 @@ FLAGS = {
         *(
             "--request-timeout",
             "--drain-timeout",
+            "--allow-host",
             "--allow-origin",
             "--allow-priority",
             "--policy",

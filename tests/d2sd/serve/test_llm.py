@@ -140,7 +140,7 @@ def test_a_closed_llm_refuses_requests_and_keeps_its_stats(tiny_bundle: Path) ->
     [
         (lambda llm: llm.generate([]), None),
         (lambda llm: llm.generate(["w5", ""]), "prompt"),
-        (lambda llm: llm.generate("w5", SamplingParams(max_tokens=64)), "max_new_tokens"),
+        (lambda llm: llm.generate("w5", SamplingParams(max_tokens=64)), "max_tokens"),
         (lambda llm: llm.generate(["w5", "w6"], [SamplingParams()]), "sampling_params"),
         (lambda llm: llm.chat([]), "messages"),
         (lambda llm: llm.chat([{"role": "user"}]), r"messages\[0\]"),

@@ -279,7 +279,7 @@ def test_a_step_without_a_graph_finds_what_was_left() -> None:
     assert sequence.answer == expected(sequence.request)
 
 
-def test_a_capture_that_fails_leaves_no_context_to_inject(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_capture_that_fails_leaves_no_context_to_inject(caplog: pytest.LogCaptureFixture) -> None:
     engine, runner = engine_of("chain", max_batch=1)
 
     def refused(run: object) -> None:
@@ -290,6 +290,6 @@ def test_a_capture_that_fails_leaves_no_context_to_inject(capfd: pytest.CaptureF
     sequence = engine.submit(request(6, 1))
     while engine.busy:
         engine.step()
-    assert "no graph" in capfd.readouterr().err
+    assert "no graph" in caplog.text
     assert runner.context._to_inject is None
     assert sequence.answer == expected(sequence.request)
