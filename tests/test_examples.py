@@ -35,6 +35,7 @@ def run(bundle: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     return run
 
 
+@pytest.mark.slow
 def test_many_at_once(run: Run) -> None:
     lines = run("many_at_once.py")
     assert len({line.partition(": ")[0] for line in lines}) == len(lines) == 4
@@ -70,6 +71,7 @@ def test_every_example_is_tested() -> None:
     assert {path.stem for path in EXAMPLES.glob("*.py")} == {"many_at_once", "chat_stream"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("document", ["README.md", "docs/index.md", "docs/python.md"])
 def test_python_of_the_documents(document: str, bundle: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / document).read_text("utf-8"), flags=re.S)

@@ -200,6 +200,7 @@ def test_layers_pure_modules_need_no_torch(module: str) -> None:
         queue += {imported for imported, _ in own_imports(one)} - seen
 
 
+@pytest.mark.slow
 def test_the_executor_of_ptx_stands_alone() -> None:
     """A tool for tests: the product does not need it, and it knows nothing of the product."""
     assert not [module for module in files() for i in imports(module) if room_of(i.name) in DEVELOPMENT]

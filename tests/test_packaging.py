@@ -9,12 +9,11 @@ import pytest
 
 from tests.wheel import FOLDERS, ROOT, run
 
-pytestmark = pytest.mark.subprocess
+pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 #: Suffixes of package data.
 DATA_FILES = {".yaml", ".css", ".js", ".html", ".svg", ".jinja", ".j2", ".c", ".h", ".json", ".safetensors"}
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path) -> None:
     names = [n for n in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in n]
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "d2sd").iterdir() if p.is_file()}
@@ -28,7 +27,6 @@ def test_the_wheel_holds_every_module_and_data_file_and_nothing_else(wheel: Path
     assert set(names) == expected, "packages in pyproject.toml are listed by hand"
 
 
-@pytest.mark.slow
 def test_nothing_but_d2sd_is_importable(python: Path, tmp_path: Path) -> None:
     program = (
         "import importlib.util as u, d2sd, d2sd.build.pipeline, d2sd.modeling.decoder\n"

@@ -14,6 +14,7 @@ from benchmarks.ahead_of_time import Compiled, bind, compile_kernel
 from tests.plugins.cases import kernels
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "argument"),
     [("attention bf16/fp8 D=128 rows=256 split to fp8", "k_pages"), ("exact product fp8 sums", "weight")],

@@ -28,6 +28,7 @@ def nothing(*_: Any, **__: Any) -> None:
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["fp32", "fp8"])
 def test_models_pass(kind: str) -> None:
     assert set(layers.check_model(kind, nothing, "cpu", TINY)) >= {"hidden", "features", "k", "v", "draft", "context k"}

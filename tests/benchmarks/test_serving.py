@@ -121,6 +121,7 @@ def test_gains_are_medians_of_pairs(tmp_path: Path) -> None:
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_every_load_is_answered(server: Running) -> None:
     parameters = {"max_tokens": 4, "temperature": 1.0}
@@ -198,6 +199,7 @@ def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None
     assert keys[4].variant.options == ["--policy", "auto", "--no-prefix-cache"]
 
 
+@pytest.mark.slow
 def test_policies_are_compared_with_parameters(bundle: Path) -> None:
     found = compare_policies(bundle, ["none", "penalties"], [2], 3, 4, 1)
     assert [(one.parameters, one.temperature) for one in found] == [

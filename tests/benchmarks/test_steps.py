@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+
 from benchmarks.steps import record
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import honest, make_engine, some_requests
 
 
+@pytest.mark.slow
 def test_steps_repeat_and_differ_with_the_seed() -> None:
     requests = some_requests()[:4]
     first = record(make_engine(honest(), "hybrid"), requests)

@@ -55,6 +55,7 @@ def test_a_step_writes_the_state_once(step: list[Launch]) -> None:
     assert Counter(launch.name for launch in commit)["recurrence_kernel"] == 1
 
 
+@pytest.mark.slow
 def test_a_layer_is_ten_launches(step: list[Launch]) -> None:
     assert len(verification(step)) == BODY.num_layers * LAYER + BESIDES
     for kind in ("bf16", "fp8"):

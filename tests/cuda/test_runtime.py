@@ -15,9 +15,10 @@ from tests.cuda import guard
 FOLDER = Path(__file__).parent / "runtime"
 
 
+@pytest.mark.slow
 @pytest.mark.subprocess
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("selection", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("selection", ["not slow", "slow"])
 def test_engines_and_faults_on_the_stand_in(selection: str, once: Once) -> None:
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", selection]
     done = subprocess.run(

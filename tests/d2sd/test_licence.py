@@ -77,6 +77,7 @@ def test_which_are_told_aloud(licence: str, told: bool) -> None:
     assert (warning("target", licence) is not None) == told
 
 
+@pytest.mark.slow
 def test_plan_build_and_inspect_say_it(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
     (recipe.parent / "target" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")

@@ -96,6 +96,7 @@ def table(plans: list[Plan]) -> str:
     return "\n".join(rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_figures_of_a_header_are_the_plans(plans: dict[tuple[str, str], Plan], name: str) -> None:
     said = header(ROOT / "recipes" / f"{name}.yaml")
@@ -182,6 +183,7 @@ def test_without_checkpoints_the_downloads_are_told(tmp_path: Path, monkeypatch:
     assert planned.stderr.count(" config.json --local-dir") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -238,6 +240,7 @@ def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dic
 # --- Arithmetic -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> None:
     """Qwen3-8B: 36 layers of q, k, v, o and MLP; embedding and head apart; norms of 4096, and of 128 for q and k."""
     attention, mlp = 4096 * (4096 + 1024 + 1024 + 4096), 3 * 4096 * 12288
@@ -272,6 +275,7 @@ def test_memory_by_hand(project: Path, plans: dict[tuple[str, str], Plan]) -> No
     assert [part.weight_bytes for part in apart.parts] == [bf16.parts[0].weight_bytes, *sizes[1:]]
 
 
+@pytest.mark.slow
 def test_a_plan_tells_what_a_gpu_has_left(project: Path) -> None:
     told = run("build", project / "recipes" / "qwen3-8b.yaml", "--plan", "--set", "fp8={kv: true}")
     assert "precision      bf16, target in FP8, drafters in FP8, kv in FP8" in told

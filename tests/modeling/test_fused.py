@@ -191,6 +191,7 @@ def test_products_of_one_input_share_its_largest_scale() -> None:
 FP8 = {"16 bits": (False, False), "the target in FP8": (True, False), "both in FP8": (True, True)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
 def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -> None:

@@ -236,6 +236,7 @@ def test_a_packed_drafter_drafts_the_same() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share memory that grows: a pass must neither write into another's nor free it."""

@@ -77,6 +77,7 @@ def test_a_small_case(name: str, small: Callable[[str], None]) -> None:
     assert {launch.name for launch in launches} == {f"{kernel}_kernel" for kernel in checks()[name].kernels.split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90])
 def test_attention_of_prompts(capability: int) -> None:
     """Chunks one behind the other; test_parity.py has trees, test_mutants.py what the barriers are for."""

@@ -30,6 +30,7 @@ def assert_right(capability: int, case: Attention) -> list[Launch]:
     return launches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("capability", "case"), SMALL, ids=str)
 def test_attention(capability: int, case: Attention) -> None:
     launches = assert_right(capability, case)
@@ -49,6 +50,7 @@ def test_splits_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(*found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_quantized_attention(splits: int) -> None:
     """To the FP8 numbers of the result in its type."""

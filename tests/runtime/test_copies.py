@@ -99,6 +99,7 @@ def test_parameters_that_forbid_what_was_said(policy: PolicyName, sampling: Samp
     assert [s.answer for s in found] == [s.answer for s in plain]
 
 
+@pytest.mark.slow
 def test_a_stop_string_in_the_middle_of_a_copy() -> None:
     """The text ends where plain decoding ends it, whatever was accepted behind."""
 

@@ -193,6 +193,7 @@ def bigrams() -> tuple[Decoder, Drafter]:
     return target, drafter
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "ddtree"])
 def test_a_head_that_knows_the_language_is_always_right(policy: PolicyName) -> None:
     """The head alone drafts, among all tokens; and after prefix hits."""

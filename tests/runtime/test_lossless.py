@@ -202,6 +202,7 @@ def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, looku
     assert sum(count for branch, count in stats.accepted_branches.items() if branch > 0) > 15
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["many rows"]])
 def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way: Way) -> None:
     target, first, _, _ = copies()
@@ -316,6 +317,7 @@ def test_other_families(family: Family) -> None:
     assert SequenceStats.merged(s.stats for s in sequences).tau > 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
@@ -331,6 +333,7 @@ def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
     assert sum(a == b for a, b in pairs) > len(pairs) / 4
 
 
+@pytest.mark.slow
 def test_branches_and_siblings_gain_what_the_chain_misses() -> None:
     requests, way = some_requests(), WAYS["batch"]
     tau = {policy: way.run(way.engine(cheater(requests), policy), requests).tau for policy in DRAFTING}
@@ -408,6 +411,7 @@ def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way.run(way.engine(Poisoned(*prepared(target, first, second, flex)), policy), some_requests())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["flex", "flex_tree"])
 def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
     target, _, _, plain = copies()

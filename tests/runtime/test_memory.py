@@ -177,6 +177,7 @@ def test_pools_are_as_large_as_planned() -> None:
     assert {pool.k.shape[1] for pool in pools} == {1 + all_pages(engine)}
 
 
+@pytest.mark.slow
 def test_preempted_requests_generate_the_same_responses() -> None:
     """The recipe holds a third of what four requests can need."""
     plenty, tight = engine_of(None), engine_of(17 * honest_page_bytes())

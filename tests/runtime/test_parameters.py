@@ -96,6 +96,7 @@ def answer(request: Request) -> list[int]:
     return text[: ends[0]] if ends else text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_every_parameter_changes_the_text(every: bool) -> None:
     unchanged = []

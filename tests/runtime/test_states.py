@@ -326,6 +326,7 @@ def run(seeds: range, steps: int) -> Counter[str]:
     return total
 
 
+@pytest.mark.slow
 def test_states_are_of_the_tokens_before_in_any_traffic() -> None:
     run(range(20), 60)
 

@@ -187,6 +187,7 @@ def experts() -> tuple[Decoder, Drafter, Drafter]:
     return target, first, tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
 
 
+@pytest.mark.slow
 def test_experts_windows_and_sinks(tmp_path: Path) -> None:
     alone = make_engine(runner_of(*experts()), "off", max_batch=4)
     expected = [s.answer for s in alone.generate(REQUESTS)]

@@ -158,6 +158,7 @@ periodic = st.one_of(
 )
 
 
+@pytest.mark.slow
 @settings(STEADY, max_examples=400)
 @given(st.lists(periodic, max_size=4), st.lists(st.tuples(st.text("abc", max_size=9), st.integers(0, 9)), max_size=30))
 def test_every_part_is_what_a_search_of_all_text_gives(stop: list[str], parts: list[tuple[str, int]]) -> None:

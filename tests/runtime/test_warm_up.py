@@ -113,6 +113,7 @@ def test_the_passes_before_the_first_request_run_every_kernel_of_prefills(
     assert all(shape.requests + shape.rows - 1 <= 2 * limits.prefill_chunk for shape in shapes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["off", "d2sd", "flex_parallel"])
 def test_a_warm_engine_serves_as_a_cold_one(policy: PolicyName) -> None:
     """Only the scratch page has been written, nothing waits for drafters, and progress is told."""

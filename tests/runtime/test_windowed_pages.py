@@ -101,6 +101,7 @@ def test_the_text_is_that_of_plain_decoding(windows: str, policy: PolicyName, pa
     assert (sum(s.stats.preemptions for s in sequences) > 0) == (pages is not None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "windows", ["mixed drafters", *(pytest.param(name, marks=SLOW) for name in ("drafters", "mixed"))]
 )

@@ -128,6 +128,7 @@ def test_the_projection_starts_as_the_best_linear_map_to_the_split_layer() -> No
     assert (embedded @ weight.T - wanted).square().mean() < 0.5 * wanted.square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("anchored", [False, True])
 def test_answers_are_learnt_by_heart_and_the_target_stays(anchored: bool, tmp_path: Path) -> None:
     """At least 0.9 of every block is accepted where it began with less than half."""
@@ -144,6 +145,7 @@ def test_answers_are_learnt_by_heart_and_the_target_stays(anchored: bool, tmp_pa
     assert all(parameter.grad is None for parameter in decoder.parameters())
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_goes_on_to_the_same_head(tmp_path: Path) -> None:
     decoder = made()
     data, quick = features(decoder, answers(decoder)), settings(steps=4, optimizer="muon", precision="bf16")

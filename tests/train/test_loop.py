@@ -82,6 +82,7 @@ def test_first_drafter_overfits_responses(first: Drafter, data: TrainingData) ->
     assert greedy_tau(first, unknown) < 0.9 * BLOCK, "by heart, not because the task is easy"
 
 
+@pytest.mark.slow
 def test_second_drafter_overfits_responses(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
     """Two that the first one errs on, behind any number of right tokens."""
     before = [p.clone() for p in first.parameters()]
@@ -95,6 +96,7 @@ def test_second_drafter_overfits_responses(first: Drafter, data: TrainingData, t
     assert all(torch.equal(a, b) for a, b in zip(before, first.parameters(), strict=True)), "the first one stays"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", [{"ce": 1, "focal": 0.5, "chain": 0.5}, {"lk": 1}, {"nla": 1, "tv": 0.5}], ids=str)
 def test_every_objective_teaches(terms: dict[str, float], data: TrainingData, tmp_path: Path) -> None:
     """In bf16, with D-PACE's weights: the likelier paths through a step."""
@@ -360,6 +362,7 @@ def test_what_is_remembered_survives(kind: str) -> None:
     assert not all(torch.equal(a, b) for a, b in zip(drafter.parameters(), third.parameters(), strict=True))
 
 
+@pytest.mark.slow
 def test_muon_overfits_responses(tmp_path: Path) -> None:
     known = exact_features(greedy_responses()).split(2)[0]
     made = trainer(known, optimizer="muon", steps=40, learning_rate=4e-2, blocks=16, negatives=16)

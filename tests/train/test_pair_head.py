@@ -145,6 +145,7 @@ def bigrams(count: int) -> TrainingData:
     return exact_features(responses)
 
 
+@pytest.mark.slow
 def test_it_learns_which_token_follows_which(tmp_path: Path) -> None:
     """Over a drafter that was never trained, behind whose tokens only the pair knows more."""
     told = bigrams(12)

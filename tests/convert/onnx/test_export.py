@@ -26,7 +26,7 @@ from tests.runtime.helpers import make_engine
 from tests.tiny import HEADS, ancestor_mask, pool_for, prepared, random_tokens, random_tree, tiny_drafter
 
 pytest.importorskip("onnxruntime", reason="the extra engines is not installed")
-pytestmark = pytest.mark.export
+pytestmark = [pytest.mark.slow, pytest.mark.export]
 #: Of fp32 numbers of order 1, summed in another order; of fp16, a few units in the last place.
 WITHIN = {torch.float32: 1e-4, torch.float16: 2e-2}
 
@@ -77,7 +77,6 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found.float() - expected.float()).abs().max() <= most
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_a_target_verifies_trees(pair: Pair, rows: int) -> None:
     """Contexts empty, partial and full; 40 rows take two words of visibility."""
@@ -132,7 +131,6 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, table, after), pool))
 
 
-@pytest.mark.slow
 def test_equal_models_give_equal_files(
     export_once: ExportOnce, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -58,6 +58,7 @@ def bars(axes: Axes) -> dict[str, BarContainer]:
     return {str(c.get_label()): c for c in axes.containers if isinstance(c, BarContainer)}
 
 
+@pytest.mark.slow
 def test_all_plots_are_pngs_one_can_read(whole: Result, tmp_path: Path) -> None:
     paths = write_plots(whole, tmp_path)
     assert [path.name for path in paths] == list(PLOTS)

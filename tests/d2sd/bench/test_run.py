@@ -105,6 +105,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> list[Key]:
 # -- what it leaves ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("pictures")
 def test_end_to_end(project: Path, tmp_path: Path) -> None:
     """All methods that two drafters can run, greedy and sampled, alone and together."""
@@ -227,6 +228,7 @@ def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch
 # -- it goes on --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_second_run_measures_nothing(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = done(project, tmp_path, *SMALL)
 
@@ -247,6 +249,7 @@ def test_files_of_the_user_are_not_replaced(project: Path, tmp_path: Path, measu
     assert not measuring
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
 ) -> None:
@@ -272,6 +275,7 @@ def test_an_interrupted_run_goes_on(
     assert measuring == every[3:]
 
 
+@pytest.mark.slow
 def test_a_cell_half_written_is_measured_again(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
 ) -> None:
@@ -321,6 +325,7 @@ def test_changed_settings_measure_again(
     assert len(measuring) == 6
 
 
+@pytest.mark.slow
 def test_another_bundle_measures_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
     arguments = (*SMALL, "--methods", "chain")
     done(project, tmp_path, *arguments)
@@ -362,6 +367,7 @@ def test_of_several_runs_the_median_counts(project: Path, tmp_path: Path, monkey
 # -- answers are compared ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_changed_answer_ends_with_an_error_and_a_whole_result(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -378,6 +384,7 @@ def test_a_changed_answer_ends_with_an_error_and_a_whole_result(
     assert len(load_result(tmp_path / "result.json").cells) == 6
 
 
+@pytest.mark.slow
 def test_every_answer_is_compared_with_plain_decoding_one_by_one(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -402,6 +409,7 @@ def test_concurrencies_in_any_order(project: Path, tmp_path: Path, order: str) -
     assert {cell.concurrency for cell in result.cells} == {int(n) for n in order.split(",")}
 
 
+@pytest.mark.slow
 def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for every set and temperature; requests in flight decide how many there can be in a step."""
     from d2sd.runtime.engine import Engine
@@ -514,6 +522,7 @@ def test_a_duration_is_rounded_up(seconds: float, text: str) -> None:
     assert duration(seconds) == text
 
 
+@pytest.mark.slow
 def test_quick_is_a_small_run_of_what_the_bundle_can_run(project: Path, tmp_path: Path) -> None:
     def planned(*arguments: str, **options: str) -> list[str]:
         return bench(project, tmp_path, "--quick", "--plan", *arguments, **options).stdout.splitlines()[:-2]

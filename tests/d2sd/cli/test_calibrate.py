@@ -72,6 +72,7 @@ def tokens_a_step(bundle: Bundle, policy: PolicyName, temperature: float) -> flo
     return sum(s.stats.tokens for s in sequences) / sum(s.stats.steps for s in sequences)
 
 
+@pytest.mark.slow
 def test_what_is_found(bundle: Path, ended: Result) -> None:
     """Gains at 64 rows are those of an engine that runs the same; fewer rows never gain more."""
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
@@ -128,6 +129,7 @@ def test_two_runs_find_the_same(bundle: Path, ended: Result, tmp_path: Path) -> 
     assert (tmp_path / "again.json").read_bytes() == (bundle.parent / "found.json").read_bytes()
 
 
+@pytest.mark.slow
 def test_the_build_takes_it_and_auto_serves_by_it(
     recipe: Path, ended: Result, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,6 +232,7 @@ def test_what_cannot_be_calibrated_is_refused_before_the_build(recipe: Path, tmp
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "seen.jsonl").write_text('{"id": "p3", "answer": 1}\n\n{"id": "x"}\n')
     seen: list[str] = []

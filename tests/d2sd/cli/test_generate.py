@@ -172,6 +172,7 @@ def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:
         make_engine(replace(bundle, drafters={DrafterRole.FIRST: bundle.drafters[DrafterRole.FIRST]}), policy="d2sd")
 
 
+@pytest.mark.slow
 def test_a_recipe_may_have_more_requests_than_memory(bundle: Bundle) -> None:
     """K/V for about one and a half requests: the second is preempted, and every answer stays."""
     requests = [chat_request(bundle, f"w{n} w{n + 1}", SamplingParams(seed=n), 40) for n in range(4)]
@@ -193,6 +194,7 @@ def test_the_build_records_what_it_proved(bundle: Bundle) -> None:
         assert figures[policy]["tau"] >= 1
 
 
+@pytest.mark.slow
 def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that accepts whatever was drafted must not get past the check."""
 

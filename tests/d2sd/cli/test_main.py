@@ -186,6 +186,7 @@ def test_plan_reads_no_weights_and_writes_nothing(
     assert "0.1 MB" in told
 
 
+@pytest.mark.slow
 def test_plan_and_build_name_the_calibration_stage(recipe: Path, tmp_path: Path) -> None:
     add_calibration(recipe)
     stages = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check", "manifest"]

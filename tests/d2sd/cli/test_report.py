@@ -111,6 +111,7 @@ def test_an_interrupt_that_a_library_turned_into_an_error_ends_with_130(error: B
     assert failing(ImportError("circular import")).exit_code == 70  # nothing is remembered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["--help"], ["build", "--help"]], ids=" ".join)
 def test_a_full_stdout_is_a_message(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:

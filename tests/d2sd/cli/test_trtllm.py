@@ -87,6 +87,7 @@ def test_check_of_no_bundle(tmp_path: Path) -> None:
     assert "no TensorRT-LLM arguments" in done.output
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "text",
     [

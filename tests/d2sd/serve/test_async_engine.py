@@ -60,6 +60,7 @@ async def answer(service: AsyncEngine, request: Request, **options: Any) -> tupl
     return [t for output in outputs for t in output.tokens], "".join(output.text for output in outputs)
 
 
+@pytest.mark.slow
 async def test_concurrent_answers_equal_the_engine_alone(bundle: Bundle, engine: Engine) -> None:
     requests = [
         Request((3 + i, 9, 4), 8 + i, SamplingParams(temperature=i % 2, seed=i), frozenset({2})) for i in range(10)
@@ -261,6 +262,7 @@ async def test_a_reader_is_woken_for_the_first_output_and_then_for_an_interval(e
     engine.cancel(sequence)
 
 
+@pytest.mark.slow
 async def test_answers_with_an_interval_equal_those_without(engine: Engine) -> None:
     expected = engine.generate([LONG])[0].answer
 

@@ -124,6 +124,7 @@ def test_nobody_goes_first_by_its_own_wish(server: tuple[Running, Tokenizer]) ->
     object.__setattr__(server_settings, "priorities", False)
 
 
+@pytest.mark.slow
 def test_a_client_with_many_answers_keeps_no_other_waiting(tiny_bundle: Path) -> None:
     with serving(tiny_bundle, api_keys=("a", "b"), max_waiting=8, max_choices=64) as running:
 
@@ -156,6 +157,7 @@ def test_a_large_response_is_the_same_as_a_small_one(
     assert len(large["choices"][0]["prompt_logprobs"]) == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "body",
     [

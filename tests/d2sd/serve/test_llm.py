@@ -84,6 +84,7 @@ def test_chat_applies_the_template_to_every_message(llm: LLM) -> None:
     assert both[1].prompt_token_ids == [11, 5, 7, 12]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prompt", ["w5 w7", [USER]], ids=["text", "messages"])
 def test_stream_adds_up_to_the_whole_completion(llm: LLM, prompt: Any) -> None:
     whole: Completion = (llm.generate if isinstance(prompt, str) else llm.chat)(prompt)[0]

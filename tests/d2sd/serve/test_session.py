@@ -109,6 +109,7 @@ def test_two_objects_in_two_threads(tiny_bundle: Path, torch_threads: int) -> No
         assert list(threads.map(answers, llms)) == [expected] * 2
 
 
+@pytest.mark.slow
 def test_a_long_answer_does_not_starve_a_later_call(llm: LLM) -> None:
     thread, found = in_thread(lambda: llm.generate(["w5 w7"] * 12, LONG))  # more than the batch
     wait_until(lambda: llm._session.open()[1].busy)

@@ -187,6 +187,7 @@ def server(bundle: Path) -> Iterator[Running]:
         yield running
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("number", range(len(HOSTILE)))
 def test_no_grammar_makes_a_server_fail(server: Running, number: int, caplog: pytest.LogCaptureFixture) -> None:
     body = {"prompt": "0 a", "max_tokens": 30, "seed": 1} | HOSTILE[number]

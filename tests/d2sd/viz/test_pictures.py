@@ -504,6 +504,7 @@ def run(bundle: Path, *arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in command])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
 def test_generate_draws_what_it_wrote(
     bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
@@ -539,6 +540,7 @@ def test_a_stop_string_is_no_part_of_the_answer(bundle: Path, tmp_path: Path) ->
     assert Reader((tmp_path / "a.html").read_text("utf-8")).texts["answer"] == expected
 
 
+@pytest.mark.slow
 def test_several_prompts_have_a_section_each(bundle: Path, tmp_path: Path) -> None:
     result = run(bundle, "-p", "w1 w2", "-p", "w7", "--html", tmp_path / "a.html")
     read = Reader((tmp_path / "a.html").read_text("utf-8"))

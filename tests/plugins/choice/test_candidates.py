@@ -90,6 +90,7 @@ def test_greedy_candidates_are_the_likeliest_tokens(seed: int, count: int, width
     torch.testing.assert_close(draft.logprob, logprob, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(hot, min_size=1, max_size=3), st.integers(0, 10_000), st.integers(1, 2), st.integers(1, VOCAB))
 def test_sampled_candidates_follow_the_noise(params: list[SamplingParams], seed: int, count: int, width: int) -> None:

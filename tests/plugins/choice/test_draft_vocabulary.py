@@ -161,6 +161,7 @@ sampling = st.builds(
 )
 
 
+@pytest.mark.slow
 @STEADY
 @given(
     st.lists(sampling, min_size=1, max_size=3),

@@ -47,6 +47,7 @@ def by_sort(row: Tensor, params: SamplingParams) -> set[int]:
     return {t for t in ranked if row[t] > -math.inf}
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(filters, min_size=1, max_size=3), st.data())
 def test_keeps_what_a_sort_keeps(params: list[SamplingParams], data: st.DataObject) -> None:

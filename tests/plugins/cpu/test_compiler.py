@@ -28,11 +28,13 @@ def loaded(cache: Path, command: str | None, path: str | None = None) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_no_compiler_is_told_with_its_remedy(tmp_path: Path) -> None:
     assert "pip install 'ziglang>=" in loaded(tmp_path, "")
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     said = loaded(tmp_path, "sh -c 'echo no such option >&2; exit 3' cc")
     assert "no such option" in said
@@ -40,10 +42,12 @@ def test_a_compiler_that_fails_is_told(tmp_path: Path) -> None:
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
 
 
+@pytest.mark.slow
 def test_a_command_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "No closing quotation" in loaded(tmp_path, "cc '-O3")
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_told(tmp_path: Path) -> None:
     assert "nowhere-cc" in loaded(tmp_path, "nowhere-cc")
 

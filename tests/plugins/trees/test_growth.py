@@ -57,6 +57,7 @@ def test_two_passes_equal_a_heap(made: Passes, rows: int) -> None:
         check_best(nodes_of(tree, row), everything, rows)
 
 
+@pytest.mark.slow
 @STEADY
 @given(passes(slots=3, requests=2), passes(slots=3, requests=2, width=2), st.integers(1, 150))
 def test_a_third_source_beside_two_passes_equals_a_heap(made: Passes, copied: Passes, rows: int) -> None:
@@ -215,6 +216,7 @@ def test_merge_equals_a_dictionary_of_paths(candidates: list[list[list[int]]], b
         assert int(tree.num_merged[b]) == merged
 
 
+@pytest.mark.slow
 @STEADY
 @given(candidate_sets(), st.integers(1, 30), st.randoms(use_true_random=False))
 def test_nodes_that_are_not_kept_make_room_for_later_ones(

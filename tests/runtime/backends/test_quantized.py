@@ -30,6 +30,7 @@ def answers(folder: Path, policy: PolicyName, dtype: torch.dtype) -> list[list[i
     return [sequence.answer for sequence in engine.generate(some_requests()[:5])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.full)])
 @pytest.mark.parametrize(
     "layout",

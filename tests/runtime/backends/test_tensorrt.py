@@ -98,6 +98,7 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
 # -- the loop ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["chain", "hybrid", "flex"])
 def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: PolicyName) -> None:
     """In the profiles that a build makes of the recipe, page 0 poisoned."""

@@ -51,6 +51,7 @@ def commit(rows: DeltaRows, *given: Tensor) -> None:
         ),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_steps_are_replayed(family: Family, policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """All memory is overwritten in between. Outputs are the closed form, as on CUDA; experts run again, because their
     rows are found on the host.

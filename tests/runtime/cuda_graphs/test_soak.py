@@ -14,6 +14,7 @@ def check(soak: Soak, steps: int) -> None:
     assert min(seen[name] for name in ("dropped late", "stop", "length", "prefix hits")) > 0, seen
 
 
+@pytest.mark.slow
 def test_a_short_soak() -> None:
     check(Soak(3, rerun=True), 60)
 

@@ -98,6 +98,7 @@ def served(
     assert free_pages(engine) == all_pages(engine)
 
 
+@pytest.mark.slow
 def test_policies_take_turns_on_poisoned_memory() -> None:
     """Drafters that wait, requests that join and leave, prefix hits, preemption; two thirds of the drafts are right."""
     requests = some(5, GREEDY, NARROW, length=10)

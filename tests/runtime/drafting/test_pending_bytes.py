@@ -48,6 +48,7 @@ def queued(context: DrafterContext) -> int:
     return sum({id(features): features.nbytes for features in entries}.values())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("chunk", [1, 512, 1024, 8192])
 def test_a_prompt_of_32k_tokens_queues_64_megabytes_at_most(chunk: int) -> None:
     """On a GPU. Its rows are injected while it is prefilled, in products of many rows, each once."""

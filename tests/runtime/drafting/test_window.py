@@ -15,6 +15,7 @@ from tests.runtime.helpers import STEADY, expected, honest, make_engine, run_sta
 PAGE = 4
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=4), st.integers(0, 3), st.integers(1, 5), st.integers(0, 3))
 def test_the_first_pages_and_the_last(lengths: list[int], first: int, last: int, spare: int) -> None:

@@ -61,6 +61,7 @@ def expected() -> list[list[int]]:
     return [constrained_text(models()[0], request) for request in requests()]
 
 
+@pytest.mark.slow
 def test_answers_are_worth_running() -> None:
     answers = [(text_of(tokens), tokens[-1] == END) for tokens in expected()]
     assert json.loads(answers[0][0])["name"] in ("Ann", "Bob")
@@ -157,6 +158,7 @@ def test_alone(policy: PolicyName) -> None:
         run(policy, (request,))
 
 
+@pytest.mark.slow
 def test_guided_drafts_are_accepted_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same drafters, wrong nine times of ten."""
     kept = tuple(request for request in requests() if request.grammar is not None)

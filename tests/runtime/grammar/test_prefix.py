@@ -76,6 +76,7 @@ def check(engine: Engine, turns: tuple[Request, ...], gap: int) -> list[Sequence
     return sequences
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "policy", [pytest.param(name, marks=[] if name in ("d2sd", "hybrid") else pytest.mark.slow) for name in NAMES]
 )

@@ -129,6 +129,7 @@ def test_memory_is_bounded(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> Non
     assert "too much memory" in trial.problem(schema(array), _LIMITS)
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_its_owner() -> None:
     one = made()
     one.problem(regex("a+"), _LIMITS)

@@ -57,6 +57,7 @@ params_strategy = st.builds(
 )
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(params_strategy, min_size=1, max_size=3), st.integers(0, 10_000))
 def test_filter_keeps_what_the_slow_loop_keeps(params: list[SamplingParams], seed: int) -> None:

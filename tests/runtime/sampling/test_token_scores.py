@@ -196,6 +196,7 @@ def changed(params: SamplingParams, text: Text, logits: list[float]) -> list[flo
     return logits
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(st.tuples(params_strategy, texts_strategy), min_size=1, max_size=4), st.data())
 def test_every_row_has_its_own_entries_and_no_other(rows: list[tuple[SamplingParams, Text]], data: Any) -> None:

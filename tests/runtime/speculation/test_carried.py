@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 
 from d2sd.plugins.trees import Draft
@@ -63,6 +64,7 @@ def drafts(policy: PolicyName, temperature: float) -> dict[tuple[int, int], list
     return found
 
 
+@pytest.mark.slow
 def test_both_modes_draft_the_same() -> None:
     """Wherever both drafted, greedy and sampled: the block behind a node is the one of the step after it."""
     for temperature in (0.0, 1.0):

@@ -84,6 +84,7 @@ def test_a_second_run_runs_nothing(path: Path) -> None:
     assert torch.equal(held(cache), first)
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_resumed(path: Path, tmp_path: Path) -> None:
     """State is kept every 50 sequences: of 70 done, 50 are not computed again."""
     answers = random_responses(120)

@@ -142,6 +142,7 @@ def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+@pytest.mark.sampled(3)
 @UNCOMPILED
 @pytest.mark.parametrize("way", [attend_packed, attend_sparse], ids=["packed", "sparse"])
 @pytest.mark.parametrize("drafter", [DRAFTER, WINDOWED], ids=["plain", "windows and sinks"])

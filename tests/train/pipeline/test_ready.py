@@ -45,6 +45,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Trainer] = []
     init = Trainer.__init__
@@ -116,6 +117,7 @@ def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
     assert again[weights] == files[weights], "a pair head that a ready drafter has is replaced"
 
 
+@pytest.mark.slow
 def test_heads_are_trained_after_the_drafters(project: Path) -> None:
     trained(project)
     second = DFLASH.load(project / "out" / "second", torch.float32)
@@ -129,6 +131,7 @@ def test_heads_are_trained_after_the_drafters(project: Path) -> None:
     assert "heads           3 steps each" in train(project, "--plan").stdout
 
 
+@pytest.mark.slow
 def test_heads_learn_from_responses_that_drafters_have_not_seen(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, list[str]]] = []
 
@@ -201,6 +204,7 @@ def test_the_second_is_plain_behind_a_first_that_is_not(
     assert second == replace(before, role="variable_prefix", prefix_weight_base=0.9)
 
 
+@pytest.mark.slow
 def test_both_draft_among_the_ready_ones_vocabulary(project: Path) -> None:
     expected = tuple(range(0, 60, 2))
     write_draft_vocabulary(project / "ready", expected, 64)

@@ -38,6 +38,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
     return made
 
 
+@pytest.mark.slow
 def test_an_earlier_state_of_the_first_rejects(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With features in memory. The second starts from the last state, and a second run ends in the same bytes."""
     edit(project, "second", SETTINGS | {"rejections": "matched"})
@@ -63,6 +64,7 @@ def test_an_earlier_state_of_the_first_rejects(project: Path, monkeypatch: pytes
     assert isinstance(again[1].first, Drafter)
 
 
+@pytest.mark.slow
 def test_no_kept_state_is_a_message(project: Path) -> None:
     trained(project)
     undo(project, "second")
@@ -79,6 +81,7 @@ def test_matched_needs_a_trained_first(project: Path) -> None:
     assert "matched needs a first drafter that is trained" in refused(project)
 
 
+@pytest.mark.slow
 def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With another draft vocabulary than it has."""
     drafter = tiny_drafter(tiny_decoder().config, mask_token_id=63, target_layer_ids=(0, 1))

@@ -36,6 +36,7 @@ def project(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Trainer, "_update", nth_time(Trainer._update, 4))

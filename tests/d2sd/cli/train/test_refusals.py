@@ -44,6 +44,7 @@ def test_writing_turns_needs_a_chat_template(project: Path) -> None:
     assert "data.self_written" in refused(project)
 
 
+@pytest.mark.slow
 def test_too_few_responses_for_held_out(finished: Path) -> None:
     edit(finished, "data.held_out", 99)
     shutil.rmtree(finished / "out")

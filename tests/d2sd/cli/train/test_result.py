@@ -108,6 +108,7 @@ def test_responses_are_the_targets_with_one_line_per_prompt(whole: Path) -> None
         assert line.get("answer_ids", said[:1]) == said[: stops[0] if stops else 8]
 
 
+@pytest.mark.slow
 def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A bundle of the written pair, benched on the same prompts, one after the other: the same figures."""
     monkeypatch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])
@@ -169,6 +170,7 @@ def test_the_calibration_is_of_the_pair_and_the_build_takes_it(finished: Path) -
     assert load_bundle(bundled(finished, "out/calibration.json")).calibration == found
 
 
+@pytest.mark.slow
 def test_without_a_second_drafter(finished: Path) -> None:
     edit(finished, "second", ...)
     shutil.rmtree(finished / "out")
@@ -183,6 +185,7 @@ def test_without_a_second_drafter(finished: Path) -> None:
     assert load_calibration(finished / "out" / "calibration.json").drafters.keys() == {"first"}
 
 
+@pytest.mark.slow
 def test_online_features_are_stored_nowhere(finished: Path) -> None:
     edit(finished, "data.features", "online")
     edit(finished, "second", ...)
@@ -192,6 +195,7 @@ def test_online_features_are_stored_nowhere(finished: Path) -> None:
     assert not list((finished / "work").glob("features*"))
 
 
+@pytest.mark.slow
 def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> None:
     edit(finished, "drafter.draft_vocab_size", 12)
     shutil.rmtree(finished / "out")
@@ -205,6 +209,7 @@ def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> 
     bundled(finished, "out/calibration.json")
 
 
+@pytest.mark.slow
 def test_bars_end_where_they_said(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a first run, in one that resumes, and in one with nothing to do."""
     told: list[tuple[str, int | None, int]] = []

@@ -125,6 +125,7 @@ def test_a_cut_answer_is_asked_again(finished: Path, expected: dict[str, bytes])
     assert path.read_bytes() == whole
 
 
+@pytest.mark.slow
 def test_response_order_is_the_recipes_not_the_files(finished: Path, expected: dict[str, bytes]) -> None:
     """Short answers finish early, and the first ones are held out; an interruption changes what finishes when."""
     path = finished / "work" / "answers.jsonl"

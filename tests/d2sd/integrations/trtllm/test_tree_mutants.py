@@ -196,6 +196,7 @@ def test_wrong_drafts_cost_tokens_a_step_and_no_text(name: str, shop: Shop, monk
     assert seen == (True, True, False)
 
 
+@pytest.mark.slow
 def test_the_layouts_of_the_mask_are_not_interchangeable(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
     """Written for one architecture and read as of another."""
 

@@ -74,6 +74,7 @@ def slow(engine: Engine) -> list[int]:
     return steps
 
 
+@pytest.mark.slow
 async def test_answers_equal_the_engine_and_come_in_chunks(bundle: Bundle, engine: Engine) -> None:
     async with worker(bundle, engine) as made:
         sent = [message([3 + i, 9], 30, temperature=0.699999988079071 * (i % 2), seed=i, logprobs=1) for i in range(3)]
@@ -295,6 +296,7 @@ async def test_a_moved_stream_has_the_text_it_would_have_had(
         assert await moved(bundle, engine, sent, kill_at) == whole
 
 
+@pytest.mark.slow
 async def test_kv_events_tell_the_router_what_is_cached(bundle: Bundle, engine: Engine) -> None:
     async with worker(bundle, engine) as made:
         publisher, cache = fakes.Publisher(), engine.scheduler.pages.cache

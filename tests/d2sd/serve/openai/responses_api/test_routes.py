@@ -96,6 +96,7 @@ def test_an_answer_that_the_limit_cuts_is_incomplete(agent: Running) -> None:
     assert stream(agent, **options)[-1].type == "response.incomplete"
 
 
+@pytest.mark.slow
 def test_a_tool_loop_of_two_turns(agent: Running) -> None:
     client: Any = agent.openai.responses
     items: Any = [{"role": "user", "content": "Weather?"}]
