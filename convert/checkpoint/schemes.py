@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-import regex
+import regex  # type: ignore[import-untyped, unused-ignore]  # a user has no types of it
 
 from d2sd.errors import CheckpointError
 from d2sd.modeling.fp8 import Fp8Linear

@@ -15,7 +15,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
-from d2sd.plugins import delta_rule, dispatch, layer_ops
+from d2sd.plugins import delta_rule, dispatch, kv_pages, layer_ops
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -117,7 +117,7 @@ def check_step(
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        run_kernels(patch, "attention", layer_ops.LINEAR, *([delta_rule.OP] if hybrid else []))
+        run_kernels(patch, "attention", kv_pages.OP, layer_ops.LINEAR, *([delta_rule.OP] if hybrid else []))
         if layers_as_kernels:
             run_kernels(patch, layer_ops.OP)
         fuse(fused := copy.deepcopy(model), exact=True)
