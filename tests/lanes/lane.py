@@ -10,7 +10,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[2]
 #: The closing line of pytest, or of any program that says so much.
-PYTEST = r"(?=.*\b(?:passed|failed|errors?)\b.* in \d)" + "".join(
+PYTEST = r"(?=(?:\d+ [a-z]+,? )+in \d[\d.]*s)" + "".join(
     rf"(?:(?=.*?\b(?P<{name}>\d+) {name.rstrip('s')}))?" for name in ("passed", "failed", "skipped", "errors")
 )
 

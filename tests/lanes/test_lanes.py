@@ -29,6 +29,7 @@ def lane(counts: str = PYTEST) -> Lane:
         ("no tests ran in 0.10s", 0, (0, 1, 0)),
         ("12 deselected in 0.10s", 5, (0, 1, 0)),
         ("we passed 3 times in 1 hour", 0, (0, 1, 0)),
+        ("Found 3 errors in 2 files (checked 9 source files)\n4 passed, 2 warnings in 1.5s", 0, (4, 0, 0)),
     ],
 )
 def test_what_a_run_says_is_counted(output: str, status: int, found: tuple[int, int, int]) -> None:
