@@ -33,14 +33,14 @@ demo: .venv/demo
 
 WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=worksteal
-## [5 min] lint, types, and the tests of every change, installation included; WORKERS=0 runs them in one process
+## [7 min] lint, types, and the tests of every change, installation included; WORKERS=0 runs them in one process
 test: .venv/dev
 	$(MAKE) --no-print-directory --jobs=2 lint fast-tests
 
 fast-tests: .venv/dev
 	$(PYTEST) -m "not slow and not full"
 
-## [9 min] the other tests that CI runs: real models, engines of three architectures, full products of what `test` samples
+## [20 min] the other tests that CI runs: real models, engines of three architectures, full products of what `test` samples
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full"
 
