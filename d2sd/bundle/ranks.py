@@ -120,8 +120,10 @@ class Ranks:
         return self._lost or RankLost("The connection between the ranks is lost.", where=f"{self.size} ranks")
 
     def close(self) -> None:
-        """End the other processes; returns when they have ended."""
-        self.end_engine()
+        """End the other processes; returns when they have ended.
+
+        They end with their input, wherever they are: a message would be taken for their part of a pass that failed here.
+        """
         self._end()
         self._folder.cleanup()
 

@@ -30,6 +30,7 @@ from d2sd.helpers import python_command
 from d2sd.modeling.tensor_parallel import Shard
 from d2sd.policies import PolicyName
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.parallel import join as joining
 from d2sd.runtime.request import Request
 from d2sd.serve import session
@@ -129,6 +130,22 @@ def test_four_ranks(path: Path) -> None:
         (found, reported), (expected, alone) = other_ways(bundle), other_ways(whole)
         assert found == expected
         assert reported == pytest.approx(alone, abs=1e-3)
+
+
+@pytest.mark.slow
+def test_an_error_in_a_pass_of_rank_0_does_not_delay_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other waits for its sums with this one, which never come."""
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with shared(path, 2) as bundle:
+        engine = make_engine(bundle, policy="off")
+        monkeypatch.setattr(ModelRunner, "verify", fail)
+        with pytest.raises(RuntimeError, match="out of memory"):
+            run_staggered(engine, REQUESTS[:1])
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
 
 
 @pytest.mark.slow
