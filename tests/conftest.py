@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import shutil
+import signal
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,11 @@ from tests.wheel import build_smollm2, build_wheel, install_wheel
 torch.set_num_threads(1)
 if "PYTEST_XDIST_WORKER" in os.environ:  # the same for processes that tests start, next to another worker
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# nohup and shells that run the tests in their background ignore signals, and so would all servers that tests start.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 # What collection creates lives until the end: the garbage collector would go through it again and again.
 gc.disable()

@@ -38,23 +38,16 @@ def run(paths: list[str], which: str, interpreted: bool = True) -> None:
 
 @pytest.mark.slow
 @pytest.mark.interpreter
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_kernels_under_the_interpreter(large: bool) -> None:
     run(files(large=large), "not slow")
 
 
 @pytest.mark.slow
-@pytest.mark.interpreter
-@pytest.mark.timeout(300)
-def test_kernels_under_the_interpreter_in_more_cases() -> None:
-    run(files(large=False), "slow and not full")
-
-
-@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.interpreter
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("large", [True, False], ids=["large", "small"])
 def test_kernels_under_the_interpreter_in_every_case(large: bool) -> None:
     run(files(large=large), "slow")

@@ -42,6 +42,7 @@ def rejections(vocab: int) -> Iterator[tuple[list[int], list[int]]]:
     yield [], [0, vocab - 1, vocab // 2, -1, -1, vocab // 3]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("vocab", [2, 63, pytest.param(5000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("params", [SamplingParams(), SAMPLED], ids=["greedy", "sampled"])

@@ -52,6 +52,7 @@ def check_tree(
     assert states.cpu().equal(x.states)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("nodes", "size", "depth", "chain"), TREES)
@@ -145,6 +146,7 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("nodes", [1, 40])
 def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def products(rows: int, *, scaled: bool, dtype: torch.dtype) -> tuple[Tensor, Te
     return both, 2 * both[:, -2 * VALUES - 2 : -2]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("grouped", [False, True])

@@ -35,6 +35,7 @@ def over_kernels(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     return model
 
 
+@pytest.mark.sampled(2)
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
 def test_a_hybrid_over_kernels_is_the_model(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:

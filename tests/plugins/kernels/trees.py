@@ -165,6 +165,7 @@ def test_sources(
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("slots", "widths", "counts", "rows"),
     [
