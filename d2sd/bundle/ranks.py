@@ -122,7 +122,7 @@ class Ranks:
     def close(self) -> None:
         """End the other processes; returns when they have ended.
 
-        They end with their input, wherever they are: a message would be taken for their part of a pass that failed here.
+        They end with their input, wherever they are: in a pass that failed here they would take a message for its sums.
         """
         self._end()
         self._folder.cleanup()
