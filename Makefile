@@ -68,8 +68,11 @@ lint: .venv/dev
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-## [1 min] the public prompt sets: copied to data/ from the folder FROM and checked; without FROM, lists their sources
+## [1 min] the public prompt sets: copied to data/ from the folder FROM and checked, or made of the clones in the folder
+## REPOSITORIES; without either, lists their sources
 data: .venv/demo
+	$(if $(REPOSITORIES),$(BIN)/python -m benchmarks.prompts.questions "$(REPOSITORIES)" data)
+	$(if $(REPOSITORIES),$(BIN)/python benchmarks/prompts/documents.py "$(REPOSITORIES)" data/train)
 	$(BIN)/d2sd data $(if $(FROM),--from "$(FROM)")
 
 ## [1 min] the wheel, in dist/: recipes and the SmolLM2 drafters are in it

@@ -365,10 +365,14 @@ FILES: dict[str, Callable[[Path], Iterable[Row]]] = {
 @click.argument("repositories", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.argument("out", type=click.Path(file_okay=False, path_type=Path))
 def main(repositories: Path, out: Path) -> None:
-    """Write the files of documents to the folder OUT."""
+    """Write the files of documents to the folder OUT, and name those whose repository is missing."""
     out.mkdir(parents=True, exist_ok=True)
     for name, rows in FILES.items():
-        made = sorted(rows(repositories), key=lambda row: row["id"])
+        try:
+            made = sorted(rows(repositories), key=lambda row: row["id"])
+        except D2SDError as error:
+            click.echo(f"{out / name}: not made: {error}")
+            continue
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
         (out / name).write_text("".join(lines), encoding="utf-8")
         click.echo(f"{out / name}: {len(lines):,} documents")

@@ -18,7 +18,8 @@ def data(source: Path | None, to: Path) -> None:
     """Fill data/ with the prompt sets that recipes and benchmarks name.
 
     For sets that are missing, prints their public source. Nothing is downloaded; every file is checked by its hash.
-    Demo, build and tests do without the sets. Programs in benchmarks/prompts/ make them of clones of those sources.
+    Demo, build and tests do without the sets. In a checkout, make data REPOSITORIES=FOLDER makes them of clones of
+    those sources.
 
     For example:
 
