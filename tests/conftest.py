@@ -42,11 +42,12 @@ _CASES = Counter[tuple[Path, str]]()
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
-    """Every nth case of a test with the mark `sampled(n)` stays in `make test`; the others are slow."""
+    """Every nth case of a test with the mark `sampled(n)` runs where the test does, the others in `make engines`."""
     if (mark := item.get_closest_marker("sampled")) and isinstance(item, pytest.Function):
         case = item.path, item.originalname
         if _CASES[case] % mark.args[0]:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.full)
         _CASES[case] += 1
 
 

@@ -43,6 +43,7 @@ def test_many_at_once(run: Run) -> None:
     assert "policy=" in (EXAMPLES / "many_at_once.py").read_text("utf-8"), "`auto` may decode four requests plainly"
 
 
+@pytest.mark.slow
 def test_chat_stream(run: Run) -> None:
     first, second, end = run("chat_stream.py", "w5 w7\nw9\n\n")
     assert first.startswith("> w")

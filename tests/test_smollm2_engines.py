@@ -71,6 +71,7 @@ def test_smollm2(smollm2_bundle: Path, tmp_path: Path, fp8: bool, compute: Compu
     build_smollm2(*pair(smollm2_bundle), tmp_path, fp8, compute)
 
 
+@pytest.mark.full
 @pytest.mark.model
 def test_the_first_layers_of_smollm2(smollm2_bundle: Path, tmp_path: Path) -> None:
     """All of its geometry but the number of layers; the drafter reads as many of them as of the whole target."""

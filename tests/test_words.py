@@ -76,6 +76,7 @@ def test_words_checker_reads_prose_and_not_code() -> None:
     assert not hits_in("m", '"""There is no GPU; it is no longer there; families, no more than that."""')
 
 
+@pytest.mark.slow
 def test_words_that_are_allowed_are_still_there() -> None:
     there = {(hit.module, hit.phrase) for m, path in files().items() for hit in hits_in(m, path.read_text("utf-8"))}
     assert there >= ALLOWED

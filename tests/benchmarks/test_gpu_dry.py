@@ -26,6 +26,7 @@ def run(part: str, folder: Path, most: int) -> dict[str, dict[str, Any]]:
     return {key: {"status": "ok", **measure(nothing)} for key, measure in dry.dry(cases)}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("part", "most"),

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 from tests.lanes.lane import Lane
 
-#: What every program is made of. Documents and results are no part of a lane but `test`, `test-slow` and `readme`.
+#: What every program is made of. Only `lint`, `test`, `test-slow` and `readme` cover documents.
 PRODUCT = ("d2sd", "plugins", "modeling", "runtime", "convert", "train", "recipes", "models")
 ENGINE = ("plugins", "modeling", "runtime", "d2sd/policies.py", "d2sd/calibration.py")
 TOOLS = ("Makefile", "pyproject.toml", "constraints", "tests/conftest.py", "tests/tiny.py", "tests/convert/helpers.py")
 SERVED = ("plugins", "modeling", "runtime", "d2sd", ":!d2sd/bench", ":!d2sd/build", ":!d2sd/viz", ":!d2sd/cli")
 KERNELS = ("plugins/**/triton/**", "plugins/shared", "tests/ptx", "ptxsim")
+#: Random engines and what they are compared with.
+HARNESS = ("tests/runtime", ":!tests/runtime/*test_*.py")
 #: The page of the results itself is in no lane.
 RESULTS = ":!docs/results/checks.*"  # of git: all but these
 
 LANES = {
-    "test": Lane(
-        "lint, types, and the tests of every change: README's second command", ("test",), (".", RESULTS), minutes=7
+    "lint": Lane(
+        "format, lint and types of every file",
+        ("lint",),
+        (".", RESULTS),
+        counts=r"Success: no issues found in (?P<passed>\d+) source files",
+        unit="files",
+        minutes=1,
     ),
+    "test": Lane("the tests of every change: README's second command", ("test",), (".", RESULTS), minutes=5),
     "step-files": Lane(
         "the files that one decode step runs through stay below their limit",
         ("step-files",),
@@ -28,14 +36,11 @@ LANES = {
     "client-test": Lane(
         "six client libraries and agent frameworks against the server",
         ("client-test",),
-        ("d2sd/serve", "d2sd/bundle", "tests/d2sd/serve/openai", "constraints/clients.txt"),
+        ("d2sd/serve", "d2sd/bundle", "tests/d2sd/serve/openai/clients", "constraints/clients.txt"),
         minutes=3,
     ),
     "test-slow": Lane(
-        "real models, engines of three architectures, full products of what `test` samples",
-        ("test-slow",),
-        (".", RESULTS),
-        minutes=20,
+        "real models, engines of three architectures, whole commands", ("test-slow",), (".", RESULTS), minutes=12
     ),
     "gpu-dry": Lane(
         "the GPU suite, all but its launches, in an environment without a GPU",
@@ -82,7 +87,7 @@ LANES = {
     "soak-steps": Lane(
         "engines whose host is one step late, under random load, and 500 steps on a stand-in for CUDA's runtime",
         ("soak-steps",),
-        (*ENGINE, "tests/runtime", "tests/cuda"),
+        (*ENGINE, *HARNESS, "tests/cuda/runtime"),
         counts=r"(?P<passed>\d+) steps, (?P<failed>\d+) differ",
         unit="steps",
         minutes=12,
@@ -116,7 +121,7 @@ LANES = {
     "differential": Lane(
         "random engines with broken weights, each answer against plain decoding alone",
         ("differential", "STEPS=60000"),
-        (*ENGINE, "tests/runtime"),
+        (*ENGINE, *HARNESS),
         counts=r"(?P<passed>\d+) steps, \d+ episodes, (?P<failed>\d+) differing",
         unit="steps",
         minutes=25,

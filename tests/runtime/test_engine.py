@@ -51,6 +51,7 @@ def collect(engine: Engine, request: Request) -> tuple[list[int], str, Output]:
     return [t for o in outputs for t in o.tokens], "".join(o.text for o in outputs), outputs[-1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("new", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])
 def test_max_new_tokens_is_exact(policy: PolicyName, new: int) -> None:
@@ -63,6 +64,7 @@ def test_max_new_tokens_is_exact(policy: PolicyName, new: int) -> None:
     assert free_pages(engine) == all_pages(engine)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("at", [0, 1, 3, BLOCK - 1, BLOCK, BLOCK + 2])
 def test_stop_token_inside_an_accepted_run(policy: PolicyName, at: int) -> None:

@@ -116,7 +116,7 @@ def test_sample_covers_every_way_and_policy() -> None:
     assert min(policies[policy] for policy in NAMES) >= 4
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
@@ -157,7 +157,7 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
     assert runner.siblings[0] > 5 if policy in ("ddtree", "flex_tree", "hybrid") else runner.siblings[0] == 0
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
@@ -172,7 +172,7 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
     assert 1 < stats.tau < 2
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("policy", "drafters"),
     [(name, n) for name in ("off", "lookup", "flex", "flex_tree", "flex_parallel") for n in (0, 1)]

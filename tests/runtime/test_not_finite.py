@@ -85,6 +85,7 @@ def check_error(sequence: Sequence) -> None:
     assert sequence.error.where == "logits"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "flex_parallel"])
 def test_one_request_ends_and_its_neighbours_do_not_notice(kind: str, policy: PolicyName) -> None:

@@ -70,7 +70,7 @@ def check(engine: Engine, requests: Sequence[Request], seed: int, gap: int = 0) 
     return sequences
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", NAMES)
 def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
     """In a shuffled batch of eight that arrives together, again one by one, and as the next turn."""

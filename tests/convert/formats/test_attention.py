@@ -218,6 +218,7 @@ CHECKPOINTS: dict[str, tuple[str, dict[str, Any], dict[str, bool]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_logits_equal_those_of_the_equations(tmp_path: Path, name: str) -> None:
     """In plain layers and in compiled ones; and a written folder says the same again, byte for byte."""

@@ -77,6 +77,7 @@ def close(found: Tensor, expected: Tensor) -> None:
     assert (found.float() - expected.float()).abs().max() <= most
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_a_target_verifies_trees(pair: Pair, rows: int) -> None:
     """Contexts empty, partial and full; 40 rows take two words of visibility."""

@@ -48,6 +48,7 @@ def engine_of(runner: ModelRunner, name: PolicyName) -> Engine:
     return Engine(runner, policy, Limits(max_batch=4, max_context=64, page_size=PAGE, prefill_chunk=8))
 
 
+@pytest.mark.full
 @torch.inference_mode()
 def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) -> None:
     """Token for token, at a precision where nothing but FP8 rounds; the chain, the tree and the pages included."""

@@ -172,6 +172,7 @@ def test_what_it_cannot_serve(tmp_path: Path) -> None:
     assert unsupported_reason(recipe) is None
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", [DFLASH, TREE])
 @pytest.mark.parametrize(
     ("key", "value"),

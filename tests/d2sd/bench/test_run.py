@@ -165,7 +165,7 @@ def test_two_runs_count_the_same(project: Path, tmp_path: Path) -> None:
     assert counted(done(project, tmp_path / "a", *arguments)) == counted(done(project, tmp_path / "b", *arguments))
 
 
-@pytest.mark.parametrize(("bundle", "methods"), [("one", {"d2sd"}), ("none", None)])
+@pytest.mark.parametrize(("bundle", "methods"), [pytest.param("one", {"d2sd"}, marks=pytest.mark.slow), ("none", None)])
 def test_by_default_what_the_bundle_can_run(
     project: Path, tmp_path: Path, bundle: str, methods: set[str] | None
 ) -> None:
@@ -188,6 +188,7 @@ def test_our_own_prompts_and_a_folder_of_its_name(
     assert {cell.set for cell in load_result(Path("build/bench/bundle/result.json")).cells} == {"prompts"}
 
 
+@pytest.mark.slow
 def test_two_bundles_of_one_recipe_leave_two_results(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +211,7 @@ def test_two_bundles_of_one_recipe_leave_two_results(
     assert run(project / "bundle").exit_code == 0, "the same again"
 
 
+@pytest.mark.slow
 def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that every method draws the same noise, and no two prompts do."""
     seen: dict[Key, list[int]] = {}
@@ -403,6 +405,7 @@ def test_every_answer_is_compared_with_plain_decoding_one_by_one(
         assert expected == (None if first else [[ord(key.set[0]), 1]] * 2)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("order", ["2,1", "4,2"])
 def test_concurrencies_in_any_order(project: Path, tmp_path: Path, order: str) -> None:
     result = done(project, tmp_path, *SMALL, "--methods", "chain", "--concurrency", order)
@@ -428,6 +431,7 @@ def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypa
     assert {(cell.method, cell.rows) for cell in result.cells} == {("off", 1), ("auto", 8)}
 
 
+@pytest.mark.slow
 def test_auto_learns_nothing_from_other_cells(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a result would depend on the order of the sets, and on whether the run was resumed."""
     from d2sd.runtime.policy_selector import PolicySelector
@@ -449,6 +453,7 @@ def test_auto_learns_nothing_from_other_cells(project: Path, tmp_path: Path, mon
     assert any(one != one.fresh() for _, one in seen), "they learn"
 
 
+@pytest.mark.slow
 def test_one_engine_has_memory_at_a_time(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one that refers to itself, as a captured step may: `kv_memory` can be a share of what is free."""
     made: list[weakref.ref[Any]] = []

@@ -96,6 +96,7 @@ def closed(llm: LLM) -> str:
     return "closed"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hostile_folder")  # where the other starts
 def test_two_ranks(path: Path) -> None:
     """The tokens of one process, until one of the two is killed, of which the next call says which."""

@@ -45,6 +45,7 @@ def bundle(path: Path) -> Bundle:
     return load_bundle(path)
 
 
+@pytest.mark.slow
 def test_every_policy_writes_the_same_text(path: Path) -> None:
     texts = {policy: run(path, "-p", "w1 w5 w9", "--policy", policy).stdout for policy in ("off", "chain", "d2sd")}
     assert len(set(texts.values())) == 1
@@ -209,6 +210,7 @@ def test_a_build_that_would_lose_tokens_fails(bundle: Bundle, monkeypatch: pytes
         checks.check_bundle(bundle)
 
 
+@pytest.mark.slow
 def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None:
     recipe = write_project(tmp_path, target={"path": "target", "template": {"thinking": False}})
     template = "{% if thinking is defined and not thinking %}w9 {% endif %}{{ messages[0].content }}"

@@ -198,6 +198,7 @@ def test_logprobs_of_completions_have_offsets_into_the_text(server: Running) -> 
     assert second["7"]["decoded_token"].strip() == "w7"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "extra",
     [

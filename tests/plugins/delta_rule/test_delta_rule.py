@@ -13,8 +13,8 @@ from d2sd.plugins.delta_rule import DeltaRows, chunk_delta_rule, commit_delta_ru
 from tests.plugins.delta_rule.draws import Drawn, drawn, path_to
 from tests.plugins.delta_rule.oracle import outputs, state_after
 
-#: Trees of one test at every change, and of the sweep.
-FEW, MANY = 20, 1980
+#: Trees of one test at every change, and of each part of the sweep.
+FEW, MANY = 20, 220
 
 
 def some_tree(seed: int, dtype: torch.dtype = torch.float32) -> Drawn:
@@ -52,8 +52,9 @@ def test_trees_equal_loops(seed: int, exact: bool) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_many_trees_equal_loops() -> None:
-    for seed in range(FEW, FEW + MANY):
+@pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.full) for part in range(1, 9))])
+def test_many_trees_equal_loops(part: int) -> None:
+    for seed in range(FEW + part * MANY, FEW + (part + 1) * MANY):
         x = some_tree(seed)
         expected = outputs(x)
         for exact in (False, True):

@@ -141,7 +141,7 @@ GREEDY, HOT, NARROW, LOADED = (
 )
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(
     "kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW), (GREEDY, LOADED)], ids=["greedy", "hot", "mixed", "loaded"]

@@ -19,6 +19,7 @@ def test_a_short_soak() -> None:
     check(Soak(3, rerun=True), 60)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_two_thousand_steps() -> None:
     """10 CPU seconds; `make soak-steps` runs more."""

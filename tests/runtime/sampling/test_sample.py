@@ -106,6 +106,7 @@ def test_all_greedy_is_argmax() -> None:
     assert torch.equal(choices(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
 
 
+@pytest.mark.slow
 @STEADY
 @given(st.lists(st.one_of(st.just(GREEDY), params_strategy), min_size=2, max_size=5), st.integers(0, 10_000))
 def test_company_changes_nothing(params: list[SamplingParams], seed: int) -> None:

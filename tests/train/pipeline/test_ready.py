@@ -86,6 +86,7 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
 HEAD = {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4}
 
 
+@pytest.mark.slow
 def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
     """What is written are the ready drafters, and heads; evaluated and calibrated with them."""
     ready = DFLASH.load(project / "ready", torch.float32)

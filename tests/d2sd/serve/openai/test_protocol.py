@@ -82,11 +82,13 @@ def plain(server: Running) -> dict[str, str]:
     return {path: text_of(server.http.post(path, json=body)) for path, body in bodies.items()}
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [*HARMLESS, *HARMLESS_CHATS], ids=str)
 def test_a_value_that_changes_nothing_is_accepted_in_chats(server: Running, plain: Any, change: dict[str, Any]) -> None:
     assert text_of(server.http.post("/v1/chat/completions", json=CHAT | change)) == plain["/v1/chat/completions"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("change", [*HARMLESS, {"suffix": ""}, {"suffix": None}, {"add_special_tokens": True}], ids=str)
 def test_a_value_that_changes_nothing_is_accepted_in_completions(
     server: Running, plain: Any, change: dict[str, Any]
