@@ -59,7 +59,7 @@ def counted(lane: Lane, output: str, status: int) -> tuple[int, int, int]:
             for name, value in found.groupdict(default="0").items():
                 total["failed" if name == "errors" else name] += int(value)
     red = status != 0 or not total["passed"]
-    return total["passed"], max(total["failed"], red), total["skipped"]
+    return total["passed"], max(total["failed"], int(red)), total["skipped"]
 
 
 def git(*arguments: str) -> str:

@@ -8,8 +8,8 @@ KERNEL, LINEAR = (f"plugins/layer_ops/triton/{name}.py" for name in ("kernel", "
 SHARED = "plugins/shared/kernels.py"
 LAYERS, PRODUCTS = interpreted("layers"), interpreted("exact", k="product")
 #: Only one that is executed has the sums of tensor cores.
-FP8, INVARIANT = (run(f"tests/ptx/test_{name}.py") for name in ("fp8_products", "batch_invariant"))
-HEADS = run("tests/ptx/test_kernels.py", k="small_case and heads")
+FP8, INVARIANT = (run(f"tests/ptx/test_{name}.py", marks="not full") for name in ("fp8_products", "batch_invariant"))
+HEADS = run("tests/ptx/test_kernels.py", marks="", k="small_case and heads")
 
 MUTANTS = [
     Mutant("C1 a mean over the padded width", KERNEL, "* (1.0 / WIDTH)", "* (1.0 / PADDED)", LAYERS),
