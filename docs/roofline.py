@@ -65,8 +65,8 @@ NOT_COUNTED = """
 - **The L2 cache between nodes.** A node's activations are charged to memory even if the node before has just written
   them. At batch 1 most are a few MB and stay in L2 (50 MB on H100 and H200), so true bytes are nearer to the floor.
 - **Reads within a node.** Row tiles of one K/V head read the same bytes again, from L2 as far as they fit.
-- **Efficiency.** Peaks are data sheets'; products of few rows reach less. [Capacity](capacity.md) takes published
-  shares by type and rows, or those that were measured on the user's GPU.
+- **Efficiency.** Peaks are data sheets'; products of few rows reach less. [Capacity](capacity.md) assumes one share of
+  them, or takes the shares that were measured on the user's GPU.
 - **The host**, which a graph and the step behind it hide, and prefill.
 - **Operators of PyTorch that are several kernels.** Each counts as one node.
 """

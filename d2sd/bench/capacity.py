@@ -15,8 +15,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from d2sd.bench.measured import shares, steps
-from d2sd.bench.roofline import Roofline, StepCost, step_costs
+from d2sd.bench.roofline import Measured, Roofline, StepCost, step_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
 from d2sd.bundle.serving import auto_policies
@@ -90,19 +89,13 @@ def read_plan(source: Path) -> Plan:
 
 
 def compute(
-    plan: Plan,
-    gpu: str,
-    policy: Policy,
-    demand: Demand,
-    max_batch: int,
-    *,
-    tau: float | None,
-    efficiency: float | None = None,
+    roofline: Roofline, policy: Policy, demand: Demand, max_batch: int, tau: float | None, measured: Measured | None
 ) -> Option:
     """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails.
 
-    Without `efficiency`, step times and efficiencies of the user's GPUs of this kind come before published ones.
+    `tau` and `measured`: see `step_costs`.
     """
+    plan, gpu = roofline.plan, roofline.gpu
     configs = {role: part.draft_config for role, part in plan.drafters.items()}
     names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
     roles = {role for name in names for role in FACTS[name].among(configs).drafters}
@@ -111,10 +104,9 @@ def compute(
     limits.check(Request((0,) * demand.prompt_tokens, demand.output_tokens), 1)
     pages = fitting_pages(plan, gpu, limits)
     request_pages = limits.pages_for(demand.prompt_tokens + demand.output_tokens + plan.recipe.tree.block_size)
-    roofline = Roofline(plan, gpu, efficiency, shares(gpu) if efficiency is None else {})
+    roofline = replace(roofline, plan=plan)
     context = demand.prompt_tokens + demand.output_tokens // 2  # in the middle of its answer
-    find = steps(plan, gpu) if efficiency is None else None
-    costs = step_costs(roofline, policy, max_batch, context, tau, find)
+    costs = step_costs(roofline, policy, max_batch, context, tau, measured)
     prompt, chunk = demand.prompt_tokens, limits.prefill_chunk
     chunks = [roofline.prefill_seconds(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
     # The pages that fit hold a request of max_context, and so at least one of this load.

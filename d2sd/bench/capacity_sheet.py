@@ -9,8 +9,8 @@ from pydantic import BaseModel
 
 from d2sd.bench.capacity import UTILIZATION, Demand, Option, compute
 from d2sd.bench.markdown import table
-from d2sd.bench.measured import shares
-from d2sd.bench.roofline import EFFICIENCIES, EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS, Published
+from d2sd.bench.measured import shares, steps
+from d2sd.bench.roofline import EFFICIENCY, EXCHANGE_SECONDS, LAYER_SECONDS, LINK, PEAKS, Roofline
 from d2sd.build.plan import GPUS, Plan
 from d2sd.policies import parse_method
 from d2sd.recipe import Method, Policy
@@ -28,7 +28,7 @@ class Sheet(BaseModel):
     gpu: str
     max_batch: int
     ranks: int = 1  # GPUs that share the target
-    efficiency: float | None  # of all peaks, as given; None: what others or the user's GPU have measured
+    efficiency: float  # share of the peaks that is assumed where `measured` has none
     measured: dict[str, list[float]] = {}  # shares of peaks that products reached on the user's GPU, by rows
     demand: Demand
     options: list[Option]
@@ -80,19 +80,11 @@ class Sheet(BaseModel):
         return f"step times of {' and '.join(of_gpu)} were measured here" if of_gpu else "nothing was measured"
 
     def _efficiency(self) -> str:
-        if self.efficiency is not None:
-            return f"A step reaches {self.efficiency:g} of them."
         of_gpu = "".join(
-            f"; on a GPU of yours {kind} {min(found):.2f} to {max(found):.2f}, by rows, which holds for these"
+            f"; on a GPU of yours {kind} reached {min(found):.2f} to {max(found):.2f}, by rows, which holds for these"
             for kind, found in self.measured.items()
         )
-        used = [one for one in EFFICIENCIES if self.gpu in one.gpus]
-        said = "; ".join(f"{one.kind}{_from(one)} {one.low:g} to {one.high:g} ({one.source})" for one in used)
-        return f"A step reaches the middle of the shares that others measured: {said}{of_gpu}."
-
-
-def _from(one: Published) -> str:
-    return f" from {one.rows} rows" if one.rows > 1 else ""
+        return f"A step is assumed to reach {self.efficiency:g} of them (`--efficiency`){of_gpu}."
 
 
 def make_sheet(
@@ -107,17 +99,21 @@ def make_sheet(
 ) -> Sheet:
     """Compute plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter.
 
-    `efficiency` is the share of all peaks that a step reaches; None: see `compute`.
+    `efficiency` is the share of all peaks that a step reaches; None: what GPUs of the user have measured, and
+    `EFFICIENCY` elsewhere.
     """
-    recipe, measured = plan.recipe, dict[str, list[float]]()
-    for (kind, _), share in (shares(gpu) if efficiency is None else {}).items():
-        measured.setdefault(kind, []).append(share)
+    recipe, given = plan.recipe, efficiency is not None
     named, copies = parse_method(policy or recipe.tree.policy)
     tree = recipe.tree.model_copy(update={"lookup": copies or recipe.tree.lookup})
     plan = replace(plan, recipe=recipe.model_copy(update={"tree": tree}))
     batch, chosen_policy = max_batch or recipe.limits.max_batch, cast("Policy", named)
+    roofline = Roofline(plan, gpu, efficiency or EFFICIENCY, {} if given else shares(gpu))
+    find = None if given else steps(plan, gpu)
+    measured: dict[str, list[float]] = {}
+    for (kind, _), share in roofline.measured.items():
+        measured.setdefault(kind, []).append(share)
     options = [
-        compute(plan, gpu, name, demand, batch, tau=tau if name == chosen_policy else None, efficiency=efficiency)
+        compute(roofline, name, demand, batch, tau if name == chosen_policy else None, find)
         for name in dict.fromkeys(("off", chosen_policy))
     ]
     return Sheet(
@@ -127,7 +123,7 @@ def make_sheet(
         gpu=gpu,
         max_batch=batch,
         ranks=plan.ranks,
-        efficiency=efficiency,
+        efficiency=roofline.efficiency,
         measured=measured,
         demand=demand,
         options=options,

@@ -1,11 +1,11 @@
 """Step costs on a GPU by arithmetic: a product takes the longer of reading its bytes and computing; so does attention.
 
 Bytes are the weights, once a pass, and the K/V of the context; operations are two for every weight and row, and those
-of attention. Of both peaks a pass reaches the shares in `EFFICIENCIES`, which others measured, or shares measured on
-the user's GPU. Of experts, a row computes those that it chose, and a pass reads as many as random choices of its rows
-would be on average. To that comes the time of the small kernels of every layer. A decode step is the passes of both
-drafters and of the target one after the other. Not counted: activations, sampling, building trees, injecting context
-into the drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hides.
+of attention. Of both peaks a pass reaches an assumed share, and its products the shares that the user's GPU has
+measured, if it has. Of experts, a row computes those that it chose, and a pass reads as many as random choices of its
+rows would be on average. To that comes the time of the small kernels of every layer. A decode step is the passes of
+both drafters and of the target one after the other. Not counted: activations, sampling, building trees, injecting
+context into the drafters' K/V (1 to 2 % of a prefill), and the host, whose work a CUDA graph hides.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from d2sd.runtime.step_times import Forecast, StepTimes
 #: Assumptions, until docs/gpu.md has measurements.
 #: Seconds of a small kernel behind another in a CUDA graph, 1.5 to 2.5 µs.
 NODE_SECONDS = 2e-6
-#: Seconds of a small sum over the GPUs of one machine; bytes a second that each sends over NVLink 4, and their share.
-EXCHANGE_SECONDS, LINK, LINK_SHARE = 10e-6, 450e9, 0.8
+#: Seconds of a small sum over the GPUs of one machine; bytes a second that each sends over NVLink 4.
+EXCHANGE_SECONDS, LINK = 10e-6, 450e9
 #: Seconds of the small kernels of one layer: ten launches (`d2sd.modeling.fused`).
 LAYER_SECONDS = 10 * NODE_SECONDS
 
@@ -57,43 +57,11 @@ PEAKS = {
 }
 
 
-Kind = Literal["16-bit weights", "FP8 weights", "K/V", "operations"]
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Shares of a peak that others measured; `share` is the middle of what they report."""
-
-    kind: Kind  # what is read at the peak bandwidth, or operations at the peak of their type
-    gpus: tuple[str, ...]
-    rows: int  # at least so many
-    low: float
-    high: float
-    source: str
-
-    @property
-    def share(self) -> float:
-        return (self.low + self.high) / 2
-
-
-_HOPPER, _ALL = ("H100", "H200"), tuple(PEAKS)
-_VLLM = "vLLM, pull requests 20071 and 18778: 4,096 and 6,144 outputs of 4,096 inputs, partly from the L2 cache"
-#: None of them is d2sd's. For more rows the last line of a kind holds; on other GPUs and types than measured they are
-#: assumptions.
-EFFICIENCIES = (
-    Published("16-bit weights", _HOPPER, 1, 0.70, 0.78, "cuBLAS in bf16"),
-    Published("16-bit weights", ("B200",), 1, 0.31, 0.79, _VLLM),
-    Published("16-bit weights", ("B200",), 16, 0.57, 0.79, _VLLM),
-    Published("FP8 weights", _HOPPER, 1, 0.52, 0.68, "CUTLASS, issue 1139: 16 to 64 rows on H100; vLLM on B200"),
-    Published("FP8 weights", ("B200",), 1, 0.36, 0.52, _VLLM),
-    Published("K/V", _ALL, 1, 0.36, 0.55, "FlashAttention, issue 1572: version 3 decoding from pages on H100"),
-    Published("operations", _ALL, 1, 0.78, 0.81, "cuBLAS in bf16 on H200"),
-)
-
-
-def published_share(gpu: str, kind: Kind, rows: int) -> float:
-    """The share of its peak that this kind of work of so many rows reaches."""
-    return [one.share for one in EFFICIENCIES if one.kind == kind and gpu in one.gpus and one.rows <= rows][-1]
+#: Products whose share of the peaks is known where the user's GPU has measured it.
+Kind = Literal["16-bit weights", "FP8 weights"]
+#: Share of the peaks that all other work is assumed to reach. On one H100 steps of one request read at 0.71 of the data
+#: sheet's rate in bf16, and at 0.56 in FP8 (docs/results/gpu-2026-11-26.md).
+EFFICIENCY = 0.7
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +70,9 @@ class Roofline:
 
     plan: Plan
     gpu: str
-    efficiency: float | None = None  # of all peaks; None: `EFFICIENCIES`
-    #: Shares that products of these weights, and up to so many rows, reach on the user's GPU, in place of published
-    #: ones: of the longer of reading and computing.
+    efficiency: float = EFFICIENCY
+    #: Shares that products of these weights, and up to so many rows, reach on the user's GPU instead: of the longer of
+    #: reading and computing.
     measured: Mapping[tuple[Kind, int], float] = field(default_factory=dict)
 
     def decode_seconds(self, policy: TreePolicy, batch: int, context: int) -> float:
@@ -151,27 +119,19 @@ class Roofline:
         """
         every, body = batch * rows, part.body
         seconds = sum(self._product(*work) for work in self._work(part, batch, rows, batch * logits))
-        seen, half = part.seen(context), self._half
+        seen = part.seen(context)
         read = batch * seen * part.kv_token_bytes // len(body.attention_layers)
         read += 3 * batch * part.state_bytes  # the rows read states, a commit reads and writes them
-        computed = 4 * every * seen * body.num_heads * body.head_dim / half
-        seconds += self._slower("K/V", every, read, computed)
+        computed = 4 * every * seen * body.num_heads * body.head_dim / self._half
+        seconds += max(read / PEAKS[self.gpu].bandwidth, computed) / self.efficiency
         kernels = body.num_layers * LAYER_SECONDS
         return seconds + kernels + self._exchange_seconds(part, every, batch * logits)
 
     def _product(self, kind: Kind, rows: int, weights: float, read: float) -> float:
         """Products of `rows` rows with so many weights, of which `read` bytes are read."""
         peak = PEAKS[self.gpu].fp8 if kind == "FP8 weights" else self._half
-        return self._slower(kind, rows, read, 2 * rows * weights / peak)
-
-    def _slower(self, kind: Kind, rows: int, read: float, computed: float) -> float:
-        """The longer of reading these bytes and of what takes `computed` seconds at its peak, at their efficiencies."""
-        reading, share = read / PEAKS[self.gpu].bandwidth, self.efficiency
-        share = share or self.measured.get((kind, bucket(max(rows, 1))))
-        if share is not None:
-            return max(reading, computed) / share
-        shares = (published_share(self.gpu, one, rows) for one in (kind, "operations"))
-        return max(work / share for work, share in zip((reading, computed), shares, strict=True))
+        share = self.measured.get((kind, bucket(max(rows, 1))), self.efficiency)
+        return max(read / PEAKS[self.gpu].bandwidth, 2 * rows * weights / peak) / share
 
     def _exchange_seconds(self, part: Part, rows: int, logits: int) -> float:
         """Sums of the target's layers over GPUs that share it, and the logits that they gather."""
@@ -179,7 +139,7 @@ class Roofline:
             return 0.0
         sums = 0 if part.role is not None else 2 * part.body.num_layers
         size = sums * rows * part.body.hidden_size + logits * part.config.vocab_size
-        return sums * EXCHANGE_SECONDS + size * self._size / (LINK * (self.efficiency or LINK_SHARE))
+        return sums * EXCHANGE_SECONDS + size * self._size / (LINK * self.efficiency)
 
     @property
     def _size(self) -> int:

@@ -9,6 +9,7 @@ import click
 
 from d2sd.bench.capacity import Demand, Slo, read_plan
 from d2sd.bench.capacity_sheet import make_sheet
+from d2sd.bench.roofline import EFFICIENCY
 from d2sd.build.plan import GPUS
 from d2sd.build.shares import of_one_gpu
 from d2sd.cli.options import tensor_parallel_option
@@ -37,7 +38,7 @@ _RATE, _SECONDS = RealRange(0, 1e9, min_open=True), RealRange(0, 86_400, min_ope
 @click.option(
     "--efficiency",
     type=RealRange(0, 1, min_open=True),
-    help="Share of the GPU's peaks that a step reaches.  [default: as measured here, else as others measured]",
+    help=f"Share of the GPU's peaks that a step reaches.  [default: measured here, else {EFFICIENCY:g}, an assumption]",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="File of the sheet: .md or .json.")
 def capacity(

@@ -38,9 +38,9 @@ def test_a_sheet_says_what_it_is_and_is_written(recipe: Path, tmp_path: Path) ->
     found = capacity(recipe, out=tmp_path / "sheet.json")
     assert found.exit_code == 0, found.output
     assert "arithmetic; nothing was measured" in found.output
-    assert "shares that others measured: 16-bit weights 0.7 to 0.78 (cuBLAS in bf16); FP8 weights" in found.output
+    assert "A step is assumed to reach 0.7 of them (`--efficiency`)." in found.output
     given = capacity(recipe, efficiency=0.8)
-    assert "A step reaches 0.8 of them" in given.output
+    assert "A step is assumed to reach 0.8 of them" in given.output
     sheet = json.loads((tmp_path / "sheet.json").read_text())
     assert sheet["label"] == "arithmetic, not measured"
     assert [one["policy"] for one in sheet["options"]] == ["off", "auto"]
@@ -59,13 +59,13 @@ def test_a_sheet_says_which_steps_a_gpu_measured(recipe: Path, tmp_path: Path, m
     def find(policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes:
         return StepTimes.of({(policy, size): 2e-4 for policy in policies for size in sizes})
 
-    monkeypatch.setattr("d2sd.bench.capacity.steps", lambda plan, gpu: find)
+    monkeypatch.setattr("d2sd.bench.capacity_sheet.steps", lambda plan, gpu: find)
     monkeypatch.setattr(
         "d2sd.bench.capacity_sheet.shares", lambda gpu: {("FP8 weights", 8): 0.61, ("FP8 weights", 16): 0.7}
     )
     found = capacity(recipe, out=tmp_path / "sheet.json")
     assert "step times of off and auto were measured here" in found.output
-    assert "on a GPU of yours FP8 weights 0.61 to 0.70, by rows" in found.output
+    assert "on a GPU of yours FP8 weights reached 0.61 to 0.70, by rows" in found.output
     sheet = json.loads((tmp_path / "sheet.json").read_text())
     assert sheet["label"] == "arithmetic over measured step times"
     assert [one["measured"] for one in sheet["options"]] == [True, True]

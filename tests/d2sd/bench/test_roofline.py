@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from d2sd.bench.roofline import EFFICIENCIES, LAYER_SECONDS, PEAKS, Kind, Roofline, published_share, step_costs
+from d2sd.bench.roofline import EFFICIENCY, LAYER_SECONDS, PEAKS, Roofline, step_costs
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, RopeConfig
@@ -123,35 +123,30 @@ def test_layers_with_windows_read_no_more_than_those() -> None:
             assert windowed.decode_seconds(OFF, batch, context) == pytest.approx(whole - saved)
 
 
-def test_published_shares_are_told_by_type_and_rows() -> None:
-    kinds: tuple[Kind, ...] = "16-bit weights", "FP8 weights", "K/V", "operations"
-    assert [published_share("H100", kind, 1) for kind in kinds] == pytest.approx([0.74, 0.6, 0.455, 0.795])
-    found = [published_share("B200", "16-bit weights", rows) for rows in (1, 15, 16, 512)]
-    assert found == pytest.approx([0.55, 0.55, 0.68, 0.68])
-    for gpu in PEAKS:
-        for kind in kinds:
-            assert 0 < published_share(gpu, kind, 1) < 1
-    assert all(one.low < one.high and one.source for one in EFFICIENCIES)
+def test_without_an_efficiency_a_share_of_the_peaks_is_assumed() -> None:
+    assumed = Roofline(PLAN, "H100")
+    for found, at_peak, layers in (
+        (assumed.decode_seconds(OFF, 8, 1000), ROOFLINE.decode_seconds(OFF, 8, 1000), 36),
+        (assumed.decode_seconds(TREE, 1, 1000), ROOFLINE.decode_seconds(TREE, 1, 1000), 46),
+        (assumed.prefill_seconds(512, 1000), ROOFLINE.prefill_seconds(512, 1000), 36),
+    ):
+        small = layers * LAYER_SECONDS
+        assert found == pytest.approx((at_peak - small) / EFFICIENCY + small)
 
 
-def test_without_an_efficiency_each_part_reaches_its_own_share() -> None:
-    published, layers = Roofline(PLAN, "H100"), 36 * LAYER_SECONDS
-    read = 2 * (8_190_735_360 - HEAD)
-    expected = read / 3.35e12 / 0.74 + 8000 * 147_456 / 3.35e12 / 0.455
-    assert published.decode_seconds(OFF, 8, 1000) == pytest.approx(expected + layers)
-    weights, attention = 8_190_735_360 - 2 * HEAD, 4 * 512 * 1000 * 32 * 128 * 36
-    found = published.prefill_seconds(512, 1000)
-    assert found == pytest.approx((2 * 512 * weights + attention) / 989e12 / 0.795 + layers)
-    narrow = Roofline(replace(PLAN, target=replace(TARGET, weight_bytes=weights + 4 * HEAD)), "H100")
-    expected = (weights / 0.6 + 2 * HEAD / 0.74) / 3.35e12
-    assert narrow.decode_seconds(OFF, 1, 0) == pytest.approx(expected + layers)
-
-
-def test_shares_of_the_users_gpu_come_before_published_ones() -> None:
-    read = 2 * (8_190_735_360 - HEAD)
+def test_shares_of_the_users_gpu_replace_the_assumed_one() -> None:
+    """Those of FP8 layers are apart from those of the head, which is in 16 bits; attention keeps the assumed share."""
+    read, context = 2 * (8_190_735_360 - HEAD), 8000 * 147_456 / 3.35e12
     timed = Roofline(PLAN, "H100", measured={("16-bit weights", 8): 0.5})
+    expected = read / 3.35e12 / 0.5 + context / EFFICIENCY + 36 * LAYER_SECONDS
+    assert timed.decode_seconds(OFF, 8, 1000) == pytest.approx(expected)
     assert timed.decode_seconds(OFF, 5, 0) == pytest.approx(read / 3.35e12 / 0.5 + 36 * LAYER_SECONDS)
     assert timed.decode_seconds(OFF, 1, 0) == Roofline(PLAN, "H100").decode_seconds(OFF, 1, 0)
+    layers = 8_190_735_360 - 2 * HEAD
+    plan = replace(PLAN, target=replace(TARGET, weight_bytes=layers + 4 * HEAD))
+    narrow = Roofline(plan, "H100", measured={("FP8 weights", 1): 0.6, ("16-bit weights", 1): 0.74})
+    expected = (layers / 0.6 + 2 * HEAD / 0.74) / 3.35e12 + 36 * LAYER_SECONDS
+    assert narrow.decode_seconds(OFF, 1, 0) == pytest.approx(expected)
 
 
 def test_step_times_of_the_users_gpu_replace_arithmetic() -> None:
