@@ -4,7 +4,8 @@
     queries   ┌───────────────────────────────────────────────┬───────────────────────────────────────────┐
     block a   │ 1 … 1 (before anchor a)  0 … 0                │    0     |    0    | … 1 (block a) … |  0   │
 
-The query heads of a K/V head are rows of their own.
+Layers with a window see less of the context, causal ones nothing behind a slot. The query heads of a K/V head are rows
+of their own.
 """
 
 from __future__ import annotations
@@ -29,9 +30,8 @@ _KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def takes(drafter: DraftModel) -> bool:
-    """Whether all layers see everything before the block and all of it: no windows, no order, no sinks."""
-    body = drafter.config.body
-    return set(body.views) == {(None, False)} and not body.sinks
+    """Whether no layer has sinks, for which PyTorch's kernels have no argument."""
+    return not drafter.config.body.sinks
 
 
 def token_context(drafter: DraftModel, packed: Packed) -> tuple[Tensor, Tensor]:
@@ -58,10 +58,13 @@ def attend_dense(drafter: DraftModel, packed: Packed, keys: Tensor, values: Tens
     groups, size = body.num_heads // body.num_kv_heads, -(-count // _PARTS)
     lengths = [max(packed.lengths[start : start + size]) for start in range(0, count, size)]
     padding = [-(length + rows) % _ALIGNED for length in lengths]
-    masks = [
-        _mask(positions, length + more, groups)
-        for positions, length, more in zip(torch.split(packed.positions, size), lengths, padding, strict=True)
-    ]
+    masks = {
+        view: [
+            _mask(positions, length + more, groups, *view)
+            for positions, length, more in zip(torch.split(packed.positions, size), lengths, padding, strict=True)
+        ]
+        for view in set(body.views)
+    }
     # `split` and `unbind`, whose gradients are one copy: those of slices are as many tensors of the whole's size
     contexts = [
         list(zip(torch.split(k, size), torch.split(v, size), strict=True)) for k, v in zip(keys, values, strict=True)
@@ -82,7 +85,7 @@ def attend_dense(drafter: DraftModel, packed: Packed, keys: Tensor, values: Tens
             for part, (queries, part_k, part_v) in enumerate(own):
                 context_k, context_v = contexts[index][part]
                 all_k, all_v = joined(context_k, part_k, part), joined(context_v, part_v, part)
-                mask = masks[part].to(v.dtype)
+                mask = masks[body.views[index]][part].to(v.dtype)
                 found.append(F.scaled_dot_product_attention(queries, all_k, all_v, attn_mask=mask))
         out = torch.cat(found).view(count, -1, groups, rows, q.shape[-1])
         return out.permute(0, 3, 1, 2, 4).flatten(2, 3)
@@ -90,13 +93,17 @@ def attend_dense(drafter: DraftModel, packed: Packed, keys: Tensor, values: Tens
     return attend
 
 
-def _mask(positions: Tensor, width: int, groups: int) -> Tensor:
+def _mask(positions: Tensor, width: int, groups: int, window: int | None, causal: bool) -> Tensor:
     """[B, 1, g·T, width + T]: 0 where a row of blocks at `positions [B, A, G]` sees a key, else -inf."""
     batch, blocks, slots = positions.shape
-    context = torch.arange(width, device=positions.device) < positions[:, :, :1]  # [B, A, width]
-    context = context.repeat_interleave(slots, 1)
-    block = torch.arange(blocks * slots, device=positions.device) // slots
-    inner = (block[:, None] == block).expand(batch, -1, -1)
-    seen = torch.cat([context, inner], -1)
+    keys, rows = (torch.arange(count, device=positions.device) for count in (width, blocks * slots))
+    context = (keys < positions[:, :, :1, None]).expand(-1, -1, slots, -1)  # [B, A, G, width]
+    block, distance = rows // slots, rows[:, None] - rows
+    inner = block[:, None] == block
+    if causal:
+        inner = inner & (distance >= 0)
+    if window is not None:
+        context, inner = context & (positions[..., None] - keys < window), inner & (distance < window)
+    seen = torch.cat([context.flatten(1, 2), inner.expand(batch, -1, -1)], -1)
     mask = torch.zeros(seen.shape, dtype=torch.bfloat16, device=seen.device).masked_fill(~seen, float("-inf"))
     return mask.repeat(1, groups, 1)[:, None]

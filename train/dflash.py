@@ -27,14 +27,10 @@ from d2sd.modeling.layers import GatedAttention, Layer, RMSNorm
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.dense_attention import attend_dense, takes, token_context
-from d2sd.train.sparse_attention import attend_sparse
 from d2sd.train_recipe import Geometry, SecondSettings
 
 # Shape letters: B sequences, A blocks of each, G block size γ, E hidden, n auxiliary layers, N tokens.
 
-#: Attention scores of a layer with a window, causal or with sinks above which a GPU uses FlexAttention, which stores
-#: none: 2 GB of fp32. Below, `attend_packed` is as fast, and its gradients are tested.
-_SCORES = 1 << 29
 #: Sequences used to measure the typical norm of each auxiliary layer's features.
 _SAMPLE = 64
 
@@ -150,12 +146,10 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     tokens = torch.where(slots < visible[..., None], packed.tokens, drafter.config.mask_token_id)
     # The target's tensors may be bf16; the drafter is fp32, and only autocast changes the dtype of its products.
     embedded = drafter.embedded(tokens, lambda ids: F.embedding(ids, embedding).float())
-    scores = tokens.numel() * drafter.config.body.num_heads * (packed.features.shape[1] + tokens.shape[-1])
     if tokens.is_cuda and takes(drafter):
         attend = attend_dense(drafter, packed, *token_context(drafter, packed))
     else:
-        fused = tokens.is_cuda and scores > _SCORES
-        attend = (attend_sparse if fused else attend_packed)(drafter, packed.features.float(), packed.positions)
+        attend = attend_packed(drafter, packed.features.float(), packed.positions)
     hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend, tokens.shape[-1])
     hidden = hidden.view(*tokens.shape, -1)
     return hidden.roll(1, dims=2) if drafter.config.sample_from_anchor else hidden

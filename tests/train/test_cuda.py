@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,6 @@ from d2sd.train.data.features import TrainingSequence, device_features
 from d2sd.train.data.packing import attend_packed, pack_blocks
 from d2sd.train.dense_attention import attend_dense, token_context
 from d2sd.train.loop import Trainer
-from d2sd.train.sparse_attention import attend_sparse
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 from tests.train.objectives.kernels_of_head import test_kernels_are_what_pytorch_computes
@@ -22,14 +22,14 @@ from tests.train.objectives.kernels_of_head import test_kernels_are_what_pytorch
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 
-@pytest.mark.parametrize("length", [40, 57])  # the second one must not need another compilation to be right
+@pytest.mark.parametrize("length", [40, 57])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-3), (torch.bfloat16, 3e-2)], ids=str)
-@pytest.mark.parametrize("kind", ["dense", "sparse"])
+@pytest.mark.parametrize("attention", [{}, {"windows": (7, None), "causal": (False, True)}], ids=["plain", "windows"])
 def test_fused_attention_gives_the_plain_states_and_gradients(
-    kind: str, length: int, dtype: torch.dtype, tolerance: float
+    attention: dict[str, Any], length: int, dtype: torch.dtype, tolerance: float
 ) -> None:
-    decoder = tiny_decoder("qwen3", layers=4, head_dim=16)  # the least that FlexAttention takes
-    drafter = tiny_drafter(decoder.config, block_size=8).requires_grad_(True).cuda()
+    decoder = tiny_decoder("qwen3", layers=4, head_dim=16)
+    drafter = tiny_drafter(decoder.config, block_size=8, attention=attention).requires_grad_(True).cuda()
     generator = torch.Generator().manual_seed(length)
     width = len(drafter.config.target_layer_ids) * drafter.config.body.hidden_size
     features = torch.randn(2, length, width, generator=generator)
@@ -50,7 +50,7 @@ def test_fused_attention_gives_the_plain_states_and_gradients(
         return attend_dense(drafter, packed, *token_context(drafter, packed))
 
     plain, slopes = out(attend_packed)
-    fused, others = out(dense if kind == "dense" else attend_sparse)
+    fused, others = out(dense)
     torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
     for slope, other in zip(slopes, others, strict=True):
         assert float((slope - other).norm()) <= tolerance * float(slope.norm())

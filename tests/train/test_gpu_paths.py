@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -18,11 +19,12 @@ from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 
 
+@pytest.mark.parametrize("attention", [{}, {"windows": (7, None), "causal": (False, True)}], ids=["plain", "windows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtype) -> None:
+def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtype, attention: dict[str, Any]) -> None:
     """Of two sequences of different lengths, one with fewer blocks."""
     decoder = tiny_decoder("qwen3", layers=4)
-    drafter = tiny_drafter(decoder.config, block_size=8).requires_grad_(True)
+    drafter = tiny_drafter(decoder.config, block_size=8, attention=attention).requires_grad_(True)
     assert takes(drafter)
     body, draw = drafter.config.body, torch.Generator().manual_seed(0)
     width, tolerance = body.hidden_size, 1e-4 if dtype is torch.float32 else 0.1

@@ -22,9 +22,9 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.draws import SeededOrder, draw_prefixes, first_errors
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
+from d2sd.train.dense_attention import attend_dense, token_context
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
-from d2sd.train.sparse_attention import attend_sparse, packed_mask
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
@@ -39,6 +39,7 @@ WINDOWED = tiny_drafter(
     mask_embedding=True,
     attention={"windows": (5, None), "causal": (True, False), "sinks": True},
 )
+WITHOUT_SINKS = tiny_drafter(TARGET.config, block_size=BLOCK, attention={"windows": (None, 5), "causal": (True, False)})
 View = tuple[int | None, bool]
 EMBEDDING = TARGET.embed_tokens.weight.detach()
 LENGTH = 12
@@ -46,9 +47,15 @@ LENGTH = 12
 LENGTHS = (LENGTH, 9)
 ANCHORS = (torch.tensor([0, 3, 4, LENGTH - 1]), torch.tensor([2, 7, 8]))
 
-Way = Callable[[Drafter, Tensor, Tensor], Attend]
-#: It is compiled on CUDA alone.
-UNCOMPILED = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+Way = Callable[[Drafter, Packed], Attend]
+
+
+def by_blocks(drafter: Drafter, packed: Packed) -> Attend:
+    return attend_packed(drafter, packed.features, packed.positions)
+
+
+def by_one_kernel(drafter: Drafter, packed: Packed) -> Attend:
+    return attend_dense(drafter, packed, *token_context(drafter, packed))
 
 
 def sequence(length: int = LENGTH, prompt: int = 1) -> TrainingSequence:
@@ -143,16 +150,18 @@ def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.sampled(3)
-@UNCOMPILED
-@pytest.mark.parametrize("way", [attend_packed, attend_sparse], ids=["packed", "sparse"])
-@pytest.mark.parametrize("drafter", [DRAFTER, WINDOWED], ids=["plain", "windows and sinks"])
+@pytest.mark.parametrize(
+    ("way", "drafter"),
+    [(by_blocks, DRAFTER), (by_blocks, WINDOWED), (by_one_kernel, DRAFTER), (by_one_kernel, WITHOUT_SINKS)],
+    ids=["blocks", "blocks, windows and sinks", "one kernel", "one kernel, windows"],
+)
 def test_attention_equals_loops_over_the_drawn_mask(way: Way, drafter: Drafter) -> None:
     """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
     packed, body = packed_pair(), drafter.config.body
     sinks = [layer.self_attn.sinks for layer in drafter.layers]  # type: ignore[union-attr]
     rows = random_rows(packed)
     with torch.no_grad():
-        attend = way(drafter, packed.features, packed.positions)
+        attend = way(drafter, packed)
         found = [attend(layer, *rows, sinks=sinks[layer]).double() for layer in range(body.num_layers)]  # type: ignore[arg-type]
     for row, (length, anchors) in enumerate(zip(LENGTHS, ANCHORS, strict=True)):
         keys, values = drafter.context_keys_values(sequence(length).features[None], torch.arange(length)[None])
@@ -207,17 +216,6 @@ def test_gradients_reach_the_fusion_through_the_context() -> None:
         assert slope == pytest.approx(float(gradient.abs().sum()), rel=0.05)
     for gradient in torch.autograd.grad(loss(0), fusion):
         assert not gradient.any(), "a block at the first token has no context"
-
-
-# --- The CUDA twin ---------------------------------------------------------------------------------------------------
-
-
-def test_sparse_attention_skips_what_no_row_reads() -> None:
-    """Tiles of 128 × 128 of which the mask hides everything: 4 blocks of 128 slots, whose context ends by token 256."""
-    positions = torch.tensor([0, 100, 200, 256])[None, :, None] + torch.arange(128)
-    mask = packed_mask(positions, 512)
-    computed = mask.kv_num_blocks + mask.full_kv_num_blocks  # type: ignore[operator]
-    assert computed.flatten().tolist() == [1, 2, 3, 3]  # its own tile, and those of its context
 
 
 # --- Training computes what serving computes -------------------------------------------------------------------------
