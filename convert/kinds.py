@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from d2sd.convert.checkpoint import dflash, flexdraft
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
-from d2sd.convert.checkpoint.quantization import FILE, Quantization, described, read_drafter_quantization
+from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_drafter_quantization
 from d2sd.convert.checkpoint.unsupported import refuse_tensors
 from d2sd.convert.checkpoint.weights import (
     Rename,
@@ -68,8 +68,8 @@ class DrafterKind(Generic[Config, Model]):
     read_config: Callable[..., Config]
     #: Refuses a drafter, read from a folder, that was not made for this target, role or block size.
     check: Callable[[Config, DecoderConfig, DrafterRole, int, Path], None]
-    #: Text of `config.json` with every field, the tensors' type and the `quantization_config`.
-    config_text: Callable[[Config, torch.dtype, Mapping[str, object] | None], str]
+    #: Every field of `config.json` but the tensors' type and the `quantization_config`.
+    config_fields: Callable[[Config], dict[str, object]]
     #: Patterns of modules that checkpoints hold in 16 bits.
     unquantized: tuple[str, ...]
     #: What a fingerprint has of the config.
@@ -138,7 +138,8 @@ class DrafterKind(Generic[Config, Model]):
         named = {self.file_name(name): tensor for name, tensor in tensors.items()}
         write_tensors(directory / "model.safetensors", named)
         separate, inline = described(quantization) if quantization else (None, None)
-        (directory / "config.json").write_text(self.config_text(config, dtype, inline), "utf-8")
+        fields = self.config_fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
+        write_json(directory / "config.json", fields | ({KEY: inline} if inline else {}))
         if separate is not None:
             write_json(directory / FILE, separate)
         write_fp8_inputs(directory, input_scales or {})
@@ -181,7 +182,7 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     model=Drafter,
     read_config=dflash.read_drafter_config,
     check=dflash.check_drafter,
-    config_text=dflash.config_text,
+    config_fields=dflash.config_fields,
     unquantized=dflash.UNQUANTIZED,
     mark=dflash.mark,
     geometry=dflash.geometry,
@@ -195,7 +196,7 @@ FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     model=FlexHead,
     read_config=flexdraft.read_flex_config,
     check=flexdraft.check_flex,
-    config_text=flexdraft.config_text,
+    config_fields=flexdraft.config_fields,
     unquantized=flexdraft.UNQUANTIZED,
     mark=flexdraft.vocabulary_mark,
     geometry=flexdraft.geometry,

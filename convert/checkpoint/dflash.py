@@ -11,14 +11,11 @@ the target has them. A second drafter is marked by `training_mode: vp_drafter`, 
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-import torch
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint import heads
@@ -34,11 +31,9 @@ from d2sd.convert.checkpoint.layout import (
     body_fields,
     check_geometry,
     fault,
-    from_convention,
     read_body,
     read_role,
     refuse_fp8,
-    to_convention,
     usual_ids,
 )
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
@@ -250,21 +245,15 @@ def _layer_ids(dflash: HFConfig, num_layers: int, num_target_layers: int) -> tup
             fix=f"some readers then use {usual_ids(num_layers, num_target_layers)}; write that into the config if it "
             "was trained with them",
         )
-    ids = from_convention(dflash.integers("target_layer_ids"), "output_of_layer")
+    ids = dflash.integers("target_layer_ids")
     expected = fault(ids, num_target_layers)
     if expected:
         raise dflash.refuse("The target layer ids are wrong.", "target_layer_ids", expected)
     return ids
 
 
-def config_text(config: DrafterConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
-    """The text of `config.json`; `quantization` is its `quantization_config`."""
-    fields = _fields(config) | {"dtype": str(dtype).removeprefix("torch.")}
-    fields |= {} if quantization is None else {"quantization_config": quantization}
-    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
-
-
-def _fields(config: DrafterConfig) -> dict[str, object]:
+def config_fields(config: DrafterConfig) -> dict[str, object]:
+    """Every field of `config.json` but the tensors' type and the quantization."""
     layout = heads.layout_of(config.head) if config.head else None
     of_head = layout.fields(config.head) if layout else {}
     if layout and layout.projector:
@@ -287,7 +276,7 @@ def _fields(config: DrafterConfig) -> dict[str, object]:
             "mask_token_id": config.mask_token_id,
             "num_target_layers": config.num_target_layers,
             "prefix_weight_base": config.prefix_weight_base,
-            "target_layer_ids": to_convention(config.target_layer_ids, "output_of_layer"),
+            "target_layer_ids": list(config.target_layer_ids),
             "training_mode": "dflash" if config.role == "first" else "vp_drafter",
             **of_head,
         },

@@ -20,16 +20,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.checkpoint.layout import INERT, READ, check_block_size, check_geometry, refuse_fp8
+from d2sd.convert.checkpoint.layout import INERT, READ, check_block_size, check_geometry, geometry_fields, refuse_fp8
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.errors import CheckpointError
@@ -181,33 +179,20 @@ def released_name(name: str) -> str:
     return _TO_RELEASE.get(name, name)
 
 
-def config_text(config: FlexConfig, dtype: torch.dtype, quantization: Mapping[str, object] | None = None) -> str:
-    """The text of `config.json`; `quantization` is its `quantization_config`."""
-    body = config.body
-    fields = {
+def config_fields(config: FlexConfig) -> dict[str, object]:
+    """Every field of `config.json` but the tensors' type and the quantization."""
+    return {
+        **geometry_fields(config.body),
+        **rope_fields(config.body.rope),
         "architectures": [_ARCHITECTURES[0]],
-        "attention_bias": body.o_bias,
         "block_size": config.block_size,
-        "dtype": str(dtype).removeprefix("torch."),
         KEY: {
             "anchor_bias_rank": config.calibration_size,
             "anchored": config.anchored,
             "enable_anchor_bias_logits": True,
             "target_layer_ids": list(range(config.split_layer, config.num_target_layers)),
         },
-        "head_dim": body.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": body.hidden_size,
-        "intermediate_size": body.intermediate_size,
-        "max_position_embeddings": body.max_positions,
         "model_type": config.family,
-        "num_attention_heads": body.num_heads,
-        "num_hidden_layers": body.num_layers,
-        "num_key_value_heads": body.num_kv_heads,
         "num_target_layers": config.num_target_layers,
-        "rms_norm_eps": body.rms_norm_eps,
         "vocab_size": config.vocab_size,
-        **rope_fields(body.rope),
-        **({QUANTIZATION: quantization} if quantization else {}),
     }
-    return json.dumps(fields, indent=2, sort_keys=True) + "\n"

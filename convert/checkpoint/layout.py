@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -67,43 +66,45 @@ def read_body(config: HFConfig) -> BodyConfig:
 
 
 def body_fields(body: BodyConfig) -> dict[str, object]:
-    """Every field of the body except RoPE, which the formats spell differently."""
+    """Every field of a DFlash drafter's body except RoPE, which the formats spell differently."""
     assert body.qk_norm, "no layout can represent a drafter without q/k norms"
     assert body.qkv_bias == body.o_bias, "the layouts have one attention_bias for q, k, v and o"
     return {
-        "attention_bias": body.qkv_bias,
+        **geometry_fields(body),
         "attention_dropout": 0.0,
-        "head_dim": body.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": body.hidden_size,
         "initializer_range": 0.02,
-        "intermediate_size": body.intermediate_size,
-        "max_position_embeddings": body.max_positions,
         "max_window_layers": body.num_layers,
         "model_type": "qwen3",
-        "num_attention_heads": body.num_heads,
-        "num_hidden_layers": body.num_layers,
-        "num_key_value_heads": body.num_kv_heads,
-        "rms_norm_eps": body.rms_norm_eps,
         "tie_word_embeddings": False,
         "use_cache": True,
         **layer_fields(body),
     }
 
 
-Convention = Literal["output_of_layer", "hidden_states"]
-#: What is added to the output-of-layer id.
-_OFFSET: dict[Convention, int] = {"output_of_layer": 0, "hidden_states": 1}
+def geometry_fields(body: BodyConfig) -> dict[str, object]:
+    """The fields that configs of all kinds of drafters share."""
+    return {
+        "attention_bias": body.o_bias,
+        "head_dim": body.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": body.hidden_size,
+        "intermediate_size": body.intermediate_size,
+        "max_position_embeddings": body.max_positions,
+        "num_attention_heads": body.num_heads,
+        "num_hidden_layers": body.num_layers,
+        "num_key_value_heads": body.num_kv_heads,
+        "rms_norm_eps": body.rms_norm_eps,
+    }
 
 
-def from_convention(ids: Sequence[int], convention: Convention) -> tuple[int, ...]:
-    """Ids of a file -> ids of `DrafterConfig`."""
-    return tuple(i - _OFFSET[convention] for i in ids)
+def from_hidden_states(ids: Sequence[int]) -> tuple[int, ...]:
+    """Ids of hidden states -> ids of `DrafterConfig`."""
+    return tuple(i - 1 for i in ids)
 
 
-def to_convention(ids: Sequence[int], convention: Convention) -> list[int]:
-    """Ids of `DrafterConfig` -> ids of a file."""
-    return [i + _OFFSET[convention] for i in ids]
+def to_hidden_states(ids: Sequence[int]) -> list[int]:
+    """Ids of `DrafterConfig` -> ids of hidden states."""
+    return [i + 1 for i in ids]
 
 
 def fault(ids: Sequence[int], num_target_layers: int) -> str | None:

@@ -19,7 +19,7 @@ from d2sd.convert.formats.read import CanonicalDrafter, Format, read_drafter
 from d2sd.convert.formats.shared_tensors import TargetParts, read_target_parts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, CheckpointError
-from d2sd.io import claim, disk_space, exclusive, remove
+from d2sd.io import claim, disk_space, exclusive, remove, write_json
 from d2sd.modeling.config import Role
 
 Writable = Literal["z-lab", "speculators", "dflash2"]
@@ -91,7 +91,7 @@ def write(folder: Path, drafter: CanonicalDrafter, to: Writable, target: TargetP
             fix="name it: --target DIR",
         )
     extra = speculators.extra_tensors(config, target, drafter.dtype)
-    text = speculators.config_text(config, drafter.dtype, str(target.folder), target.architectures)
-    (folder / "config.json").write_text(text, "utf-8")
+    fields = speculators.config_fields(config, drafter.dtype, str(target.folder), target.architectures)
+    write_json(folder / "config.json", fields)
     tensors = {**drafter.tensors, **heads.drafted_rows(config, drafter.tensors), **extra}
     write_tensors(folder / "model.safetensors", tensors)

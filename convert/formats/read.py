@@ -75,7 +75,8 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     headers = read_headers(folder)
     refuse_tensors(headers)
     extra = {name: headers[name] for name in _EXTRA[form] if name in headers}
-    size = speculators.draft_vocab_size(raw) if form == "speculators" else config.vocab_size
+    # required of speculators, whose reader has a default of 32000
+    size = raw.size("draft_vocab_size") if form == "speculators" else config.vocab_size
     tensors = _body_tensors(folder, config, headers, extra, size)
     notes = _declaration(raw, form, config, declared)
     if form == "DFlash":

@@ -15,7 +15,6 @@ themselves, is refused.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -34,10 +33,10 @@ from d2sd.convert.checkpoint.layout import (
     READ,
     body_fields,
     fault,
-    from_convention,
+    from_hidden_states,
     read_body,
     read_role,
-    to_convention,
+    to_hidden_states,
 )
 from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.unsupported import KEYS
@@ -132,23 +131,20 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
     )
 
 
-def draft_vocab_size(config: HFConfig) -> int:
-    """Read draft_vocab_size, which is required here; speculators defaults to 32000."""
-    return config.size("draft_vocab_size")
-
-
-def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, architectures: list[str]) -> str:
-    """The text of `config.json`; `verifier` names the target, of `architectures`."""
+def config_fields(
+    config: DrafterConfig, dtype: torch.dtype, verifier: str, architectures: list[str]
+) -> dict[str, object]:
+    """Every field of `config.json`; `verifier` names the target, of `architectures`."""
     name = str(dtype).removeprefix("torch.")
     rope = rope_fields(config.body.rope)
     scaling: Any = rope["rope_scaling"] or {"rope_type": "default"}
     vocabulary = config.draft_vocabulary
     head = heads.layout_of(config.head) if config.head else None
     kind = head.speculators_type or "dflash" if head else "dflash"
-    fields = {
+    return {
         **(head.fields(config.head) if head else {}),
         "architectures": [KINDS[kind][0]],
-        "aux_hidden_state_layer_ids": to_convention(config.target_layer_ids, "hidden_states"),
+        "aux_hidden_state_layer_ids": to_hidden_states(config.target_layer_ids),
         "block_size": config.block_size,
         "d2sd": {
             "num_target_layers": config.num_target_layers,
@@ -184,7 +180,6 @@ def config_text(config: DrafterConfig, dtype: torch.dtype, verifier: str, archit
             "rope_parameters": {**scaling, "rope_theta": rope["rope_theta"]},
         },
     }
-    return json.dumps(fields, indent=2, sort_keys=True) + "\n"
 
 
 def check_writable(config: DrafterConfig, where: str) -> None:
@@ -235,7 +230,7 @@ def _check_speculation(config: HFConfig, kind: str, drafts: int) -> None:
 def _layer_ids(config: HFConfig, num_target_layers: int) -> tuple[int, ...]:
     """Ids 1 to L-1: state 0 is the embedding, and speculators reserves the last one for its training targets."""
     key = "aux_hidden_state_layer_ids"
-    ids = from_convention(config.integers(key), "hidden_states")
+    ids = from_hidden_states(config.integers(key))
     if fault(ids, num_target_layers - 1):
         raise config.refuse("The target layer ids are wrong.", key, f"different ones, 1 to {num_target_layers - 1}")
     return ids

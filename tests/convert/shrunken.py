@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.checkpoint.dflash import config_text
+from d2sd.convert.checkpoint.dflash import config_fields
 from d2sd.convert.checkpoint.layout import usual_ids
 from d2sd.convert.checkpoint.target import target_shapes
 from d2sd.convert.kinds import DFLASH
@@ -126,7 +126,7 @@ def write_headers(folder: Path, name: str) -> None:
         fields = hf_fields(Decoder(found.target))
     _holes(target, shapes, json.dumps(fields))
     for path, config in ((first, found.first), (folder / f"{name}-pair" / "second", found.second)):
-        _holes(path, DFLASH.shapes(config), config_text(config, torch.bfloat16))
+        _holes(path, DFLASH.shapes(config), json.dumps(config_fields(config) | {"dtype": "bfloat16"}))
 
 
 def _holes(folder: Path, shapes: dict[str, tuple[int, ...]], config: str) -> None:

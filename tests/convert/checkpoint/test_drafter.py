@@ -10,7 +10,7 @@ from typing import Literal
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.layout import fault, from_convention, sort_columns, to_convention, usual_ids
+from d2sd.convert.checkpoint.layout import fault, from_hidden_states, sort_columns, to_hidden_states, usual_ids
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, RopeConfig
@@ -100,10 +100,8 @@ def test_what_would_mean_another_model_is_refused(
 
 
 def test_speculators_numbers_hidden_states_and_the_others_layers() -> None:
-    assert to_convention((1, 9, 17), "hidden_states") == [2, 10, 18]
-    assert from_convention([2, 10, 18], "hidden_states") == (1, 9, 17)
-    assert to_convention((1, 9), "output_of_layer") == [1, 9]
-    assert from_convention([1, 9], "output_of_layer") == (1, 9)
+    assert to_hidden_states((1, 9, 17)) == [2, 10, 18]
+    assert from_hidden_states([2, 10, 18]) == (1, 9, 17)
 
 
 @pytest.mark.parametrize(

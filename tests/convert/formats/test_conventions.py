@@ -15,7 +15,7 @@ from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.shared_tensors import read_target_parts
-from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_text, from_tensors, read_speculators, to_tensors
+from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_fields, from_tensors, read_speculators, to_tensors
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
@@ -180,13 +180,14 @@ def test_a_body_saved_as_a_difference_from_them_is_filled() -> None:
 )
 def test_what_is_written_is_read(rope: RopeConfig) -> None:
     config = tiny_drafter(tiny_decoder(rope=rope).config, role="variable_prefix").config
-    text = config_text(config, torch.bfloat16, "somebody/target", ["LlamaForCausalLM"])
-    assert read_speculators(HFConfig(json.loads(text), "config.json"), None) == config
+    fields = config_fields(config, torch.bfloat16, "somebody/target", ["LlamaForCausalLM"])
+    assert read_speculators(HFConfig(json.loads(json.dumps(fields)), "config.json"), None) == config
 
 
 def test_every_field_is_written() -> None:
     """With their defaults a reader would draft among 32000 tokens, from the anchor, or without a mask."""
-    values = json.loads(config_text(tiny_pair()[1].config, torch.bfloat16, "somebody/target", ["LlamaForCausalLM"]))
+    fields = config_fields(tiny_pair()[1].config, torch.bfloat16, "somebody/target", ["LlamaForCausalLM"])
+    values = json.loads(json.dumps(fields))
     assert values["aux_hidden_state_layer_ids"] == [1, 3, 5]
     assert (values["sample_from_anchor"], values["sliding_window_non_causal"]) == (False, False)
     assert (values["draft_vocab_size"], values["block_size"], values["mask_token_id"]) == (64, 4, 63)
