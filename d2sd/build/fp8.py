@@ -31,10 +31,8 @@ from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import FACTS, DrafterRole, policy_of, trees_of
-from d2sd.progress import Progress, silent
 from d2sd.prompts import OWN_PROMPTS, read_prompts
-from d2sd.recipe import FP8, Policy, Recipe
-from d2sd.runtime.request import Request
+from d2sd.recipe import FP8, Policy
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.stats import mean_tau
@@ -70,8 +68,10 @@ class Fp8Build:
         return {"fp8": self.wanted.model_dump(mode="json"), "texts": digest([asdict(text) for text in self.texts()])}
 
     def write_texts(self, folder: Path) -> None:
-        plain = self._bundle({}, self.source)
-        texts = sample_texts(plain, self.plan.recipe, self.work.progress)
+        """Write prompts with answers that the unquantized target samples at temperature 1."""
+        with self.work.progress("sampling texts"):
+            done = self._generate(self._bundle({}, self.source), "off", SamplingParams(temperature=1.0))
+        texts = [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
         folder.mkdir(parents=True)
         write_json(folder / "texts.json", {"texts": [asdict(text) for text in texts]})
 
@@ -108,16 +108,69 @@ class Fp8Build:
             role: drafter if role is part.role else kind_of(role).load(self.work.bundle / role.folder, self._dtype)
             for role in FACTS[policy].drafters
         }
-        bundle, recipe = self._bundle(drafters), self.plan.recipe
-        answer = partial(_generate, bundle, recipe, policy, SamplingParams(), _DRAFTER_PROMPTS)
+        answer = partial(self._generate, self._bundle(drafters), policy, SamplingParams(), _DRAFTER_PROMPTS)
         with self.work.progress(f"calibrating {part.name}"):
             quantized = quantize_drafter(self.modelopt, part.kind, drafter, answer)
         part.kind.write(folder, drafter.config, *quantized)
 
     def compare(self, bundle: Bundle) -> dict[str, Any]:
-        """Compare the finished bundle with the unquantized one; return figures."""
+        """Compare the finished bundle with the unquantized one; return figures for `manifest.checks`.
+
+        Raises `BuildError` if a change exceeds a bound of the recipe.
+        """
         plain = self._bundle({role: self._drafter(part) for role, part in self.plan.drafters.items()}, self.source)
-        return compare_fp8(plain, bundle, self.texts(), self.plan.recipe, self.work.progress)
+        texts = self.texts()
+        figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": self._tokens}
+        if self.wanted.target:
+            figures["target"] = self._compare_targets(plain, bundle, texts)
+        if bundle.drafters:
+            figures["tau"] = self._compare_tau(plain, bundle)
+        return figures
+
+    def _compare_targets(self, plain: Bundle, fp8: Bundle, texts: list[Text]) -> dict[str, Any]:
+        with self.work.progress("comparing targets", len(texts)) as advance:
+            figures = compare_texts(plain.target, fp8.target, texts, advance)
+        before, after = figures.get("perplexity", (1.0, 1.0))
+        if (bound := self.wanted.max_perplexity_rise) is not None and after > before * (1 + bound):
+            raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
+        return figures
+
+    def _compare_tau(self, plain: Bundle, fp8: Bundle) -> dict[str, Any]:
+        figures: dict[str, Any] = {}
+        for policy in dict.fromkeys([*map(policy_of, fp8.drafters), *trees_of(fp8.drafters)]):
+            runs = []
+            for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):
+                with self.work.progress(f"{policy}, {name}"):
+                    runs.append(self._generate(bundle, policy, SamplingParams()))
+            before, after = (mean_tau(s.stats for s in run) for run in runs)
+            if (bound := self.wanted.max_tau_drop) is not None and after < before * (1 - bound):
+                raise _exceeded(f"Tokens a step of {policy} fall", "max_tau_drop", before, after, bound)
+            figures[policy] = {
+                "tau": [round(before, 4), round(after, 4)],
+                "tau_change": round(after / before - 1, 4),
+                "equal_answers": sum(a.answer == b.answer for a, b in zip(*runs, strict=True)),
+            }
+        return figures
+
+    def _generate(
+        self, bundle: Bundle, policy: Policy, sampling: SamplingParams, limit: int | None = None
+    ) -> list[Sequence]:
+        """Answers to the first `limit` of the recipe's prompts that fit its context."""
+        recipe, most = self.plan.recipe, self.plan.recipe.limits.max_context
+        path = recipe.path(self.wanted.prompts) if self.wanted.prompts else OWN_PROMPTS
+        texts = [text for _, text in read_prompts(path)[: self.wanted.count]]
+        requests = [chat_request(bundle, text, sampling, self._tokens) for text in texts]
+        requests = [request for request in requests if len(request.prompt) + self._tokens <= most]
+        if not requests:
+            raise BuildError("No prompt to calibrate FP8 on fits.", where=f"{path}", expected=f"below {most} tokens")
+        nodes = min(_NODES, bundle.recipe.tree.row_budget)
+        engine = make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False, lookup=False)
+        return engine.generate(requests[:limit])
+
+    @property
+    def _tokens(self) -> int:
+        """Tokens of an answer."""
+        return min(self.wanted.tokens, self.plan.recipe.limits.max_context // 2)
 
     def _drafter(self, part: Part) -> DraftModel:
         drafter: DraftModel = part.kind.load(Path(part.source), self._dtype, part.config)
@@ -142,84 +195,6 @@ class Fp8Build:
     @property
     def _dtype(self) -> Any:
         return DTYPES[self.plan.recipe.precision]
-
-
-def sample_texts(bundle: Bundle, recipe: Recipe, progress: Progress = silent) -> list[Text]:
-    """Prompts with answers that the bundle's target samples at temperature 1."""
-    with progress("sampling texts"):
-        done = _generate(bundle, recipe, "off", SamplingParams(temperature=1.0))
-    return [Text([*s.request.prompt, *s.answer], len(s.request.prompt)) for s in done]
-
-
-def compare_fp8(
-    plain: Bundle, fp8: Bundle, texts: list[Text], recipe: Recipe, progress: Progress = silent
-) -> dict[str, Any]:
-    """Compare the FP8 bundle with the unquantized one; return figures for `manifest.checks`.
-
-    Raises `BuildError` if a change exceeds a bound of the recipe.
-    """
-    settings = _settings(recipe)
-    figures: dict[str, Any] = {"prompts": len(texts), "tokens_each": _budget(recipe)}
-    if settings.target:
-        figures["target"] = _compare_targets(plain, fp8, texts, settings, progress)
-    if fp8.drafters:
-        figures["tau"] = _compare_tau(plain, fp8, recipe, progress)
-    return figures
-
-
-def _compare_targets(plain: Bundle, fp8: Bundle, texts: list[Text], bounds: FP8, progress: Progress) -> dict[str, Any]:
-    with progress("comparing targets", len(texts)) as advance:
-        figures = compare_texts(plain.target, fp8.target, texts, advance)
-    before, after = figures.get("perplexity", (1.0, 1.0))
-    if (bound := bounds.max_perplexity_rise) is not None and after > before * (1 + bound):
-        raise _exceeded("The target's perplexity rises", "max_perplexity_rise", before, after, bound)
-    return figures
-
-
-def _compare_tau(plain: Bundle, fp8: Bundle, recipe: Recipe, progress: Progress) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    for policy in dict.fromkeys([*map(policy_of, fp8.drafters), *trees_of(fp8.drafters)]):
-        runs = []
-        for bundle, name in ((plain, "unquantized"), (fp8, "FP8")):
-            with progress(f"{policy}, {name}"):
-                runs.append(_generate(bundle, recipe, policy, SamplingParams()))
-        before, after = (mean_tau(s.stats for s in run) for run in runs)
-        if (bound := _settings(recipe).max_tau_drop) is not None and after < before * (1 - bound):
-            raise _exceeded(f"Tokens a step of {policy} fall", "max_tau_drop", before, after, bound)
-        figures[policy] = {
-            "tau": [round(before, 4), round(after, 4)],
-            "tau_change": round(after / before - 1, 4),
-            "equal_answers": sum(a.answer == b.answer for a, b in zip(*runs, strict=True)),
-        }
-    return figures
-
-
-def _generate(
-    bundle: Bundle, recipe: Recipe, policy: Policy, sampling: SamplingParams, limit: int | None = None
-) -> list[Sequence]:
-    requests = _requests(bundle, recipe, sampling)[:limit]
-    nodes = min(_NODES, bundle.recipe.tree.row_budget)
-    return make_engine(bundle, policy=policy, row_budget=nodes, calibrated=False, lookup=False).generate(requests)
-
-
-def _requests(bundle: Bundle, recipe: Recipe, sampling: SamplingParams) -> list[Request]:
-    limit, budget, settings = recipe.limits.max_context, _budget(recipe), _settings(recipe)
-    path = recipe.path(settings.prompts) if settings.prompts else OWN_PROMPTS
-    prompts = read_prompts(path)[: settings.count]
-    requests = [chat_request(bundle, text, sampling, budget) for _, text in prompts]
-    requests = [request for request in requests if len(request.prompt) + budget <= limit]
-    if not requests:
-        raise BuildError("No prompt to calibrate FP8 on fits.", where=f"{path}", expected=f"below {limit} tokens")
-    return requests
-
-
-def _budget(recipe: Recipe) -> int:
-    return min(_settings(recipe).tokens, recipe.limits.max_context // 2)
-
-
-def _settings(recipe: Recipe) -> FP8:
-    assert recipe.fp8 is not None, "called only for recipes with FP8"
-    return recipe.fp8
 
 
 def _exceeded(what: str, key: str, before: float, after: float, bound: float) -> BuildError:

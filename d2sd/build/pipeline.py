@@ -121,9 +121,9 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
             write = partial(fp8.write, part)
         files |= work.stage(part.name, inputs, need, write).files
     if plan.calibration is not None:
-        need, write = _calibration(plan, plan.calibration)
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
-        files |= work.stage("calibration", inputs, need, write).files
+        write = partial(_write_calibration, plan, plan.calibration)
+        files |= work.stage("calibration", inputs, 1 << 20, write).files
     elif fit is not None:
         inputs = common | {"fit": fit.inputs, "recipe": plan.recipe.canonical(), "models": list(files.items())}
         write = partial(_fit, fit, work, unproven)
@@ -217,37 +217,30 @@ def _calibrated(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"drafters": drafters})
 
 
-def _calibration(plan: Plan, calibration: CalibrationFile) -> tuple[int, Run]:
-    """Bytes needed and writer of the calibration; the writer checks that it was fitted to these drafters."""
-
-    def write(folder: Path) -> None:
-        for role, part in plan.drafters.items():
-            fitted = calibration.drafters.get(role.key)
-            if fitted is None and _serves_uncalibrated(plan, role):
-                continue
-            fingerprint = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
-            if fingerprint != fitted:
-                raise BuildError(
-                    f"The calibration was fitted to another {role.key} drafter.",
-                    where=f"{_calibration_path(plan.recipe)}: drafters.{role.key}",
-                    found=fitted,
-                    expected=fingerprint,
-                    fix="run d2sd calibrate on a bundle with these drafters",
-                )
-        folder.mkdir(parents=True)
-        write_calibration(folder / CALIBRATION_NAME, calibration)
-
-    return 1 << 20, write
+def _write_calibration(plan: Plan, calibration: CalibrationFile, folder: Path) -> None:
+    """Write the recipe's calibration. Raises `BuildError` if it was fitted to other drafters."""
+    for role, part in plan.drafters.items():
+        fitted = calibration.drafters.get(role.key)
+        if fitted is None and _serves_uncalibrated(plan, role):
+            continue
+        fingerprint = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
+        if fingerprint != fitted:
+            source = plan.recipe.drafters.calibration
+            assert source is not None
+            raise BuildError(
+                f"The calibration was fitted to another {role.key} drafter.",
+                where=f"{located(plan.recipe, source)}: drafters.{role.key}",
+                found=fitted,
+                expected=fingerprint,
+                fix="run d2sd calibrate on a bundle with these drafters",
+            )
+    folder.mkdir(parents=True)
+    write_calibration(folder / CALIBRATION_NAME, calibration)
 
 
 def _serves_uncalibrated(plan: Plan, role: DrafterRole) -> bool:
     """Whether the calibration may lack a drafter: it has policies of its own, and `auto` chooses from others' then."""
     return role is not next(iter(plan.drafters)) and any(facts.first_drafter is role for facts in FACTS.values())
-
-
-def _calibration_path(recipe: Recipe) -> Path | None:
-    source = recipe.drafters.calibration
-    return located(recipe, source) if source is not None else None
 
 
 def _target_geometry(part: Part) -> TargetGeometry:
