@@ -32,13 +32,19 @@ class Job:
     kind: SelfWritten | None = None  # how to complete `text`; None if it is a complete turn
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A user turn that the target wrote, its opening included, or why it was dropped."""
+class Turn(jsonl.Named):
+    """A line on disk: a user turn that the target wrote, its opening included, or why it was dropped."""
 
-    id: str
-    text: str = ""
+    model_config = ConfigDict(strict=True)
+
+    text: str | None = None
     dropped: str | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Turn:
+        if (self.text is None) == (self.dropped is None):
+            raise ValueError("expected either text or dropped")
+        return self
 
 
 def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], data: Data, seed: int = 0) -> list[Job]:
@@ -72,7 +78,7 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
     `path` is a file or the folder with the files of all processes. An opening without a turn yet stays an opening.
     Raises D2SDError for a damaged line, and for a turn that does not begin with its opening (from another recipe).
     """
-    turns = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, TurnLine)}
+    turns = {turn.id: (where, turn) for where, turn in jsonl.read_rows(path, KIND, Turn)}
     remaining, dropped = [], {}
     for job in jobs:
         if job.kind is None or job.id not in turns:
@@ -96,20 +102,4 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
 
 def append_turn(out: TextIO, turn: Turn) -> None:
     """Append and flush one line."""
-    content = {"text": turn.text} if turn.dropped is None else {"dropped": turn.dropped}
-    jsonl.append_row(out, {"id": turn.id, **content})
-
-
-class TurnLine(jsonl.Named):
-    """A line on disk: a turn, or why it was dropped."""
-
-    model_config = ConfigDict(strict=True)
-
-    text: str | None = None
-    dropped: str | None = None
-
-    @model_validator(mode="after")
-    def _one_of_both(self) -> TurnLine:
-        if (self.text is None) == (self.dropped is None):
-            raise ValueError("expected either text or dropped")
-        return self
+    jsonl.append_row(out, turn.model_dump(exclude_none=True))

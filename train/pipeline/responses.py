@@ -156,9 +156,10 @@ class ResponseGenerator:
 
         def append(out: TextIO, name: str, sequence: Sequence) -> None:
             if sequence.finish == "stop":  # at a stop token, or at the recipe's `end`
-                append_turn(out, Turn(name, by_name[name].text + self._continuation(sequence, by_name[name])))
+                text = by_name[name].text + self._continuation(sequence, by_name[name])
+                append_turn(out, Turn(id=name, text=text))
             else:
-                append_turn(out, Turn(name, dropped="turn not finished within max_tokens"))
+                append_turn(out, Turn(id=name, dropped="turn not finished within max_tokens"))
 
         self._run(prompts.KIND, {job.id: self._opening(job) for job in jobs}, append)
 

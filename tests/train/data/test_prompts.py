@@ -68,23 +68,23 @@ def write(folder: Path, rank: int, *turns: Turn) -> None:
 
 def test_openings_become_turns_in_the_order_of_the_plan(tmp_path: Path) -> None:
     assert take_turns(PLAN, tmp_path) == (PLAN, {})
-    write(tmp_path, 1, Turn("b", "Lo,\nbehold: “ü”"))
+    write(tmp_path, 1, Turn(id="b", text="Lo,\nbehold: “ü”"))
     assert take_turns(PLAN, tmp_path)[0] == [*PLAN[:2], Job("b", "Lo,\nbehold: “ü”")]
-    write(tmp_path, 0, Turn("a", dropped="unfinished"), Turn("stranger", "of another plan"))
+    write(tmp_path, 0, Turn(id="a", dropped="unfinished"), Turn(id="stranger", text="of another plan"))
     assert take_turns(PLAN, tmp_path) == ([PLAN[1], Job("b", "Lo,\nbehold: “ü”")], {"a": "unfinished"})
 
 
 def test_a_cut_turn_is_written_again(tmp_path: Path) -> None:
-    write(tmp_path, 0, Turn("b", "One."), Turn("a", "How now?"))
+    write(tmp_path, 0, Turn(id="b", text="One."), Turn(id="a", text="How now?"))
     path = tmp_path / "turns.jsonl"
     path.write_bytes(path.read_bytes()[:-3])
     assert [job.id for job in take_turns(PLAN, tmp_path)[0] if job.kind is not None] == ["a"]
-    write(tmp_path, 0, Turn("a", "How now?"))
+    write(tmp_path, 0, Turn(id="a", text="How now?"))
     assert [job.text for job in take_turns(PLAN, tmp_path)[0]] == ["How now?", "Whole.", "One."]
 
 
 def test_a_turn_behind_another_opening_is_named(tmp_path: Path) -> None:
-    write(tmp_path, 0, Turn("b", "One."), Turn("a", "Why now?"))
+    write(tmp_path, 0, Turn(id="b", text="One."), Turn(id="a", text="Why now?"))
     with pytest.raises(D2SDError, match=r"another opening\n  where: .*turns\.jsonl:2\n  found: Why now\?\n(.|\n)*How"):
         take_turns(PLAN, tmp_path)
 
@@ -103,7 +103,7 @@ def test_a_turn_behind_another_opening_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_a_line_that_is_no_turn_is_named(tmp_path: Path, line: str) -> None:
-    write(tmp_path, 2, Turn("b", "One."))
+    write(tmp_path, 2, Turn(id="b", text="One."))
     with (tmp_path / "turns-2.jsonl").open("a") as out:
         out.write(line + "\n")
     with pytest.raises(
@@ -122,7 +122,7 @@ def test_prompts_kept_do_not_depend_on_the_order_of_the_turns_or_their_writer(tm
         folder = tmp_path / name
         folder.mkdir()
         for number, (key, said) in enumerate(list(says.items())[::step]):
-            write(folder, number % ranks, Turn(key, said))
+            write(folder, number % ranks, Turn(id=key, text=said))
         jobs, _ = take_turns(plan, folder)
         results.append(PromptFilter([]).judge(jobs))
     assert results[0] == results[1]
