@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -193,7 +192,7 @@ class PairTrainer:
         said = hidden[used].float(), packed.target_hidden[used], index[tokens], banned
         before = packed.tokens.roll(1, dims=-1)[used]
         size = max(1, _LOGITS // len(self._ids))
-        parts = [self._classes(*(part[rows] for part in said)) for rows in _chunks(len(tokens), size)]
+        parts = [self._classes(*part) for part in zip(*(torch.split(rows, size) for rows in said), strict=True)]
         candidates, logits, rest, label, wanted = (torch.cat(column) for column in zip(*parts, strict=True))
         weight = torch.exp(-distance[used] / self.settings.decay)
         return Slots(said[0], before, candidates, logits, rest, label, wanted, weight)
@@ -235,16 +234,10 @@ class PairTrainer:
         loss = (1 - share) * right + share * distilled
         return (loss * slots.weight).sum() / slots.weight.sum().clamp(min=1e-6)
 
-    def _autocast(self) -> torch.autocast | nullcontext[None]:
-        if self.settings.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(self._embedding.device.type, torch.bfloat16)
+    def _autocast(self) -> torch.autocast:
+        return torch.autocast(self._embedding.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
 
 def _outside(inside: Tensor, total: Tensor) -> Tensor:
     """The logarithm [N] of what a sum e^total [N] has besides terms e^inside [N, M]."""
     return total + torch.log1p(-(inside.logsumexp(-1) - total).exp().clamp(max=_MOST))
-
-
-def _chunks(rows: int, size: int) -> list[slice]:
-    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]

@@ -104,9 +104,8 @@ def _forced_window(config: HFConfig, dflash: HFConfig) -> int | None:
 
 def _stated_causality(config: HFConfig, dflash: HFConfig) -> bool | None:
     """Whether a config makes all layers causal; None: it does not say."""
-    found: list[tuple[HFConfig, str, bool]] = []
-    for part, keys in ((config, _CAUSAL), (dflash, _CAUSAL)):
-        found += [(part, key, part.get(key, bool)) for key in keys if part.values.get(key) is not None]
+    stated = [(part, key) for part in (config, dflash) for key in _CAUSAL if part.values.get(key) is not None]
+    found = [(part, key, part.get(key, bool)) for part, key in stated]
     said = [one for one in found if one[1] != "causal_head" or one[2]]  # of one that is false others say nothing
     for part, key, value in said[1:]:
         if value != said[0][2]:

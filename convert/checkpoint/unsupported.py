@@ -82,10 +82,10 @@ _KINDS = (
 #: Keys that may appear anywhere in a config, because `refuse_unsupported` has checked their values.
 KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
 #: Beginnings of tensors' names that mark another model, where no key of its config is known.
-_TENSORS = {
-    "mode_embed": Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
-    "mode_gate": Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
-}
+_TENSORS = dict.fromkeys(
+    ("mode_embed", "mode_gate"),
+    Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
+)
 _PARTS = ("dflash_config", "transformer_layer_config")
 
 

@@ -28,9 +28,9 @@ from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, rea
 from d2sd.convert.checkpoint.dspark import DEEPSPEC
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import sort_columns
-from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
+from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY, read_draft_vocabulary
 from d2sd.convert.checkpoint.unsupported import refuse_tensors, refuse_unsupported
-from d2sd.convert.checkpoint.weights import TensorInfo, read_headers, read_tensors
+from d2sd.convert.checkpoint.weights import INDEX, TensorInfo, read_headers, read_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.deepspec import read_deepspec
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
@@ -142,11 +142,7 @@ def _declaration(raw: HFConfig, form: Format, config: DrafterConfig, declared: R
 
 def _unread_files(folder: Path, headers: Mapping[str, TensorInfo]) -> list[str]:
     """Name the files that are not read: code is never run or copied, pickles are never opened."""
-    read = {info.file.name for info in headers.values()} | {
-        "config.json",
-        "draft_vocab.json",
-        "model.safetensors.index.json",
-    }
+    read = {info.file.name for info in headers.values()} | {"config.json", DRAFT_VOCABULARY, INDEX}
     others = sorted(p.name for p in folder.iterdir() if p.name not in read and not p.name.startswith("."))
     pickles = [name for name in others if name in PICKLES]
     notes = [f"not converted: {', '.join(others)}"] if others else []

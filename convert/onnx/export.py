@@ -60,14 +60,8 @@ def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: in
     body, dtype = target.config.body, target.embed_tokens.weight.dtype
     rows, shapes = _example_rows(body, dtype)
     pools, pool_shapes = _example_pools(body, page_size, dtype)
-    _export(
-        TargetBody(target, aux_layer_ids),
-        [*rows, *pools],
-        [*shapes, *pool_shapes],
-        _names(body),
-        target_io_spec(body, dtype),
-        file,
-    )
+    graph, spec = TargetBody(target, aux_layer_ids), target_io_spec(body, dtype)
+    _export(graph, [*rows, *pools], [*shapes, *pool_shapes], _names(body), spec, file)
 
 
 def export_drafter(graph: nn.Module, config: DraftConfig, dtype: torch.dtype, page_size: int, file: Path) -> None:
@@ -156,15 +150,8 @@ def _quiet() -> Iterator[None]:
 def strip_metadata(model: Any) -> None:
     """Remove metadata of the machine and of source lines; names of nodes stay."""
     model.ClearField("producer_version")
-    for holder in (model, model.graph):
-        holder.ClearField("metadata_props")
-        holder.ClearField("doc_string")
-    for part in (
-        *model.graph.node,
-        *model.graph.value_info,
-        *model.graph.input,
-        *model.graph.output,
-        *model.graph.initializer,
-    ):
+    graph = model.graph
+    values = (*graph.value_info, *graph.input, *graph.output, *graph.initializer)
+    for part in (model, graph, *graph.node, *values):
         part.ClearField("metadata_props")
         part.ClearField("doc_string")

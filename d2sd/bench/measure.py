@@ -34,9 +34,8 @@ class Counts:
     merged: int = 0
     rescued: int = 0
     ranks: Counter[str] = field(default_factory=Counter)
-    outcomes: dict[DrafterName, list[tuple[float, bool]]] = field(
-        default_factory=dict
-    )  # predicted acceptance, accepted
+    #: Predicted acceptance, and whether it was accepted.
+    outcomes: dict[DrafterName, list[tuple[float, bool]]] = field(default_factory=dict)
 
     def add(self, trace: StepTrace) -> None:
         """Count one step."""

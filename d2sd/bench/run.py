@@ -143,18 +143,11 @@ class Run:
 
     def _requests(self, key: Key) -> list[tuple[str, Request]]:
         """Requests by id. The seed is the prompt's index, so every method draws the same noise."""
-        return [
-            (
-                name,
-                chat_request(
-                    self.bundle,
-                    text,
-                    SamplingParams(key.temperature, seed=self.settings.seed + i),
-                    self.settings.max_new_tokens,
-                ),
-            )
-            for i, (name, text) in enumerate(self.sets[key.set])
-        ]
+        requests = []
+        for seed, (name, text) in enumerate(self.sets[key.set], self.settings.seed):
+            sampling = SamplingParams(key.temperature, seed=seed)
+            requests.append((name, chat_request(self.bundle, text, sampling, self.settings.max_new_tokens)))
+        return requests
 
     def _gap(self, request: Request) -> float:
         target = self.bundle.target.to(self.device)  # engines move only its embedding tables

@@ -62,8 +62,8 @@ def _named(error: D2SDError, keys: Mapping[str, str]) -> D2SDError:
             told = told.replace(f"{folder}/config.json", key).replace(folder, key)
         return told
 
-    what, where, found, expected, fix = map(renamed, (error.what, error.where, error.found, error.expected, error.fix))
-    return type(error)(what or "", where=where, found=found, expected=expected, fix=fix)
+    parts = {part: renamed(getattr(error, part)) for part in ("where", "found", "expected", "fix")}
+    return type(error)(renamed(error.what) or "", **parts)
 
 
 def check_geometry(

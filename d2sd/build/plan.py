@@ -57,9 +57,8 @@ class Part:
     choice: Choice | None = None  # of a target whose checkpoint is quantized
     licence: str = NOT_STATED
     state_bytes: int = 0  # recurrent state of one request, of all layers that have one
-    stored_bytes: int = (
-        0  # of a published checkpoint in 16 bits or quantized; a drafter's copies of the target left out
-    )
+    #: Of a published checkpoint in 16 bits or quantized; a drafter's copies of the target left out.
+    stored_bytes: int = 0
 
     @property
     def body(self) -> BodyConfig:

@@ -34,11 +34,8 @@ def check_bundle(bundle: Bundle, progress: Progress = silent) -> dict[str, Any]:
     sequences = make_engine(bundle, policy="off").generate(requests)
     plain = [s.answer for s in sequences]
     fit = check_drafter_config(bundle, sequences, progress)
-    compared = [name for name, facts in FACTS.items() if facts.proven]
     figures: dict[str, Any] = {}
-    for policy in compared:
-        if not can_run(bundle.draft_configs, policy):
-            continue
+    for policy in [name for name, facts in FACTS.items() if facts.proven and can_run(bundle.draft_configs, name)]:
         sequences = make_engine(bundle, policy=policy).generate(requests)
         equal = sum(s.answer == answer for s, answer in zip(sequences, plain, strict=True))
         figures[policy] = {

@@ -44,10 +44,8 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         session = OnnxSession(folder / f"{role.folder}.onnx")
         graph = graph_drafter(plain_drafter, session, recipe.limits.page_size)
         drafters[role] = ShadowDrafter(plain_drafter, graph, role.folder)
-    models: dict[str, ShadowDecoder | ShadowDrafter] = {
-        "target": target,
-        **{role.folder: drafter for role, drafter in drafters.items()},
-    }
+    models: dict[str, ShadowDecoder | ShadowDrafter] = {"target": target}
+    models |= {role.folder: drafter for role, drafter in drafters.items()}
     tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.block_size)
     equal = {}
     for name in trees_of(drafters) or ["off"]:
