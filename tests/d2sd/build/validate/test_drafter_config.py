@@ -114,6 +114,11 @@ def run(project: Path, *overrides: str) -> tuple[Result, Path]:
     return CliRunner().invoke(build, [str(project / "recipe.yaml"), "--out", str(out), *asked]), out
 
 
+def said(built: Result) -> list[str]:
+    """Lines on stderr but those of finished stages, which a build prints where there is no terminal."""
+    return [line for line in built.stderr.splitlines() if " done after " not in line]
+
+
 def checks(out: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((out / "manifest.json").read_text())["checks"]
     return found
@@ -122,8 +127,8 @@ def checks(out: Path) -> dict[str, Any]:
 def test_a_drafter_that_fits_passes_with_the_same_figures_every_time(project: Path) -> None:
     built, out = run(project)
     assert built.exit_code == 0, built.output
-    (said,) = (line for line in built.stderr.splitlines() if " done after " not in line)
-    assert said.startswith("not calibrated: ")
+    (line,) = said(built)
+    assert line.startswith("not calibrated: ")
     found = checks(out)
     assert found["greedy"]["chain"]["tau"] > 2.5
     for name in ("first", "second"):
@@ -245,7 +250,7 @@ def test_what_a_config_says_wrongly_is_named(
         edit_tensors(project / "first" / "model.safetensors", mask_embedding=torch.full((32,), 3.0))
     built, out = run(project)
     assert built.exit_code == 2, built.output
-    assert right in built.stderr.splitlines()[0]
+    assert right in said(built)[0]
     assert f"{project / 'first' / 'config.json'}: {key}\n  found: {found}\n" in built.stderr
     assert not out.exists()
 
@@ -261,7 +266,7 @@ def test_a_chain_below_min_tau_fails_the_build(project: Path) -> None:
 def test_a_rarely_accepted_drafter_is_reported_and_built(tmp_path: Path) -> None:
     built, out = run(write_project(tmp_path / "project").parent)
     assert built.exit_code == 0, built.output
-    *told, last = built.stderr.splitlines()
+    *told, last = said(built)
     assert last.startswith("not calibrated: ")
     assert [line.split(":")[0] for line in told] == [
         f"the {name} drafter is almost never accepted" for name in ("first", "second")
@@ -345,7 +350,8 @@ def test_of_several_better_readings_the_best_is_named(monkeypatch: pytest.Monkey
 
 def bundle_of(config: DrafterConfig, tokenizer: Any) -> Any:
     """A bundle of a first drafter alone, without the rest."""
-    recipe = SimpleNamespace(drafters=SimpleNamespace(sources={FIRST: SimpleNamespace(path="mine")}), path=Path)
+    sources = SimpleNamespace(sources={FIRST: SimpleNamespace(path="mine")})
+    recipe = SimpleNamespace(drafters=sources, path=Path, checks=SimpleNamespace(fit="fail"))
     return SimpleNamespace(drafters={FIRST: Drafter(config)}, tokenizer=tokenizer, recipe=recipe)
 
 
