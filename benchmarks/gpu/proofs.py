@@ -37,7 +37,7 @@ def kernel_cases(folder: Path, until: float) -> Iterator[Case]:
 
 
 def training_cases(folder: Path, until: float) -> Iterator[Case]:
-    """It runs no kernel of d2sd, but FlexAttention as PyTorch compiles it: with the Triton that PyTorch came with."""
+    """They run no kernel of d2sd: with the Triton that PyTorch came with."""
     for file, most in TRAINING.items():
         yield f"training/{file}", partial(run_file, folder, file, most, until, own_triton=True)
 
