@@ -230,6 +230,7 @@ differential: .venv/dev
 
 ## [15 min] 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
 attack: .venv/demo
+	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack $(BUNDLE) --malformed 5000 --expensive 300 --seed $(SEED) \
 	  --timeout 45 --out build/attack
 
