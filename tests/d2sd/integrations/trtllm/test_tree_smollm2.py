@@ -27,6 +27,7 @@ RECIPE = Path(__file__).parents[4] / "recipes" / "smollm2-135m.yaml"
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # the bundle is built when the first asks for it
 @pytest.mark.parametrize(
     ("policy", "sm", "nodes"), [("hybrid", 90, 64), pytest.param("d2sd", 100, 36, marks=pytest.mark.full)]
 )
