@@ -50,7 +50,7 @@ def visit(delay: float, at: float = 0.0, text: str = "yes") -> Visit:
 # -- classes -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_classes_repeat_themselves_and_bring_new_values(kind: Kind) -> None:
     small = Scene(vocab=100, context=64)

@@ -32,6 +32,7 @@ def by_flex(call: Call) -> Tensor:
     return peers.flex(call, *peers.cleaned(call))().transpose(1, 2)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("peer", [by_sdpa, by_flex])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_peers_compute_what_the_op_says(peer: object, fp8: bool) -> None:

@@ -75,6 +75,7 @@ def test_a_loop_that_waits_for_its_own_copies_is_refused(capability: int) -> Non
     assert "0 of 32 bytes of the next tile pending" in loop.faults["overlap"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_a_loop_with_a_tile_pending_passes(capability: int) -> None:
     loop, *others = checked(capability, ahead=True, stages=4)
@@ -173,7 +174,7 @@ def test_no_kernel_waits_on_an_architecture_without() -> None:
     assert order_faults(plain, 90)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_the_order_of_a_kernel(capability: int) -> None:
     """Of the product, and of one that does not wait."""

@@ -228,6 +228,7 @@ def test_other_error_bodies_are_faults(body: bytes) -> None:
         error_of(body)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "kind", ["asks", "asks_whole", "disconnects", "has_a_deadline", "sends_too_much", "is_malformed", "is_killed"]
 )

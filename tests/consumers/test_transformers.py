@@ -11,6 +11,7 @@ from tests.consumers.helpers import TOLERANCE
 from tests.tiny import full_logits, random_tokens
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("built", ["llama", "qwen2", "qwen3"], indirect=True, scope="session")
 def test_it_loads_the_bundles_target_and_says_the_same(built: Built) -> None:
     model = AutoModelForCausalLM.from_pretrained(built.target).eval()

@@ -128,6 +128,7 @@ def test_one_pass(case: str, batch: int) -> None:
     torch.testing.assert_close(full_logits(pair(case).ours, tokens), expected, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.sampled(3)
 @cases
 @pytest.mark.parametrize("batch", [1, 8])
 def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
@@ -180,6 +181,7 @@ def rows_alone(decoder: Decoder, tokens: Tensor, sizes: tuple[int, ...]) -> Iter
         done += size
 
 
+@pytest.mark.sampled(3)
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_are_its_own(case: str, dtype: torch.dtype) -> None:

@@ -153,6 +153,7 @@ def test_windows_and_sinks() -> None:
     assert (outputs(target, drafter)["hidden"] - expected["hidden"]).abs().max() > 0.01
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("bias", "shared"), [(False, False), (True, False), (True, True)])
 def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:

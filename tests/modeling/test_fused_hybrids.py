@@ -57,6 +57,7 @@ def assert_same_outputs(model: Decoder, within: float) -> None:
         torch.testing.assert_close(found[name], tensor, atol=bound, rtol=bound)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("case", CONFIGS)
 def test_fused_layers_are_the_layers(case: str, dtype: torch.dtype) -> None:
@@ -75,7 +76,7 @@ def linears(model: Decoder, keep: Callable[[str], bool]) -> list[str]:
     return [name for name in linear_names(model) if keep(name)]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("case", CONFIGS)
 @pytest.mark.parametrize("shared", [False, True])
 def test_fp8_layers_and_pages(case: str, shared: bool) -> None:

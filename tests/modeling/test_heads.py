@@ -95,6 +95,7 @@ def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
     return logits, torch.randn(*logits.shape[:3], TARGET.body.hidden_size, generator=generator), blocks
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", HEADS)
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("pool", [6, VOCABULARY])

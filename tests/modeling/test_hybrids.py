@@ -72,6 +72,7 @@ class Requests:
         return hidden
 
 
+@pytest.mark.sampled(3)
 @cases
 @pytest.mark.parametrize("batch", [1, 8])
 def test_one_pass(case: str, batch: int) -> None:
@@ -82,7 +83,7 @@ def test_one_pass(case: str, batch: int) -> None:
     torch.testing.assert_close(full_logits(copy_of(case), tokens), expected, rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @cases
 @pytest.mark.parametrize("batch", [1, 8])
 def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
@@ -98,7 +99,7 @@ def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
         torch.testing.assert_close(found, pair(case).expected(tokens), rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @cases
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_speculation_has_the_bits_of_plain_decoding(case: str, dtype: torch.dtype) -> None:

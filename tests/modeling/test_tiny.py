@@ -11,7 +11,7 @@ from d2sd.modeling.config import Family
 from tests.tiny import full_logits, greedy_text, tiny_decoder
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", get_args(Family))
 def test_greedy_text_is_neither_constant_nor_ambiguous(family: Family, tie: bool) -> None:

@@ -260,6 +260,7 @@ def test_chunks_of_prompts_equal_oracle(lengths: tuple[int, ...]) -> None:
 WINDOWS = [1, 2, 3, 6, 13, 40]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("sinks", [False, True])

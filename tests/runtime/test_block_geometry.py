@@ -92,6 +92,7 @@ def prefilled(drafters: tuple[Drafter, Drafter]) -> tuple[ModelRunner, Batch]:
     return runner, Batch(torch.tensor([text[-1] for text in TEXTS]), TABLE, context, active, sampling)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES.keys())
 def test_drafts_equal_drafting_from_nothing(geometry: Geometry) -> None:
     """Slot by slot, with the noise of its position; the slots that a block lacks propose nothing."""
@@ -133,7 +134,7 @@ POLICIES = tuple(name for name, facts in FACTS.items() if facts.drafters and fac
 SAMPLED = {(name, policy) for policy in POLICIES for name in chosen(policy, GEOMETRIES, 2)}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("geometry", "policy"),
     [

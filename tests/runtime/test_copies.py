@@ -79,7 +79,7 @@ def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
     assert SequenceStats.merged(s.stats for s in found).accepted_branches[COPY] > 10
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize(
     "sampling",

@@ -78,6 +78,7 @@ def test_stop_token_inside_an_accepted_run(policy: PolicyName, at: int) -> None:
     assert free_pages(engine) == all_pages(engine)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("begin", "end"), [(4, 6), (5, 8), (9, 16), (1, 2), (0, 1)])
 def test_stop_string(policy: PolicyName, begin: int, end: int) -> None:

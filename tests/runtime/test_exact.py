@@ -102,7 +102,7 @@ def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages:
     return len(ours)
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("policy", NAMES)
 def test_logits_are_those_of_plain_decoding(policy: PolicyName, dtype: torch.dtype) -> None:

@@ -86,7 +86,7 @@ class Leaning(ModelRunner):
         return draft
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("head", "policy", "way"),
     [
@@ -145,7 +145,7 @@ def test_nothing_is_read_back(head: str, policy: PolicyName) -> None:
     check_same(record(engine, 3))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """Node for node, greedy and sampled: the drafter's body was trained without it."""

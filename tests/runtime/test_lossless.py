@@ -116,7 +116,7 @@ def test_sample_covers_every_way_and_policy() -> None:
     assert min(policies[policy] for policy in NAMES) >= 4
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize(
     ("way", "policy"),
     [
@@ -187,7 +187,7 @@ def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, draft
     WAYS["tight pages"].run(engine, some_requests())
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], WAYS["page 1"], WAYS["many rows"]])
 @pytest.mark.parametrize("lookup", [False, True])
 def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, lookup: bool) -> None:
@@ -225,7 +225,7 @@ def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way
     assert steps[0] == steps[1]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("way", [WAYS["alone"], WAYS["in flight"]])
 @pytest.mark.parametrize("seed", [1, 5])
 def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
@@ -250,7 +250,7 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
 COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["tight pages"], WAYS["page 1"], WAYS["two rows"]])
 def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
@@ -259,7 +259,7 @@ def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way)
     way.run(way.engine(cheater(requests), policy, lookup=True), requests)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("seed", [1, 5])
 def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> None:
@@ -301,7 +301,7 @@ def test_policies_may_change_between_steps() -> None:
         WAYS["in flight"].run(engine, requests)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("family", get_args(Family))
 def test_other_families(family: Family) -> None:
     """Two prompts each, plain against hybrid: what differs between families must not meet the tree."""
@@ -317,7 +317,7 @@ def test_other_families(family: Family) -> None:
     assert SequenceStats.merged(s.stats for s in sequences).tau > 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
@@ -341,6 +341,7 @@ def test_branches_and_siblings_gain_what_the_chain_misses() -> None:
     assert tau["hybrid"] > tau["ddtree"]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd"])
 def test_perfect_drafts_fill_every_step(policy: PolicyName) -> None:
     requests = some_requests()
@@ -349,7 +350,7 @@ def test_perfect_drafts_fill_every_step(policy: PolicyName) -> None:
     assert stats.accepted.keys() == {BLOCK}
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", DRAFTING)
 def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
     requests = some_requests()
@@ -359,7 +360,7 @@ def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
     assert not stats.accepted_branches
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", NAMES)
 def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> None:
     """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
@@ -403,7 +404,7 @@ class Poisoned(NaNScratch):
         return draft
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel"])
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
@@ -421,7 +422,7 @@ def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
     way.run(way.engine(runner_of(target, flex=flex), policy), some_requests())
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("policy", "spoilt"),
     [

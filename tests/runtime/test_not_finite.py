@@ -85,13 +85,14 @@ def check_error(sequence: Sequence) -> None:
     assert sequence.error.where == "logits"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "flex_parallel"])
 def test_one_request_ends_and_its_neighbours_do_not_notice(kind: str, policy: PolicyName) -> None:
     check(KINDS[kind], policy)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "flex_parallel"])
 @pytest.mark.parametrize("kind", ["greedy", "filtered"])
 def test_one_step_late_too(kind: str, policy: PolicyName) -> None:

@@ -124,7 +124,7 @@ def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) 
     return SequenceStats.merged(s.stats for s in sequences)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("policy", "way"),
     [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in NAMES],  # the test below has all
@@ -176,6 +176,7 @@ def check_logprobs(tokens: list[int], first: int, found: SequenceOf[Any], width:
         assert [value for _, value in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "pages"), [("off", None), ("chain", 16), ("hybrid", None), ("d2sd", 16)])
 def test_logprobs_are_those_of_a_full_pass(policy: PolicyName, pages: int | None) -> None:
     """Raw ones, whatever changes the choice; of the answer and of prompts of one token and of several chunks."""

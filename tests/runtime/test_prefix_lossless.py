@@ -70,7 +70,7 @@ def check(engine: Engine, requests: Sequence[Request], seed: int, gap: int = 0) 
     return sequences
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("policy", NAMES)
 def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
     """In a shuffled batch of eight that arrives together, again one by one, and as the next turn."""
@@ -86,6 +86,7 @@ def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
     assert engine.stats.preemptions == 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_hits_under_eviction_and_preemption(policy: PolicyName) -> None:
     engine = make_engine(nan_pages(), policy, max_batch=8, pages=13)

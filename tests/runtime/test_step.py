@@ -192,7 +192,7 @@ def test_an_identity_leaves_trees_as_they_are(policy: PolicyName) -> None:
     torch.testing.assert_close(trees[0].score, trees[1].score, atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])
 def test_calibration_changes_trees_and_no_text(policy: PolicyName) -> None:
     requests = some_requests()

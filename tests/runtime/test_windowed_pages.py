@@ -86,7 +86,7 @@ SAMPLED = {(kind, policy, pages) for policy in POLICIES for kind, pages in chose
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("windows", "policy", "pages"),
     [pytest.param(*case, marks=marks(case[1], case[0], case[2])) for case in product(KINDS, NAMES, ROOMS)],

@@ -18,7 +18,7 @@ from tests.tiny import greedy_text, random_tokens, tiny_decoder
 from tests.train.helpers import BLOCK, GEOMETRY, TAPS, settings
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
 )

@@ -219,6 +219,7 @@ def test_the_scheduled_rate_is_what_a_step_takes(tmp_path: Path) -> None:
 # --- How a step adds up ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("terms", [{"ce": 0.3, "kl": 0.7}, {"slots": "dpace", "lk": 1}], ids=["decay", "dpace"])
 def test_micro_batches_change_nothing(terms: dict[str, object], tmp_path: Path) -> None:
     """Four answers of one length, blocks everywhere, all ids: one by one, three and one, or all at once is then the

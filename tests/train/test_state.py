@@ -122,6 +122,7 @@ def test_evaluations_are_called_on_their_steps(tmp_path: Path) -> None:
     assert steps == [2, 4, 5]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("changes", [{"save_every": 1}, {"evaluate_every": 1}], ids=str)
 def test_what_decides_nothing_may_change(changes: dict[str, object], tmp_path: Path) -> None:
     with pytest.raises(Killed):
@@ -153,6 +154,7 @@ def refused(made: Trainer, folder: Path) -> D2SDError:
     return caught.value
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("key", "value"),
     [

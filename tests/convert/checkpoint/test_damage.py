@@ -143,6 +143,7 @@ def test_a_header_may_begin_like_a_pickle(tmp_path: Path, first: bytes) -> None:
     assert read_headers(tmp_path)["a"].shape == (1,)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("damage", "named"), TEXTS.values(), ids=TEXTS.keys())
 def test_damaged_configs_are_named(project: Path, damage: Damage, named: str) -> None:
     damage(project)

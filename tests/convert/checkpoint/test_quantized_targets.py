@@ -298,7 +298,7 @@ def paths(value: object, at: str = "") -> Iterator[str]:
         yield from paths(inside, f"{at}{key}.")
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
 @pytest.mark.parametrize("value", [..., None, True, 4.0, 8.0, 0, -1, "x", [], {}, [[]]], ids=repr)
 def test_a_key_that_is_missing_or_odd_is_read_or_named(layout: Published, value: object, tmp_path: Path) -> None:

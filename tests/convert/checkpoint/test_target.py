@@ -29,6 +29,7 @@ def same(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
     return loaded.keys() == expected.keys() and all(torch.equal(loaded[n], t) for n, t in expected.items())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_target_is_read_and_rewritten(tmp_path: Path, family: Family, tie: bool) -> None:

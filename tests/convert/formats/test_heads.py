@@ -192,6 +192,7 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_target(tmp_path_factory.mktemp("target") / "t", DECODER)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", RELEASED)
 def test_is_read_as_published_and_written_as_our_own(tmp_path: Path, target: Path, name: str) -> None:
     one = RELEASED[name]

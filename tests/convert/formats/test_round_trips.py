@@ -108,6 +108,7 @@ def write_as(folder: Path, form: str, decoder: Decoder, drafter: Drafter) -> Pat
     return write_foreign(folder, fields, drafter.state_dict())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("to", ["z-lab", "speculators"])
 @pytest.mark.parametrize("form", ["z-lab", "modelopt", "specforge", "speculators"])
 def test_across_formats_logits_are_equal(

@@ -53,6 +53,7 @@ def measured(
     return measure_cell(engine_of(policy, concurrency), key_of(policy, concurrency), NAMED, plain, gap)[0]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid", "lookup"])
 def test_counts_add_up(policy: PolicyName, concurrency: int, monkeypatch: pytest.MonkeyPatch) -> None:

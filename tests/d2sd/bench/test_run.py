@@ -314,6 +314,7 @@ def test_more_methods_sets_and_runs_measure_what_is_new(project: Path, tmp_path:
     assert {cell.method for cell in result.cells} == {"off"}, "a result has what was asked for, not what lies there"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "changed", [("--max-new-tokens", "7"), ("--seed", "1"), ("--per-set", "1")], ids=lambda changed: changed[0]

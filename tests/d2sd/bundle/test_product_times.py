@@ -68,6 +68,7 @@ def first_row(**values: Any) -> Callable[[str], str]:
     return damage
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "damage",
     [

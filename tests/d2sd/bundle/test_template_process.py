@@ -127,7 +127,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("template", HOSTILE.values(), ids=HOSTILE.keys())
 def test_a_template_that_asks_for_too_much_ends_and_the_next_is_rendered(
     process: TemplateProcess, template: str

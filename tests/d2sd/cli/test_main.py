@@ -146,6 +146,8 @@ def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
     assert not imported("inspect", tmp_path / "out") & SLOW
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("output", [None, "built/here"])
 def test_where_a_bundle_goes(recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None) -> None:
     monkeypatch.chdir(tmp_path)

@@ -157,7 +157,7 @@ def test_a_large_response_is_the_same_as_a_small_one(
     assert len(large["choices"][0]["prompt_logprobs"]) == 2
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "body",
     [

@@ -43,7 +43,7 @@ def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, leng
     return [engine.generate([Request(tuple(ids), length, sampling, stop)])[0].answer for ids in prompts]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_generate_is_lossless(tiny_bundle: Path, policy: Policy, temperature: float) -> None:

@@ -64,6 +64,7 @@ def test_a_stream_adds_up(server: Running) -> None:
     assert raw.text.endswith("data: [DONE]\n\n")
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prompt", ["w5 w7 w9", [5, 7, 9], ["w5 w7 w9", "w31"], [[5, 7, 9], [31]]])
 @pytest.mark.parametrize("stream", [False, True])
 def test_completions_take_text_and_tokens(server: Running, llm: LLM, prompt: Any, stream: bool) -> None:
@@ -198,7 +199,7 @@ def test_logprobs_of_completions_have_offsets_into_the_text(server: Running) -> 
     assert second["7"]["decoded_token"].strip() == "w7"
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     "extra",
     [
@@ -279,6 +280,7 @@ def test_log_probabilities_are_the_prompt_logprobs_of_the_same_request(server: R
         assert echoed["logprobs"][name][4:] == moved
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("prompt", ["w5 w7", ["w5 w7", "w6"], [5, 7], [[5, 7], [6]]], ids=str)
 @pytest.mark.parametrize("length", [0, 4])
 def test_streams_and_whole_answers_begin_with_the_prompt(server: Running, prompt: Any, length: int) -> None:

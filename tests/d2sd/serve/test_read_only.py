@@ -100,6 +100,7 @@ def work() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("face", [python, serve, triton, worker])
 def test_a_bundle_is_served_from_a_read_only_volume(
     face: Callable[[Path, Path, pytest.MonkeyPatch], str],

@@ -267,6 +267,7 @@ def test_response_formats(forms: Running) -> None:
     assert found.choices[0].text in ("yes", "no")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
 def test_tool_calls(forms: Running, choice: Any) -> None:
     found = chosen(forms, tools=[TOOL], tool_choice=choice, parallel_tool_calls=False)

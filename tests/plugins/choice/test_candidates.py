@@ -124,6 +124,7 @@ def test_a_drafter_as_good_as_the_target_proposes_what_it_chooses(params: list[S
     assert torch.equal(proposed(logits, params, 3).top1[:, 0], chosen)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("vocab", [VOCAB, 300])
 @STEADY
 @given(others=st.lists(hot, min_size=2, max_size=2), seed=st.integers(0, 10_000))

@@ -90,7 +90,7 @@ class Coached(ModelRunner):
 SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": (40, 5)}  # a slot has 16 candidates
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("policy", "name"),
     [
@@ -109,7 +109,7 @@ def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -
     assert (runner.told[1] > 100) == (policy in ("d2sd", "hybrid"))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("first", "second"), SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "hybrid"])
 def test_either_drafter_may_have_one(policy: PolicyName, first: int | None, second: int | None) -> None:

@@ -43,6 +43,7 @@ def off(found: Tensor, expected: Tensor, x: Drawn) -> float:
     return float((found.double() - expected).abs().amax() / torch.maximum(scale, inputs * x.q.shape[-1] ** -0.5))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("seed", range(FEW))
 def test_trees_equal_loops(seed: int, exact: bool) -> None:

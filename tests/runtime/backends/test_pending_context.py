@@ -43,7 +43,7 @@ def never(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 10**9)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.usefixtures("never")
 @pytest.mark.parametrize("pages", [None, 11])
 @pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])

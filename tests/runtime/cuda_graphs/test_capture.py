@@ -141,7 +141,7 @@ GREEDY, HOT, NARROW, LOADED = (
 )
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(11)
 @pytest.mark.parametrize("policy", NAMES)
 @pytest.mark.parametrize(
     "kinds", [(GREEDY,), (HOT,), (GREEDY, HOT, NARROW), (GREEDY, LOADED)], ids=["greedy", "hot", "mixed", "loaded"]
@@ -153,6 +153,7 @@ def test_nothing_is_read_back_and_every_step_is_the_same(policy: PolicyName, kin
     check_same(steps)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["d2sd", "flex_parallel"])
 def test_steps_behind_windows_are_the_same(policy: PolicyName) -> None:
     """Of layers with and without a window, which have pages of their own."""
@@ -162,6 +163,7 @@ def test_steps_behind_windows_are_the_same(policy: PolicyName) -> None:
     assert any(s.cached > 7 + BLOCK for s in engine.scheduler.running)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
 def test_a_step_is_the_same_whatever_came_before(policy: PolicyName) -> None:
     """A prefill, many steps without a drafter, or few."""

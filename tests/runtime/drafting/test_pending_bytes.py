@@ -93,6 +93,7 @@ def noting_queues(engine: Engine) -> list[int]:
     return found
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize(
     ("policy", "windows"),

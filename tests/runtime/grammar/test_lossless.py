@@ -109,13 +109,14 @@ def run(
     return SequenceStats.merged(s.stats for s in sequences if s.request.grammar is not None)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", NAMES)
 def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
     stats = run(policy, requests())
     assert stats.tau > (1.5 if policy not in ("off", "lookup") else 0.9)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", [name for name, facts in FACTS.items() if facts.copies])
 def test_a_copy_that_the_grammar_forbids_is_no_node(policy: PolicyName) -> None:
     """Prompts hold what answers may not say, and what they may."""
@@ -124,6 +125,7 @@ def test_a_copy_that_the_grammar_forbids_is_no_node(policy: PolicyName) -> None:
     assert stats.accepted_branches[COPY] > 0
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_preempted_answers_stay_in_their_grammar(policy: PolicyName) -> None:
     assert run(policy, requests(), pages=18).preemptions > 0
@@ -152,6 +154,7 @@ def test_a_small_tree_is_filled() -> None:
     assert moved_up > 2
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_alone(policy: PolicyName) -> None:
     for request in requests()[:4]:

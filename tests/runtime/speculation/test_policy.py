@@ -61,7 +61,7 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", NAMES)
 @STEADY
 @given(made=passes(), budget=st.integers(2, 60))
@@ -82,7 +82,7 @@ def test_tree_equals_the_slow_one(name: PolicyName, made: Passes, budget: int) -
             assert [n.score for n in nodes] == pytest.approx([n.score for n in everything], abs=1e-4)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", NAMES)
 @STEADY
 @given(made=passes(ties=False), budget=st.integers(2, 30), more=st.integers(0, 30))

@@ -96,6 +96,7 @@ def test_a_killed_run_is_resumed(path: Path, tmp_path: Path) -> None:
     assert torch.equal(held(cache), held(fill(tmp_path / "other", answers)[0]))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("changed", ["tokens", "order", "aux_layer_ids", "shorter", "longer"])
 def test_other_data_starts_over(path: Path, tmp_path: Path, changed: str) -> None:
     """Also data of the very same size."""

@@ -214,6 +214,7 @@ def test_both_draft_among_the_ready_ones_vocabulary(project: Path) -> None:
     assert DFLASH.read_config(project / "out" / "second").draft_vocabulary == expected
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [

@@ -15,6 +15,7 @@ def test_without_a_share_all_are_greedy() -> None:
     assert {response_sampling(name, Data(prompts=[])) for name in NAMES} == {SamplingParams()}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("share", [0.0, 0.2, 1.0])
 def test_the_share_is_kept(share: float) -> None:
     data = Data(prompts=[], sampled=SampledResponses(share=share, temperature=0.7))

@@ -57,6 +57,7 @@ def test_a_damaged_response_is_named_by_file_and_line(finished: Path) -> None:
     assert "answers.jsonl:1" in refused(finished)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
@@ -116,6 +117,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     ["answers.jsonl", "turns.jsonl", "first.jsonl", "second.jsonl", "pace.jsonl", "screened.json", "features.json"],
@@ -147,12 +149,14 @@ def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: byt
     assert "asked.json" in refused(finished)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff", b'{"inputs": 1}'])
 def test_a_damaged_evaluation_is_measured_again(finished: Path, expected: dict[str, bytes], damage: bytes) -> None:
     (finished / "work" / "evaluation.json").write_bytes(damage)
     assert trained(finished) == expected
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("seed", range(2))
 def test_a_damaged_training_is_a_plan_or_a_message(project: Path, seed: int) -> None:
     add_documents_and_heads(project)

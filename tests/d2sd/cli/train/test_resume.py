@@ -52,6 +52,7 @@ POINTS = {
 FAST = {"answering", "training the first", "saving the second", "evaluating the pair"}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("undone", "name", "number"),
     [pytest.param(*point, id=at, marks=[] if at in FAST else pytest.mark.slow) for at, point in POINTS.items()],

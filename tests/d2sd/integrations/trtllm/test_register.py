@@ -171,7 +171,7 @@ STORED = (
 )  # fmt: skip
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", STORED)
 @pytest.mark.parametrize("what", ["type", "size", "absence"])
 def test_a_changed_tensor_of_the_slots(shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:

@@ -36,7 +36,7 @@ def same_steps(requests: list[Request], own: list[Request]) -> None:
         assert request.counts == other.counts
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("sm", [90, 100])
 @pytest.mark.parametrize(
     ("policy", "rows"), [("hybrid", 15), ("hybrid", 40), ("d2sd", 64), ("reanchor", 12), ("ddtree", 33), ("chain", 16)]
