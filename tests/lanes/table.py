@@ -137,7 +137,16 @@ LANES = {
     "mutants": Lane(
         "does a test notice? each mutant of every kernel and of the graphs' code",
         ("mutants",),
-        (*KERNELS, "runtime/cuda_graphs", "tests/mutants", "tests/cuda", "tests/plugins"),
+        (
+            *KERNELS,
+            "runtime/cuda_graphs",
+            "tests/mutants",
+            "tests/cuda/runtime",
+            "tests/plugins/kernels",
+            "tests/plugins/test_dependent_launch.py",
+            "tests/plugins/test_onnx.py",
+            *(f"tests/runtime/cuda_graphs/test_{name}.py" for name in ("steps", "context", "soak")),
+        ),
         counts=r"(?:(?P<passed>\d+) mutants, |(?P<failed>\d+) not as expected)",
         unit="mutants",
         minutes=45,

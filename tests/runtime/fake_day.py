@@ -68,7 +68,7 @@ def request(dice: random.Random, started: list[tuple[int, ...]]) -> Request:
     if dice.random() < 0.2:
         sampling["prompt_logprobs"] = dice.randrange(4)
     grammar = Thirds() if dice.random() < 0.1 else None
-    return Request(prompt, dice.randrange(1, 60), SamplingParams(**sampling), grammar=grammar, client=dice.choice("ab"))
+    return Request(prompt, dice.randrange(3, 60), SamplingParams(**sampling), grammar=grammar, client=dice.choice("ab"))
 
 
 def day(engine: Engine, dice: random.Random, steps: int) -> Counter[str]:
