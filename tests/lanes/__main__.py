@@ -102,8 +102,8 @@ def main(arguments: list[str]) -> int:
     red = []
     for name in arguments or [name for name, found in states.items() if found != "green"]:
         print(f"--- {name}: {LANES[name].proves} (some {LANES[name].minutes} minutes)", flush=True)
-        stamps = read_stamps() | {name: (stamp := run(name, LANES[name]))}  # another process may have run one meanwhile
-        write(stamps)
+        stamp = run(name, LANES[name])
+        write(read_stamps() | {name: stamp})  # another process may have run one meanwhile
         red += [name] if stamp.failed else []
         print(f"--- {name}: {stamp.passed} passed, {stamp.failed} failed, {stamp.skipped} skipped", flush=True)
     print(f"red: {', '.join(red)}" if red else "green")

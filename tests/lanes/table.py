@@ -7,7 +7,7 @@ from tests.lanes.lane import Lane
 #: What every program is made of. Only `lint`, `test`, `test-slow` and `readme` cover documents.
 PRODUCT = ("d2sd", "plugins", "modeling", "runtime", "convert", "train", "recipes", "models")
 ENGINE = ("plugins", "modeling", "runtime", "d2sd/policies.py", "d2sd/calibration.py")
-TOOLS = ("Makefile", "pyproject.toml", "constraints", "tests/conftest.py", "tests/tiny.py", "tests/convert/helpers.py")
+TOOLS = ("pyproject.toml", "constraints", "tests/conftest.py", "tests/tiny.py", "tests/convert/helpers.py")
 SERVED = ("plugins", "modeling", "runtime", "d2sd", ":!d2sd/bench", ":!d2sd/build", ":!d2sd/viz", ":!d2sd/cli")
 KERNELS = ("plugins/**/triton/**", "plugins/shared", "tests/ptx", "ptxsim")
 #: Random engines and what they are compared with.

@@ -94,11 +94,14 @@ def test_a_run_is_stamped_and_shown(
     opened = subprocess.Popen
 
     def popen(_: list[str], **settings: object) -> object:
+        command.write({"kernels": Stamp("deadbeef", "2026-11-26", 7, 0, 0, 1)})  # another process's, meanwhile
         return opened(["echo", "1 failed, 2 passed in 3.10s"], **settings)  # type: ignore[call-overload]
 
     monkeypatch.setattr(subprocess, "Popen", popen)
     assert command.main(["ptx"]) == 1
-    stamp = json.loads((tmp_path / "checks.json").read_text())["ptx"]
+    stamps = json.loads((tmp_path / "checks.json").read_text())
+    stamp = stamps["ptx"]
+    assert stamps["kernels"]["passed"] == 7
     assert (stamp["commit"], stamp["passed"], stamp["failed"]) == ("c0ffee", 2, 1)
     assert "| `ptx` |" in (tmp_path / "checks.md").read_text()
     assert "2 passed" in (tmp_path / "logs" / "ptx.log").read_text()

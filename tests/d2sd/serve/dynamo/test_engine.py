@@ -274,7 +274,7 @@ async def moved(bundle: Bundle, engine: Engine, sent: dict[str, Any], kill_at: i
     raise AssertionError("no end")
 
 
-@pytest.mark.sampled(7)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "sampling",
     [
