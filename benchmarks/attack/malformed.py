@@ -188,7 +188,8 @@ def _fields(draw: random.Random, scene: Scene) -> Case:
                 )
             case _:
                 body[draw.choice(_FIELDS)] = deepcopy(_value(draw))
-    return Case.of(body, path)
+    # An answer without a bound is as long as the context: its client leaves.
+    return Case.of(body, path, leaves=None if isinstance(body.get("max_tokens"), int) else 5.0)
 
 
 def _text(draw: random.Random, scene: Scene) -> Case:
