@@ -188,8 +188,9 @@ def _fields(draw: random.Random, scene: Scene) -> Case:
                 )
             case _:
                 body[draw.choice(_FIELDS)] = deepcopy(_value(draw))
-    # An answer without a bound is as long as the context: its client leaves.
-    return Case.of(body, path, leaves=None if isinstance(body.get("max_tokens"), int) else 5.0)
+    if body.get("max_tokens") is None:  # an answer without a bound is as long as the context, and no fault
+        body["max_tokens"] = scene.answer
+    return Case.of(body, path)
 
 
 def _text(draw: random.Random, scene: Scene) -> Case:
