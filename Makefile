@@ -37,7 +37,7 @@ PYTEST := $(BIN)/pytest --numprocesses=$(WORKERS) --maxprocesses=8 --dist=workst
 test: .venv/dev
 	$(PYTEST) -m "not slow and not full"
 
-## [12 min] the other tests that CI runs: real models, engines of three architectures, whole commands
+## [16 min] the other tests that CI runs: real models, engines of three architectures, whole commands
 test-slow: .venv/dev
 	$(PYTEST) -m "slow and not full" --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda
 
@@ -144,7 +144,7 @@ $(CLIENTS)/installed: constraints/clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --no-compile --requirement $<
 	touch $@
 
-## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: half an hour, two environments of a gigabyte.
+## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: eleven minutes, two environments of a gigabyte.
 ## KILLS=13 kills and drains 52 workers
 KILLS ?= 2
 DYNAMO_TESTS := -m pytest -p no:cacheprovider -rA tests/d2sd/serve/dynamo tests/deploy/test_dynamo.py

@@ -371,7 +371,7 @@ def main(repositories: Path, out: Path) -> None:
         try:
             made = sorted(rows(repositories), key=lambda row: row["id"])
         except D2SDError as error:
-            click.echo(f"{out / name}: not made: {error}")
+            click.echo(f"{out / name}: not made: {error.what} ({error.where})")
             continue
         lines = [json.dumps(row, ensure_ascii=False) + "\n" for row in made]
         (out / name).write_text("".join(lines), encoding="utf-8")

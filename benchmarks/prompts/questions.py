@@ -112,7 +112,7 @@ def main(repositories: Path, data: Path) -> None:
         try:
             rows = list(make(repositories))
         except D2SDError as error:
-            click.echo(f"{data / file}: not made: {error}")
+            click.echo(f"{data / file}: not made: {error.what} ({error.where})")
             continue
         path = data / file
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -40,7 +40,7 @@ LANES = {
         minutes=3,
     ),
     "test-slow": Lane(
-        "real models, engines of three architectures, whole commands", ("test-slow",), (".", RESULTS), minutes=12
+        "real models, engines of three architectures, whole commands", ("test-slow",), (".", RESULTS), minutes=16
     ),
     "gpu-dry": Lane(
         "the GPU suite, all but its launches, in an environment without a GPU",
@@ -110,7 +110,7 @@ LANES = {
             "tests/d2sd/serve/dynamo",
             *TOOLS,
         ),
-        minutes=30,
+        minutes=11,
     ),
     "engines": Lane(
         "what CI samples, whole: TensorRT engines, trees under the interpreter, tokens and exact mode in every case",
