@@ -85,11 +85,14 @@ def prefill_shapes(runner: ModelRunner, limits: Limits) -> list[PrefillShape]:
     counts = [*range(1, min(most, _MOST_SPLIT) + 1), most]
     widest = bucket(limits.pages_for(limits.max_context + runner.block_size))
     found: dict[object, PrefillShape] = {}
-    for shape in map(PrefillShape._make, product(counts, buckets(limits.prefill_chunk), buckets(widest))):
-        found.setdefault(_kernels(runner, shape), shape)
+    for requests, rows, pages in product(counts, buckets(limits.prefill_chunk), buckets(widest)):
+        held = min(rows, pages * limits.page_size)  # a table covers the positions of a chunk
+        if bucket(held) == rows:
+            shape = PrefillShape(requests, held, pages)
+            found.setdefault(_kernels(runner, shape), shape)
     # Prompts one by one, as `exact` attends to them: where the inputs of each begin decides their alignment.
     few = [PrefillShape(*shape) for shape in product((1, min(3, most)), (1, 2), {1, min(2, widest), widest})]
-    largest = PrefillShape(most, limits.prefill_chunk - most + 1, widest)
+    largest = PrefillShape(most, min(limits.prefill_chunk - most + 1, widest * limits.page_size), widest)
     return list(dict.fromkeys([*found.values(), *few, largest]))
 
 
