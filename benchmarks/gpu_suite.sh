@@ -1,13 +1,14 @@
 #!/bin/sh
-# Run the GPU measurements in three calls of eight minutes. Needs torch, and no package index.
+# Run the GPU measurements in five calls of eight minutes. Needs torch, and no package index.
 #
-#   sh benchmarks/gpu_suite.sh [--call 1|2|3] [--out build/gpu] [--resume FOLDER]
+#   sh benchmarks/gpu_suite.sh [--call 1|2|3|4|5] [--parts NAME ...] [--out build/gpu] [--resume FOLDER]
 #   sh benchmarks/gpu_suite.sh --dry    # without a GPU: everything but the launches, in OUT/dry
 #
 # Each call ends with tables in OUT/gpu.md, the figures beside what was predicted for them, and everything in OUT/gpu.json.
 # Another call with the same OUT, or with the OUT of an earlier one as --resume, measures what is missing. A machine whose
 # Triton the kernels refuse (torch 2.11 has 3.6.0), or without pydantic, needs `sh benchmarks/gpu_pack.sh pack triton`,
-# carried there and `take`n; the pack `rtx` is for the probe of TensorRT-RTX alone.
+# carried there and `take`n; the second call needs the pack `weights`; `compiled` saves the time of compilers; the pack
+# `rtx` is for the probe of TensorRT-RTX alone.
 #
 # The exit status is 0 where everything asked for was measured or cannot be here, 4 where kernels of d2sd would not have
 # run (`refused` in the tables: such a part has no figures), 2 for figures of another machine, else 1.
@@ -20,12 +21,22 @@ root=$PWD
 # The code is this checkout's: packages are top-level folders here, and inside d2sd when installed.
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-cp -r d2sd tests benchmarks plugins pyproject.toml "$tree/"
+cp -r d2sd tests benchmarks plugins recipes models pyproject.toml "$tree/"
+[ ! -d data ] || cp -r data "$tree/"
 for package in plugins modeling convert runtime train; do
     rm -rf "$tree/d2sd/$package" && cp -r $package "$tree/d2sd/$package"
 done
 sh benchmarks/gpu_pack.sh unpack || echo "what was taken could not be unpacked: it is not used" >&2
-PYTHONPATH="$tree:$KEEP/triton/unpacked/site:$KEEP/rtx/unpacked/site${PYTHONPATH:+:$PYTHONPATH}"
+weights=$KEEP/weights/unpacked compiled=$KEEP/compiled/unpacked/cache
+if [ -d "$weights" ]; then
+    cp -r "$weights/models" "$weights/data" "$tree/"
+    export D2SD_CACHE="${D2SD_CACHE:-$weights/cache}"
+fi
+if [ -d "$compiled" ]; then
+    PYTHONPATH="$tree" $PYTHON -m benchmarks.gpu.compiled relocate "$compiled"
+    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$compiled}"
+fi
+PYTHONPATH="$tree:$KEEP/triton/unpacked/site:$KEEP/rtx/unpacked/site:$weights/site${PYTHONPATH:+:$PYTHONPATH}"
 # No part may measure PyTorch in place of the kernels.
 D2SD_NO_FALLBACK=1
 export PYTHONPATH D2SD_COMMIT D2SD_NO_FALLBACK

@@ -15,7 +15,7 @@ from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
 from d2sd.bench.roofline import PEAKS
 
-COPY = "copy/rate"
+COPY = "ceilings/copy"
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ _COUNTED = "docs/kernel-times.md, 7.7 µs"
 _NODES = "docs/kernel-times.md: nodes, copies, and products of two kernels"
 _OURS = "times.ours.ms"
 
-PREDICTIONS = (
+PREDICTIONS: tuple[Prediction, ...] = (
     Prediction(COPY, 2900, 3050, "PyTorch's copy on other cards of this kind, read and write", "gb_per_s"),
+    Prediction("ceilings/read", 3000, 3100, "90 to 93 % of the data sheet", "gb_per_s"),
+    Prediction("ceilings/read", 4300, 4500, "90 to 93 % of the data sheet", "gb_per_s", gpu="H200"),
     Prediction(COPY, 4200, 4350, "PyTorch's copy on other cards of this kind, read and write", "gb_per_s", gpu="H200"),
     Prediction("steps/bf16 off x1", 6.0, 6.4, _REVIEW),
     Prediction("steps/bf16 d2sd x1", 8.8, 9.7, _REVIEW),
@@ -66,6 +68,37 @@ PREDICTIONS = (
     Prediction("choices/choose top-p V=151936 x1", 0.010, 0.030, _BOUND, _OURS),
     Prediction("choices/choose top-p V=151936 x32", 0.1, 0.3, _BOUND, _OURS),
     Prediction("choices/grow 64 x1", 0.005, 0.015, _BOUND, _OURS),
+)
+#: Milliseconds of steps with 1, 4, 8, 16 and 32 requests by the review's model of nodes, on an H200.
+_MODEL = "the review's model of nodes"
+_BATCHES = (1, 4, 8, 16, 32)
+_H200 = {
+    "bf16 off x{}": (4.85, 5.07, 5.45, 6.21, 7.74),
+    "bf16 chain x{} 16 nodes": (6.13, 6.24, 7.04, 10.6, 19.6),
+    "bf16 ddtree x{}": (6.20, 9.12, 15.9, 29.8, 58.0),
+    "bf16 hybrid x{} 16 nodes": (7.21, 7.89, 10.1, 16.4, 30.7),
+    "bf16 hybrid x{} 16 nodes 1 branches": (7.18, 7.35, 8.28, 12.4, 23.1),
+    "bf16 hybrid x{}": (7.28, 10.7, 18.9, 35.6, 69.1),
+    "mixed hybrid x{} V=32768": (6.35, 9.53, 16.9, 31.9, 62.0),
+    "fp8 off x{} V=32768": (3.49, 3.70, 4.08, 4.85, 6.37),
+    "fp8 chain x{} 16 nodes V=32768": (4.29, 4.40, 5.14, 7.68, 13.8),
+    "fp8 hybrid x{} V=32768": (4.97, 7.38, 12.6, 23.5, 45.3),
+}
+#: The same in steps of plain decoding, on an H100.
+_H100 = {
+    "bf16 hybrid x{}": (1.48, 1.63, 2.60, 4.21, 6.50),
+    "bf16 hybrid x{} 16 nodes": (1.47, 1.47, 1.65, 2.02, 3.01),
+    "bf16 hybrid x{} 16 nodes 1 branches": (1.47, 1.44, 1.46, 1.57, 2.32),
+}
+PREDICTIONS += tuple(
+    Prediction(f"budgets/{name.format(batch)}", value, value, _MODEL, gpu="H200")
+    for name, values in _H200.items()
+    for batch, value in zip(_BATCHES, values, strict=True)
+)
+PREDICTIONS += tuple(
+    Prediction(f"budgets/{name.format(batch)}", value, value, _MODEL, over=f"budgets/bf16 off x{batch}")
+    for name, values in _H100.items()
+    for batch, value in zip(_BATCHES, values, strict=True)
 )
 #: What "share" divides by, of each case's times; the first that it has.
 SHARED = ("ours", "plain")

@@ -2,9 +2,10 @@
 
 Weights are random, which changes no time.
 
-Each step is timed as the engine serves it, with the fastest forms of its products, inputs uploaded and result read:
-operator by operator (eager: what the host needs is in it) and as one CUDA graph. Beside the times are its bytes and
-graph nodes as `count` finds them without a GPU; docs/roofline.md has the same rows by arithmetic.
+Each step is timed as the engine serves it, with the fastest forms of its products: operator by operator (eager: what
+the host needs is in it) and as one CUDA graph, whose inputs are uploaded and which is replayed ten times in a row, as
+an engine does that runs one step ahead. Beside the times are its bytes and graph nodes as `count` finds them without a
+GPU; docs/roofline.md has the same rows by arithmetic.
 """
 
 from __future__ import annotations
@@ -62,22 +63,27 @@ class Step:
     """A decode step. `drafted`: size of the draft vocabulary, None for the target's whole vocabulary."""
 
     policy: PolicyName
-    kind: str = "bf16"  # or "fp8", as `d2sd build` quantizes
+    kind: str = "bf16"  # or "fp8", as `d2sd build` quantizes, or "mixed": FP8 drafters of a bf16 target
     batch: int = 1
     drafted: int | None = None
     params: SamplingParams = GREEDY
     exact: bool = False  # batch-invariant
+    nodes: int = ROWS
+    branches: int = BRANCHES
 
     @property
     def name(self) -> str:
         drafted = f" V={self.drafted}" if self.drafted else ""
         heat = f" T={self.params.temperature:g}" if self.params.temperature else ""
-        return f"{self.kind} {self.policy} x{self.batch}{drafted}{heat}{' exact' if self.exact else ''}"
+        tree = f" {self.nodes} nodes" if self.nodes != ROWS else ""
+        tree += f" {self.branches} branches" if self.branches != BRANCHES else ""
+        return f"{self.kind} {self.policy} x{self.batch}{tree}{drafted}{heat}{' exact' if self.exact else ''}"
 
     def make_policy(self) -> Policy:
-        return make_policy(self.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
+        return make_policy(self.policy, block_size=BLOCK_SIZE, branches=self.branches, row_budget=self.nodes)
 
 
+_IN_A_ROW = 10
 #: Policy -> batch sizes. A row more here is a row more in docs/roofline.md and in the GPU suite.
 BATCHES: dict[PolicyName, tuple[int, ...]] = {
     "off": (1, 8),
@@ -153,23 +159,44 @@ def step(one: Step, note: Note, device: str = "cuda", choose: bool = False) -> d
     moved = traffic.read(counted) + traffic.written(counted)
     figures: dict[str, Any] = {"gb": moved / 1e9, "nodes": len(counted), "by_arithmetic_ms": arithmetic(counted)}
     note(**figures)
-    runner, policy = made(one, device), one.make_policy()
+    runner = made(one, device)
     if choose:
         choose_products(runner, None)
-    inputs, draft, steps = requests(one, runner), host_draft(one), DecodeSteps(runner, LIMITS)
+    return timed(one, runner, note, figures, eager=True)
+
+
+def timed(
+    one: Step, runner: ModelRunner, note: Note, figures: dict[str, Any], *, eager: bool = False
+) -> dict[str, Any]:
+    """`figures` and the milliseconds of a captured step. `eager`: also those of a step launched operator by operator,
+    and what both launch.
+
+    Raises where a replay of the graph gives other tokens than the eager step.
+    """
+    policy, inputs, draft, steps = (
+        one.make_policy(),
+        requests(one, runner),
+        host_draft(one),
+        DecodeSteps(runner, LIMITS),
+    )
 
     def run() -> torch.Tensor:
         return steps.run(policy, inputs, draft, graph=steps.graph_for(policy, inputs, draft)).packed
 
     runner.capture = None
     expected = run().clone()
-    figures |= {"eager_ms": median(_seconds(run) for _ in range(8)) * 1000, "kernels": _kernels(run)}
-    note(**figures)
+    if eager:
+        figures |= {"eager_ms": median(_seconds(run) for _ in range(8)) * 1000}
+        figures |= {"kernels": sum(count for count, _ in kernels_of(run).values())}
+        note(**figures)
     runner.capture = CudaGraphs(runner.device)
-    captured = run()
-    if not torch.equal(captured, expected):
+    if not torch.equal(run(), expected):
         raise RuntimeError("the captured step commits other tokens than the eager step")
-    figures["graph_ms"] = median(_seconds(run) for _ in range(15)) * 1000
+    figures["graph_ms"] = in_a_row(run)
+    if eager:
+        figures["alone_ms"] = median(_seconds(run) for _ in range(15)) * 1000
+        note(**figures)
+        figures["profile"] = {name: [n, round(us, 1)] for name, (n, us) in kernels_of(run).items()}
     return figures
 
 
@@ -257,9 +284,8 @@ def models(kind: str, drafted: int | None, device: str, exact: bool) -> tuple[De
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.data.normal_(std=0.02)
-    if kind == "fp8":
-        for model in (target, first, second, flex):
-            _quantize(model)
+    for model in {"fp8": (target, first, second, flex), "mixed": (first, second, flex)}.get(kind, ()):
+        _quantize(model)
     flex.join(target)
     return target, first, second, flex
 
@@ -299,12 +325,28 @@ def _seconds(run: Any) -> float:
     return time.perf_counter() - start
 
 
-def _kernels(run: Any) -> int:
-    """Kernels, copies and fills on the device."""
+def in_a_row(run: Any) -> float:
+    """Milliseconds of one of ten runs that follow each other without a wait, the median of three times."""
+    run()
+
+    def once() -> float:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        for _ in range(_IN_A_ROW):
+            run()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / _IN_A_ROW
+
+    return median(once() for _ in range(3))
+
+
+def kernels_of(run: Any) -> dict[str, tuple[int, float]]:
+    """Launches and microseconds of each kernel, copy and fill on the device, by name; none where CUPTI is missing."""
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA]) as profile:
         run()
         torch.cuda.synchronize()
     # The profile also has the host's calls, each of which launched one of them.
-    on_device = torch._C._autograd.DeviceType.CUDA
-    return sum(event.count for event in profile.key_averages() if event.device_type == on_device)
+    events = [event for event in profile.key_averages() if str(event.device_type).endswith("CUDA")]
+    return {event.key[:120]: (event.count, float(event.self_device_time_total)) for event in events}

@@ -1,10 +1,12 @@
-"""GPU measurements in three calls of eight minutes each, the most informative first.
+"""GPU measurements in five calls of eight minutes each at most, the most informative first.
 
-    sh benchmarks/gpu_suite.sh [--call 1|2|3] [--out build/gpu] [--resume FOLDER] [--budget 480] [--dry]
+    sh benchmarks/gpu_suite.sh [--call 1|...|5] [--out build/gpu] [--resume FOLDER] [--budget 480] [--dry]
 
-1. Are the kernels right, do captured steps serve the same tokens, and what does a step take?
-2. What do attention, products, layers and every kind of step take?
-3. Choice of tokens and trees, exact mode, peers, the tests, training, TensorRT-RTX.
+1. What can the card do, and what does a step of each policy take by batch, nodes and branches?
+2. Tokens a second of every policy with a real pair, and whether they are lossless.
+3. Are the kernels right, do captured steps serve the same tokens, and what do the main steps take?
+4. What do attention, products, layers and every kind of step take?
+5. Choice of tokens and trees, exact mode, peers, the tests, training, TensorRT-RTX.
 
 Each part is a process of its own with a share of the time; one that dies is started again behind the case that killed
 it. Parts of a call that time nothing run first, side by side: they wait for compilers most of the time. `gpu.json`
@@ -62,30 +64,33 @@ class Part:
 
 #: Their most seconds exceed a call's budget: a part that needs less leaves its time to the later ones.
 PARTS = {
-    "copy": Part(1, 40, kernels=False, launches=False),
-    "checks": Part(1, 110, timed=False),
-    "replay": Part(1, 40, timed=False),
-    "layers": Part(1, 90, timed=False),
-    "captured": Part(1, 120, timed=False),
-    "first_steps": Part(1, 170),
-    "times": Part(2, 190),
-    "products": Part(2, 60, launches=False),  # PyTorch's alone for many rows
-    "passes": Part(2, 60),
-    "steps": Part(2, 270),
-    "writes": Part(2, 40),
-    "choices": Part(3, 140),
-    "exact": Part(3, 100),
-    "flex": Part(3, 100),
-    "pytest": Part(3, 150, launches=False, timed=False),  # its processes launch them
-    "training": Part(3, 70, kernels=False, launches=False, timed=False),
-    "probe": Part(3, 100, kernels=False, launches=False),
+    "ceilings": Part(1, 40, kernels=False, launches=False),
+    "budgets": Part(1, 400, launches=False),  # its lists of products launch nothing
+    "bundles": Part(2, 200, kernels=False, launches=False),
+    "endtoend": Part(2, 450, launches=False),  # its processes launch them
+    "checks": Part(3, 110, timed=False),
+    "replay": Part(3, 40, timed=False),
+    "layers": Part(3, 90, timed=False),
+    "captured": Part(3, 120, timed=False),
+    "first_steps": Part(3, 170),
+    "times": Part(4, 190),
+    "products": Part(4, 60, launches=False),  # PyTorch's alone for many rows
+    "passes": Part(4, 60),
+    "steps": Part(4, 270),
+    "writes": Part(4, 40),
+    "choices": Part(5, 140),
+    "exact": Part(5, 100),
+    "flex": Part(5, 100),
+    "pytest": Part(5, 150, launches=False, timed=False),  # its processes launch them
+    "training": Part(5, 70, kernels=False, launches=False, timed=False),
+    "probe": Part(5, 100, kernels=False, launches=False),
 }
-CALLS = (1, 2, 3)
+CALLS = (1, 2, 3, 4, 5)
 #: Parts that run, or report why not, without a CUDA device.
 ANYWHERE = ("probe",)
 #: What other modules than those of their names have.
 ELSEWHERE = {
-    "copy": ("copy_rate", "cases"),
+    "bundles": ("endtoend", "bundle_cases"),
     "checks": ("kernels", "check_cases"),
     "times": ("kernels", "time_cases"),
     "flex": ("kernels", "flex_cases"),
@@ -102,7 +107,7 @@ GRACE = 20
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, default=Path("build/gpu"))
-    parser.add_argument("--call", type=int, choices=CALLS, help="one of the three; else all, each with the budget")
+    parser.add_argument("--call", type=int, choices=CALLS, help="one of the five; else all, each with the budget")
     parser.add_argument(
         "--only", choices=("checks", "times"), help="the parts of a call that time nothing, or those that do"
     )
@@ -110,6 +115,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--budget", type=float, default=480, help="seconds of a call")
     parser.add_argument("--dry", action="store_true", help="without a GPU and without launches; figures stay empty")
     parser.add_argument("--engines", type=Path, default=Path("build/gpu/engines"), help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, help="these parts alone, whichever call has them")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)
     chosen = parser.parse_args(arguments)
@@ -135,9 +141,9 @@ def main(arguments: list[str]) -> int:
     if chosen.dry:
         record.rows.clear()  # all of them, every time
         record.write()
-    for call in [chosen.call] if chosen.call else CALLS:
+    for call in [chosen.call] if chosen.call or chosen.parts else CALLS:
         deadline = time.time() + (dry.SECONDS if chosen.dry else chosen.budget)
-        parts = {name: one for name, one in PARTS.items() if one.call == call}
+        parts = {name: one for name, one in PARTS.items() if one.call == call or name in (chosen.parts or ())}
         if chosen.only != "times":
             checks = [name for name, one in parts.items() if not one.timed]
             run_side_by_side(checks, chosen.out, chosen.engines, deadline, dry=chosen.dry)
@@ -177,8 +183,9 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     """The cases of a part; its modules are imported by its own process only."""
     module, name = ELSEWHERE.get(part, (part, "cases"))
     make = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
-    given = {"probe": (engines,), "pytest": (out, until), "training": (out, until)}.get(part, ())
-    return make(*given)  # type: ignore[no-any-return]
+    given: dict[str, tuple[Any, ...]] = {"probe": (engines,)}
+    given |= dict.fromkeys(("pytest", "training", "bundles", "endtoend"), (out, until))
+    return make(*given.get(part, ()))  # type: ignore[no-any-return]
 
 
 def run_side_by_side(parts: list[str], out: Path, engines: Path, deadline: float, *, dry: bool = False) -> None:

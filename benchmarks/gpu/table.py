@@ -49,9 +49,20 @@ def _lines(environment: dict[str, Any], rows: Rows) -> Iterator[tuple[str, ...]]
     for key, row in _part(rows, "probe").items():
         if "answer" in row:
             yield f"TensorRT-RTX, engine {key.removeprefix('probe/')}", "1", row["answer"][:160], ""
-    rate = rows.get("copy/rate", {}).get("gb_per_s")
+    rate = rows.get("ceilings/copy", {}).get("gb_per_s")
     if rate:
         yield "copy, bytes read and written", "1", f"{rate:.0f} GB/s", ""
+    for key, row in _part(rows, "ceilings").items():
+        what, unit = ("gb_per_s", "GB/s") if "gb_per_s" in row else ("tflops", "TFLOP/s")
+        if what in row and key != "ceilings/copy":
+            yield _short(key), "1", f"{row[what]:.0f} {unit}", row.get("card", "")
+    for key, row in _part(rows, "budgets").items():
+        if "graph_ms" in row:
+            yield f"step {_short(key)}", "1", f"{row['graph_ms']:.2f} ms captured", ""
+    for method, row in rows.get("endtoend/bf16", {}).get("methods", {}).items():
+        flights = [one for one in row["rounds"][-1:] for one in one if "tokens_per_s" in one]
+        speeds = ", ".join(f"{one['in_flight']}: {one['tokens_per_s']:.0f}" for one in flights)
+        yield f"tokens/s of {method}, by requests in flight", str(len(flights)), speeds, ""
     for part, what in (
         ("checks", "attention: error, of its bound"),
         ("replay", "one CUDA graph, other lengths: error"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import copy_rate, kernels, peers, replay, timing, writes
+from benchmarks.gpu import ceilings, kernels, peers, replay, timing, writes
 from benchmarks.gpu.call import Wrong, make_call
 from benchmarks.gpu.cases import Skip
 from benchmarks.gpu.shapes import Shape
@@ -116,7 +116,7 @@ def test_writes_are_the_specifications() -> None:
 
 def test_a_copy_is_read_and_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 20, 1 << 20))
-    row = copy_rate.measure(nothing, "cpu")
+    row = ceilings.measure(nothing, "cpu")
     assert row["bytes"] == 1 << 17
     assert row["gb_per_s"] == 2 * 2**17 / 0.5e-3 / 1e9  # twice the bytes in half a millisecond
     assert row["times"] == {"copy": ROW, "least": ROW}

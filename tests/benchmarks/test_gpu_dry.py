@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.gpu import copy_rate, dry, suite, writes
+from benchmarks.gpu import ceilings, dry, suite, writes
 from benchmarks.gpu.record import Record
 from benchmarks.gpu.table import render
 
@@ -31,7 +31,8 @@ def run(part: str, folder: Path, most: int) -> dict[str, dict[str, Any]]:
 @pytest.mark.parametrize(
     ("part", "most"),
     [
-        ("copy", 1),
+        ("ceilings", 7),
+        ("budgets", 9),
         ("checks", 3),
         ("replay", 3),
         ("layers", 8),
@@ -48,7 +49,7 @@ def test_cases_run_without_a_gpu(part: str, most: int, tmp_path: Path) -> None:
     rows = run(part, tmp_path, most)
     assert len(rows) == most
     assert not dry.errors(rows)
-    assert "| what | cases |" in render({}, rows | {copy_rate.KEY: {"status": "ok", "gb_per_s": math.nan}})
+    assert "| what | cases |" in render({}, rows | {ceilings.KEY: {"status": "ok", "gb_per_s": math.nan}})
 
 
 def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,7 +63,7 @@ def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_dry_run_does_not_continue_a_record_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record = Record(tmp_path)
     record.resume(suite.environment() | {"device": "H100"})
-    record.put("copy/rate", "ok")
+    record.put("ceilings/copy", "ok")
     assert suite.main(["--dry", "--out", str(tmp_path)]) == 2
     assert "another environment" in capsys.readouterr().err
-    assert Record(tmp_path).rows["copy/rate"]["status"] == "ok"
+    assert Record(tmp_path).rows["ceilings/copy"]["status"] == "ok"

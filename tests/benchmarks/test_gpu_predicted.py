@@ -15,7 +15,7 @@ from benchmarks.gpu.predicted import PREDICTIONS, Prediction, compare
 
 H100 = {"device": "NVIDIA H100 80GB HBM3"}
 ROWS: dict[str, dict[str, Any]] = {
-    "copy/rate": {"status": "ok", "gb_per_s": 3000.0},
+    "ceilings/copy": {"status": "ok", "gb_per_s": 3000.0},
     "a/1": {"status": "ok", "graph_ms": 6.0, "by_arithmetic_ms": {"H100": [4.0, 4.5, 5.0]}},
     "a/2": {"status": "started", "gb": 1.0},
     "first_a/2": {"status": "ok", "graph_ms": 3.0},
@@ -66,7 +66,7 @@ def test_products_and_tensor_cores_have_lines() -> None:
     peak = 989e12
     attention = {"group": "32/8x128 bf16", "bytes": 10**9, "flops": int(peak * 1e-3)}
     found = {
-        "copy/rate": ROWS["copy/rate"],
+        "ceilings/copy": ROWS["ceilings/copy"],
         "products/fp8 qkv r1": {
             "status": "ok",
             "bytes": 3 * 10**9,

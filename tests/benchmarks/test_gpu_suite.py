@@ -103,25 +103,25 @@ def test_a_part_goes_on_behind_a_case_that_died(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     ends: list[tuple[list[tuple[str, str]], int]] = [
-        ([("copy/1", "ok"), ("copy/2", "started")], -11),
-        ([("copy/3", "failed")], LOST),
-        ([("copy/4", "ok")], 0),
+        ([("ceilings/1", "ok"), ("ceilings/2", "started")], -11),
+        ([("ceilings/3", "failed")], LOST),
+        ([("ceilings/4", "ok")], 0),
     ]
 
     def process(arguments: list[str], seconds: float) -> int:
-        assert 0 < seconds <= suite.PARTS["copy"].seconds + suite.GRACE
+        assert 0 < seconds <= suite.PARTS["ceilings"].seconds + suite.GRACE
         rows, status = ends.pop(0)
         for key, value in rows:
             Record(tmp_path).put(key, value)
         return status
 
     monkeypatch.setattr(suite, "_process", process)
-    suite.run_part("copy", tmp_path, tmp_path, time.time() + 400)
-    assert statuses(tmp_path) == {"copy/1": "ok", "copy/2": "died", "copy/3": "failed", "copy/4": "ok"}
-    assert Record(tmp_path).rows["copy/2"]["reason"] == "its process ended with -11"
+    suite.run_part("ceilings", tmp_path, tmp_path, time.time() + 400)
+    assert statuses(tmp_path) == {"ceilings/1": "ok", "ceilings/2": "died", "ceilings/3": "failed", "ceilings/4": "ok"}
+    assert Record(tmp_path).rows["ceilings/2"]["reason"] == "its process ended with -11"
     ends.append(([], 1))  # dies outside of any case: it would do so for ever
-    suite.run_part("copy", tmp_path, tmp_path, time.time() + 400)
-    assert statuses(tmp_path)["copy/all"] == "died"
+    suite.run_part("ceilings", tmp_path, tmp_path, time.time() + 400)
+    assert statuses(tmp_path)["ceilings/all"] == "died"
     suite.run_part("flex", tmp_path, tmp_path, time.time() + suite.GRACE - 1)
     assert statuses(tmp_path)["flex/all"] == "no time"
 

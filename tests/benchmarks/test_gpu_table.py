@@ -18,7 +18,7 @@ def times(**ms: float) -> dict[str, Any]:
 #: The copy moves 4000 GB/s: 1 GB in half a millisecond is half of it.
 ROWS: dict[str, Any] = {
     "probe/portable": {"status": "ok", "answer": "validity: a|b"},
-    "copy/rate": {"status": "ok", "gb_per_s": 4000.0},
+    "ceilings/copy": {"status": "ok", "gb_per_s": 4000.0},
     "checks/small": {"status": "ok", "error_of_budget": 0.25, "relative_error_of_budget": 0.5},
     "checks/middle": {"status": "ok", "error_of_budget": 0.75, "relative_error_of_budget": 0.5},
     "checks/wrong": {"status": "failed", "reason": "Wrong: past the bounds"},
@@ -92,7 +92,7 @@ def test_table_of_a_recorded_result() -> None:
 def gate_rows() -> dict[str, Any]:
     row = {"status": "ok", "group": GATE.group_name, "rows": GATE.rows, "bytes": 10**9}
     return {
-        "copy/rate": ROWS["copy/rate"],
+        "ceilings/copy": ROWS["ceilings/copy"],
         f"times/{GATE.name}": row | {"times": times(ours=0.3125, gather=0.1, sdpa_efficient=0.375, flashinfer=0.25)},
         f"flex/{GATE.name}": {"status": "ok", "times": times(ours=0.25, flex=0.5)},
     }

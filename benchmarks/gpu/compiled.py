@@ -1,0 +1,177 @@
+"""Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
+
+    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE]  # here, with tensors on the meta device
+    python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
+    python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
+
+Launches of the steps of `budgets`, and of engines of a bundle as `endtoend` makes them, are compiled for compute
+capability 9.0 exactly as a launch compiles them. An entry's name hashes Triton's own files, among them its library,
+which differs by Python: KEY is what `triton_key` says there. What an entry lacks is compiled there as ever.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+
+def relocate(folder: Path) -> int:
+    """Let the entries of a cache name their files where they are now; returns the number of entries."""
+    groups = sorted(folder.glob("*/__grp__*.json"))
+    for group in groups:
+        found = json.loads(group.read_text())
+        found["child_paths"] = {name: str(group.parent / name) for name in found["child_paths"]}
+        group.write_text(json.dumps(found))
+    return len(groups)
+
+
+#: Before anything is put in its place.
+_LAUNCH = JITFunction.run
+
+
+@contextmanager
+def compiling(key: str, seen: Counter[str]) -> Iterator[None]:
+    """Launches on the meta device compile for an H100, and run nothing."""
+    from triton.runtime import cache  # type: ignore[import-untyped]
+
+    from benchmarks.ahead_of_time import pretended
+
+    begun = time.time()
+
+    def compiled(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not seen[kernel.__name__]:
+            print(f"{time.time() - begun:6.0f} s {kernel.__name__}", file=sys.stderr)
+        seen[kernel.__name__] += 1
+        return _LAUNCH(kernel, *args, grid=grid, warmup=True, **options)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(cache, "triton_key", lambda: key))
+        stack.enter_context(patch.object(JITFunction, "run", compiled))
+        stack.enter_context(pretended(90, "cache"))
+        yield
+
+
+def fill_budgets(key: str, only: str) -> None:
+    """Compile the kernels of the steps of `budgets`. A few layers are enough, but not one: 1 would be compiled in."""
+    from dataclasses import replace
+
+    from benchmarks.gpu import budgets, dry, steps
+
+    seen: Counter[str] = Counter()
+    small = replace(steps.BODY, num_layers=3)
+    with (
+        patch.object(steps, "BODY", small),
+        patch.object(steps, "DRAFTER_LAYERS", 2),
+        patch.object(steps, "FLEX_LAYERS", 2),
+        patch.object(steps, "FEATURE_LAYERS", (0, 1, 0, 1, 0)),
+    ):
+        for name, measure in budgets.cases():
+            if name.startswith(f"budgets/{only}") and "profile" not in name and "products" not in name:
+                print(name, file=sys.stderr)
+                with dry.nothing_runs(), compiling(key, seen):
+                    measure(lambda **_: None, device="meta")  # type: ignore[call-arg]
+
+
+def fill_products(key: str, seen: Counter[str]) -> None:
+    """Compile the batch-invariant product in the shapes of the models that were made last, for their choice at load."""
+    import torch
+
+    from benchmarks.gpu import dry, steps
+    from d2sd.modeling.product_forms import FORMS, forms
+    from d2sd.runtime.product_times import _weights, products_of
+
+    with dry.nothing_runs(), compiling(key, seen):
+        for kind, drafted in (("bf16", None), ("mixed", 32768), ("fp8", 32768)):
+            weights: dict[Any, Any] = {}
+            for name in ("hybrid", "flex"):
+                runner = steps.made(steps.Step(name, kind, drafted=drafted), "meta")
+                weights |= {_weights(product).shape: _weights(product) for product in products_of(runner)}
+            for each in weights.values():
+                for rows in (1, 2, 16):
+                    x = torch.empty(rows + 256, each.values.shape[1], dtype=each.values.dtype, device="meta")[:rows]
+                    for form in forms(rows, each, (9, 0)):
+                        if form is FORMS[-1]:
+                            form.call(x, each)
+
+
+def fill_engines(key: str, folder: Path) -> None:
+    """Compile what engines of this bundle run for prompts and for greedy and sampled steps, up to 32 requests."""
+    import torch
+
+    from benchmarks.gpu.endtoend import METHODS
+    from d2sd.bundle.load import load_bundle
+    from d2sd.bundle.serving import auto_policies, candidate_policies, make_engine
+    from d2sd.runtime.batch import Batch
+    from d2sd.runtime.request import buckets
+    from d2sd.runtime.sampling_params import SamplingParams
+    from d2sd.runtime.staging import Staging
+    from d2sd.runtime.warm_up import warm_up
+    from tests.runtime.meta_gpu import MetaCaptures, meta_gpu
+    from tests.runtime.specialisations import Specialisations
+
+    seen: Counter[str] = Counter()
+    bundle = load_bundle(folder, verify=False)
+    tree = bundle.recipe.tree.model_copy(update={"lookup": True})
+    names = auto_policies(bundle.draft_configs, bundle.calibration)
+    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
+    with meta_gpu(Specialisations()), compiling(key, seen), torch.inference_mode(), on_meta:
+        for method, nodes in METHODS:
+            if method.startswith("auto"):
+                continue
+            print(f"{method} {nodes}", file=sys.stderr)
+            more: dict[str, Any] = {"row_budget": nodes} if nodes > 1 else {}
+            engine = make_engine(bundle, policy=method, lookup=False, device="meta", max_batch=32, **more)  # type: ignore[arg-type]
+            engine.runner.capture = MetaCaptures("meta")
+            engine.runner.staging = Staging("meta", engine.runner.capture.mark)
+            if method == "off":
+                warm_up(engine.runner, engine.steps, engine.limits, ())
+            policies = [engine.policy]
+            if method == "hybrid+lookup":
+                for copies in (False, True):
+                    asked = tree.model_copy(update={"lookup": copies})
+                    policies += candidate_policies(asked, 64, names, bundle.drafters)
+                    engine.allow(policies)
+            for policy in policies:
+                for size in reversed(buckets(32)):
+                    for kind in (SamplingParams(), SamplingParams(1.0)):
+                        like = size, 1, 0, engine.runner.vocab_size, "meta", kind
+                        engine.steps.graph_for(policy, Batch.dummy(*like))
+
+
+def main(arguments: list[str]) -> None:
+    if arguments[:1] == ["key"]:
+        from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
+
+        print(triton_key())
+        return
+    if arguments[:1] == ["relocate"]:
+        print(f"{relocate(Path(arguments[1]))} kernels are compiled", file=sys.stderr)
+        return
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("cache", type=Path)
+    parser.add_argument("--key", required=True)
+    parser.add_argument("--bundle", type=Path, help="compile for engines of this bundle")
+    parser.add_argument("--only", default="", help="budgets whose names begin so")
+    chosen = parser.parse_args(arguments)
+    os.environ |= {"TRITON_CACHE_DIR": str(chosen.cache), "TRITON_STORE_BINARY_ONLY": "1"}
+    if chosen.bundle:
+        fill_engines(chosen.key, chosen.bundle)
+    else:
+        fill_budgets(chosen.key, chosen.only)
+        fill_products(chosen.key, Counter())
+    print(f"{len(list(chosen.cache.glob('*/__grp__*.json')))} kernels", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

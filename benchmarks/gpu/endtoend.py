@@ -1,0 +1,282 @@
+"""Tokens a second of every policy with SmolLM2's real pair, 1 to 32 requests in flight, and whether it is lossless.
+
+Each policy has an engine in a process of its own (`endtoend_worker`). All of them compile and capture side by side;
+then one after the other serves the same prompts, alone on the GPU, with 1, 2, 4, ... in flight, and all do so again
+while time is left. Answers are compared with those of plain decoding of one request: in fp32 all must be equal, in
+bf16 the share that is, and how near the two best logits were where one is not. transformers serves the same prompts.
+
+What `gpu_pack.sh pack weights` packs is needed: the target, the drafters and the prompts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.brought import VARIABLE
+from benchmarks.gpu.cases import Case, Note, Skip
+
+RECIPE, SETS = "smollm2-135m", ("gsm8k", "humaneval", "mbpp", "mt_bench")
+#: Method and nodes; plain decoding is what the others are compared with.
+METHODS = (
+    ("off", 1),
+    ("chain", 8),
+    ("ddtree", 16),
+    ("ddtree", 64),
+    ("d2sd", 64),
+    ("hybrid", 16),
+    ("hybrid", 64),
+    ("auto", 64),
+    ("reanchor", 64),
+    ("hybrid+lookup", 64),
+    ("auto+lookup", 64),
+)
+#: In fp32, where answers are equal or wrong.
+PROVEN = (("off", 1), ("chain", 8), ("ddtree", 64), ("d2sd", 64), ("hybrid", 64), ("reanchor", 64), ("auto+lookup", 64))
+#: In flight -> prompts, of 64.
+FLIGHTS = {1: 16, 2: 32, 4: 32, 8: 64, 16: 64, 32: 64}
+PROMPTS, TOKENS = 64, 128
+#: fp32: prompts, tokens and requests in flight.
+PROOF, PROOF_TOKENS, PROOF_FLIGHT = 48, 64, 8
+#: Most seconds until a worker is ready, or has served.
+_READY, _SERVED = 200.0, 90.0
+#: Seconds that the first worker may need until it times products, that transformers may need, and that fp32 will.
+_ALONE, _PEER, _PROOF = 40.0, 110.0, 80.0
+
+
+def cases(out: Path, until: float) -> Iterator[Case]:
+    yield "endtoend/bf16", partial(speeds, out, until)
+    yield "endtoend/fp32", partial(proof, out, until)
+
+
+def bundle_cases(out: Path, until: float) -> Iterator[Case]:
+    """They need no GPU, and may be built while it is busy."""
+    yield "bundles/both", partial(build, out, until)
+
+
+class Child:
+    """A worker's process."""
+
+    def __init__(self, module: str, given: dict[str, Any], log: Path, *, own_triton: bool = False) -> None:
+        self.log = log.open("w")
+        path = [one for one in sys.path if one and not (own_triton and one == os.environ.get(VARIABLE))]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", f"benchmarks.gpu.{module}", json.dumps(given)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"},
+        )
+
+    def ask(self, seconds: float, **line: Any) -> dict[str, Any]:
+        """What it says to this line."""
+        assert self.process.stdin is not None
+        try:
+            self.process.stdin.write(json.dumps(line) + "\n")
+            self.process.stdin.flush()
+        except OSError:
+            return {"error": f"it has ended: see {self.log.name}"}
+        return self.hear(seconds)
+
+    def hear(self, seconds: float) -> dict[str, Any]:
+        """Its next line that begins with @, or why there is none."""
+        assert self.process.stdout is not None
+        end = time.time() + seconds
+        while (left := end - time.time()) > 0:
+            if select.select([self.process.stdout], [], [], left)[0]:
+                line = self.process.stdout.readline()
+                if not line:
+                    return {"error": f"it ended with {self.process.wait()}: see {self.log.name}"}
+                if line.startswith("@"):
+                    return json.loads(line[1:])  # type: ignore[no-any-return]
+        self.close()
+        return {"error": f"no answer in {seconds:.0f} s"}
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+def build(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+    """Both bundles side by side, and the token ids of the prompts."""
+    begun, found = time.time(), {}
+    command = [sys.executable, "-c", "from d2sd.cli.main import main; main()", "build", f"recipes/{RECIPE}.yaml"]
+    command += ["--set", "limits.prefill_chunk=512", "--set", "limits.max_batch=32"]
+    running = {}
+    for precision in ("bf16", "fp32"):
+        folder = out / f"bundle-{precision}"
+        if not (folder / "manifest.json").exists():
+            log = (out / f"build-{precision}.log").open("w")
+            more = ["--set", f"precision={precision}", "--out", str(folder)]
+            running[precision] = subprocess.Popen([*command, *more], stdout=log, stderr=subprocess.STDOUT)
+    for precision, process in running.items():
+        found[precision] = process.wait(timeout=max(1.0, until - time.time()))
+    if any(found.values()):
+        raise RuntimeError(f"a build failed: {found}; see build-*.log")
+    sets = prompts(4 if collect else PROMPTS)
+    (out / "requests.json").write_text(json.dumps(encoded(out / "bundle-bf16", sets)))
+    return {"build_s": time.time() - begun, "prompts": len(sets)}
+
+
+def prompts(count: int) -> list[str]:
+    """As many of each set, one of each in turn."""
+    from d2sd.prompts import read_prompts
+
+    if not Path("data/eval").exists():
+        raise Skip("no prompts in data/eval: gpu_pack.sh pack weights")
+    sets = [[text for _, text in read_prompts(Path(f"data/eval/{name}.jsonl"))] for name in SETS]
+    return [text for four in zip(*sets, strict=False) for text in four][:count]
+
+
+def encoded(bundle: Path, texts: Sequence[str]) -> dict[str, Any]:
+    """Token ids in the target's chat template, and its stop tokens."""
+    from d2sd.bundle.load import load_bundle
+    from d2sd.bundle.serving import chat_request
+    from d2sd.runtime.sampling_params import SamplingParams
+
+    loaded = load_bundle(bundle, verify=False)
+    requests = [chat_request(loaded, text, SamplingParams(), 1) for text in texts]
+    return {"ids": [list(one.prompt) for one in requests], "stop": sorted(loaded.stop_token_ids)}
+
+
+def started(out: Path, methods: Sequence[tuple[str, int]], precision: str, *, collect: bool) -> dict[str, Child]:
+    """A worker for each method, all of them compiling, by name."""
+    given: dict[str, Any] = {
+        "bundle": str(out / f"bundle-{precision}"),
+        "requests": str(out / "requests.json"),
+        "device": "cpu" if collect else "cuda",
+        "most": 2 if collect else max(FLIGHTS),
+        "sampled": precision == "fp32",
+    }
+    lock = out / f"products-{precision}.lock"
+    lock.unlink(missing_ok=True)
+    given["lock"] = str(lock)
+    names = {f"{method} {nodes}" if nodes > 8 else method: (method, nodes) for method, nodes in methods}
+    found = {}
+    for name in sorted(names, key=lambda name: not name.startswith("hybrid")):
+        method, nodes = names[name]
+        log = out / f"worker-{precision}-{name.replace(' ', '-')}.log"
+        found[name] = Child("endtoend_worker", given | {"method": method, "nodes": nodes}, log)
+        end = time.time() + _ALONE
+        while len(found) == 1 and not lock.exists() and time.time() < end:
+            time.sleep(0.2)  # it has both drafters: when it times products, nothing else runs yet
+    return {name: found[name] for name in names}
+
+
+def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+    """Tokens a second in bf16, by method and requests in flight; all rounds, and the milliseconds of steps."""
+    methods: Sequence[tuple[str, int]] = METHODS
+    until -= _PROOF
+    flights, tokens = FLIGHTS, TOKENS
+    if collect:
+        methods, flights, tokens = (("off", 1), ("hybrid", 16)), {1: 1, 2: 2}, 6
+    children = started(out, methods, "bf16", collect=collect)
+    if not collect:
+        given = {"bundle": str(out / "bundle-bf16"), "requests": str(out / "requests.json"), "device": "cuda"}
+        children["transformers"] = Child("endtoend_peer", given, out / "worker-transformers.log", own_triton=True)
+    rows: dict[str, Any] = {}
+    try:
+        begun = time.time()
+        ready = {}
+        for name, child in children.items():
+            most = _PEER if name == "transformers" else _READY
+            ready[name] = child.hear(max(1.0, begun + most - time.time()))
+        note(ready=ready, ready_s=time.time() - begun)
+        reference: dict[int, list[int]] = {}
+        for _ in range(2):
+            round_began = time.time()
+            for name, child in children.items():
+                asked = {str(n): count for n, count in flights.items() if name != "transformers" or n in (1, 8, 32)}
+                if "error" in ready[name] or time.time() > until - 15:
+                    continue
+                seconds = min(_SERVED, max(5.0, until - time.time()))
+                answer = child.ask(seconds, do="flights", at=asked, tokens=tokens)
+                row = rows.setdefault(name, {"rounds": []})
+                if "error" in answer:
+                    row["error"] = answer["error"]
+                    continue
+                row["device_ms"] = answer["device_ms"]
+                row["rounds"].append([_served(found, reference) for found in answer["result"]])
+                note(methods=rows)
+            if time.time() + (time.time() - round_began) > until:
+                break
+        off = children["off"]
+        different = [(p, tokens) for row in rows.values() for p, tokens in row.pop("different", [])][:80]
+        gaps = off.ask(40, do="gaps", cases=different) if different and not collect else {"result": []}
+    finally:
+        for child in children.values():
+            child.close()
+    return {"ready": ready, "methods": rows, "gaps": gaps.get("result", gaps)}
+
+
+def _served(found: dict[str, Any], reference: dict[int, list[int]]) -> dict[str, Any]:
+    """What a flight showed; its answers are compared with the first ones seen, which are plain decoding's, one in
+    flight where it answered that prompt.
+    """
+    answers = found.pop("answers", [])
+    for prompt, answer in enumerate(answers):
+        reference.setdefault(prompt, answer)
+    places = [_first(answer, reference[prompt]) for prompt, answer in enumerate(answers)]
+    found["equal"] = sum(place is None for place in places)
+    found["answers"] = len(answers)
+    found["different"] = [[p, reference[p][:at]] for p, at in enumerate(places) if at is not None]
+    if "seconds" in found:
+        found["tokens_per_s"] = found["tokens"] / found["seconds"]
+    return found
+
+
+def _first(answer: Sequence[int], expected: Sequence[int]) -> int | None:
+    """Place of the first token that differs."""
+    if list(answer) == list(expected):
+        return None
+    both = zip(answer, expected, strict=False)
+    return next((place for place, (a, b) in enumerate(both) if a != b), min(len(answer), len(expected)))
+
+
+def proof(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+    """Answers in fp32 that differ from plain decoding's, at T = 0 and T = 1; raises where one does."""
+    methods: Sequence[tuple[str, int]] = PROVEN
+    count, tokens = PROOF, PROOF_TOKENS
+    if collect:
+        methods, count, tokens = (("off", 1), ("hybrid", 64)), 2, 6
+    children = started(out, methods, "fp32", collect=collect)
+    found: dict[str, Any] = {"compared": 0, "different": {}, "errors": {}}
+    try:
+        begun = time.time()
+        for name, child in children.items():
+            answer = child.hear(max(5.0, begun + _READY - time.time()))
+            found["errors"] |= {name: answer["error"]} if "error" in answer else {}
+        off = children["off"]
+        for heat in (0.0, 1.0):
+            asked = {"do": "answers", "temperature": heat, "count": count, "tokens": tokens}
+            plain = off.ask(_SERVED, **asked, in_flight=1).get("result")
+            if plain is None:
+                raise RuntimeError("plain decoding did not answer")
+            for name, child in children.items():
+                if name in found["errors"]:
+                    continue
+                answer = child.ask(_SERVED, **asked, in_flight=2 if collect else PROOF_FLIGHT)
+                if "error" in answer:
+                    found["errors"][name] = answer["error"]
+                    continue
+                wrong = [p for p, (a, b) in enumerate(zip(answer["result"], plain, strict=True)) if a != b]
+                found["compared"] += len(plain)
+                if wrong:
+                    found["different"][f"{name} T={heat:g}"] = wrong
+                note(**found)
+    finally:
+        for child in children.values():
+            child.close()
+    if found["different"]:
+        raise RuntimeError(f"answers differ: {found['different']}")
+    return found
