@@ -44,6 +44,8 @@ PROVEN = (("off", 1), ("chain", 8), ("ddtree", 64), ("d2sd", 64), ("hybrid", 64)
 #: In flight -> prompts, of 64.
 FLIGHTS = {1: 16, 2: 32, 4: 32, 8: 64, 16: 64, 32: 64}
 PROMPTS, TOKENS = 64, 128
+#: The same of transformers, which takes longer.
+_PEERS = {1: 8, 8: 32, 32: 64}
 #: fp32: prompts, tokens and requests in flight.
 PROOF, PROOF_TOKENS, PROOF_FLIGHT = 48, 64, 8
 #: Most seconds until a worker is ready, or has served.
@@ -196,7 +198,10 @@ def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dic
         for _ in range(2):
             round_began = time.time()
             for name, child in children.items():
-                asked = {str(n): count for n, count in flights.items() if name != "transformers" or n in (1, 8, 32)}
+                is_peer = name == "transformers"
+                if is_peer and name in rows:  # once
+                    continue
+                asked = {str(n): count for n, count in (_PEERS if is_peer else flights).items()}
                 if "error" in ready[name] or time.time() > until - 15:
                     continue
                 seconds = min(_SERVED, max(5.0, until - time.time()))

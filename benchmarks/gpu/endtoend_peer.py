@@ -32,7 +32,6 @@ class Peer:
             self.one(self.prompts["ids"][0], 24)
         self.seconds = time.perf_counter() - begun
 
-    @torch.inference_mode()
     def one(self, ids: list[int], tokens: int) -> list[int]:
         """The answer to one prompt."""
         self.cache.reset()
@@ -52,7 +51,6 @@ class Peer:
         ends = [place for place, token in enumerate(answer) if token in self.prompts["stop"]]
         return answer[: ends[0] + 1] if ends else answer
 
-    @torch.inference_mode()
     def many(self, prompts: list[list[int]], tokens: int, in_flight: int) -> list[list[int]]:
         """The answers by continuous batching."""
         from transformers import ContinuousBatchingConfig, GenerationConfig
@@ -64,10 +62,10 @@ class Peer:
             pad_token_id=self.prompts["stop"][0],
         )
         batching = ContinuousBatchingConfig(max_requests_per_batch=in_flight, max_memory_percent=0.1)
-        found = self.model.generate_batch(prompts, generation_config=options, continuous_batching_config=batching)
-        return [
-            self._cut(found[key].generated_tokens) for key in sorted(found, key=lambda key: int(key.split("_")[-1]))
-        ]
+        found = self.model.generate_batch(
+            prompts, generation_config=options, continuous_batching_config=batching, persistent_manager=True
+        )
+        return [self._cut(one.generated_tokens) for one in found.values()]
 
     def flights(self, at: dict[str, int], tokens: int) -> list[dict[str, Any]]:
         """As `endtoend_worker` serves them; what fails has its reason."""
@@ -75,8 +73,9 @@ class Peer:
         for in_flight, count in at.items():
             prompts, n = self.prompts["ids"][:count], int(in_flight)
             try:
-                if n > 1:
-                    self.many(prompts[:n], 8, n)
+                if n > 1:  # a manager is sized for the requests that it sees first, and captures graphs then
+                    self.model.destroy_cached_continuous_batching_manager()
+                    self.many(prompts[:n], tokens, n)
                 begun = time.perf_counter()
                 answers = [self.one(ids, tokens) for ids in prompts] if n == 1 else self.many(prompts, tokens, n)
                 seconds = time.perf_counter() - begun
