@@ -20,11 +20,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.drafters.heads import Head, HeadConfig
 from d2sd.modeling.layers import Attend, CosSin, Layer
+from d2sd.plugins.pair_scores import Factors, factored
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, T rows, E hidden, R rank, V vocabulary, M candidates a slot, P parents of a slot, τ taps.
 
@@ -75,8 +77,10 @@ class CandidateSelector(Head):
         return self.successor_codebook
 
     def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
-        of_slot: Tensor = self.hidden_projection(hidden)
-        return embedding(parents, self.predecessor_codebook).float() * of_slot[..., None, :].float()
+        return factored(self.predecessor_codebook, self.hidden_projection(hidden), parents)
+
+    def factors(self, hidden: Tensor, draft: Draft, blocks: Tensor) -> Factors:
+        return Factors(self.predecessor_codebook, self.successors, self.hidden_projection(hidden))
 
 
 class Convolution(nn.Module):

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.plugins.pair_scores import Factors
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: E hidden, R rank, V vocabulary, M candidates a slot, P parents of a slot.
 
@@ -65,6 +67,11 @@ class MarkovHead(Head):
             shared = hidden[..., None, :].expand(*of_parents.shape[:-1], -1)
             of_parents = torch.sigmoid(self.gate_proj(torch.cat([shared, of_parents], -1))) * of_parents
         return of_parents
+
+    def factors(self, hidden: Tensor, draft: Draft, blocks: Tensor) -> Factors:
+        if self.gate_proj is not None:
+            return super().factors(hidden, draft, blocks)
+        return Factors(self.markov_w1.weight, self.successors)
 
 
 class ConfidenceHead(nn.Module):

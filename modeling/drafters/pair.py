@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.plugins.pair_scores import Factors, factored
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: E hidden, R rank, V vocabulary, N tokens, M candidates a slot, P parents of a slot.
 
@@ -93,8 +95,11 @@ class PairHead(Head):
 
     def predecessors(self, hidden: Tensor, parents: Tensor) -> Tensor:
         assert self.predecessor_table is not None, "the drafter is attached to a target first"
-        of_slot: Tensor = self.hidden_projection(hidden)
-        return F.embedding(parents, self.predecessor_table).float() * of_slot[..., None, :].float()
+        return factored(self.predecessor_table, self.hidden_projection(hidden), parents)
+
+    def factors(self, hidden: Tensor, draft: Draft, blocks: Tensor) -> Factors:
+        assert self.predecessor_table is not None, "the drafter is attached to a target first"
+        return Factors(self.predecessor_table, self.successors, self.hidden_projection(hidden))
 
 
 def unit_rms(embedded: Tensor) -> Tensor:

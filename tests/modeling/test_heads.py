@@ -248,6 +248,40 @@ def test_what_a_pair_head_costs() -> None:
     assert max(counts) <= 48
 
 
+#: Launches for what a head makes of hidden states: a product, or the gate of each parent.
+BEFORE_SCORES = {"markov": 0, "gated markov": 7, "selector": 1, "pair": 1}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("width", [1, 16])
+def test_a_pass_on_a_gpu_scores_in_two_launches(name: str, width: int) -> None:
+    """However many requests and branches it has; a hidden state that is a product's input is not copied."""
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    from benchmarks.gpu.traffic import Meter, without_gpu
+
+    drafter = headed(HEADS[name]).to("meta")
+    for batch, branches in ((1, 1), (3, 4)):
+        shape = batch, branches, BLOCK - 1
+        tokens, logprob, hidden, blocks, temperature = (
+            torch.empty(*size, dtype=kind, device="meta")
+            for size, kind in (
+                ((*shape, 16), torch.long),
+                ((*shape, 16), torch.float32),
+                ((*shape, 32), torch.float32),
+                ((batch, branches, BLOCK), torch.long),
+                ((batch,), torch.float32),
+            )
+        )
+        meter = Meter(context=0, vocabularies=())
+        with without_gpu(meter), meter, torch.inference_mode():
+            found = drafter.conditioned(Draft(tokens, logprob), hidden, blocks, temperature, width)
+        names = [launch.name for launch in meter.launches]
+        assert names[-2:] == ["pairs_kernel", "walk_kernel"]
+        assert len(names) == BEFORE_SCORES[name] + 2, names
+        assert found.tokens.shape == (*shape, width)
+        assert (found.behind is None) == (width == 1)
+
+
 def test_config_says_what_it_is() -> None:
     assert str(headed(MarkovConfig(rank=4)).config).endswith(", dspark head")
     assert str(tiny_drafter(TARGET).config).endswith(", reads target layers 0, 1")

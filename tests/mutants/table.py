@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.mutants import attention, choice, delta_rule, gated_layers, graphs, launches, layers, trees
+from tests.mutants import attention, choice, delta_rule, gated_layers, graphs, launches, layers, pair_scores, trees
 
-PARTS = (graphs, launches, attention, layers, choice, trees, delta_rule, gated_layers)
+PARTS = (graphs, launches, attention, layers, choice, trees, pair_scores, delta_rule, gated_layers)
 MUTANTS = [mutant for part in PARTS for mutant in part.MUTANTS]

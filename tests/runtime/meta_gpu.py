@@ -17,6 +17,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.modeling import product
+from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.plugins import dispatch
 from d2sd.policies import PolicyName
 from d2sd.runtime.decode import StepResult
@@ -57,11 +58,13 @@ def meta_gpu(asked: Specialisations) -> Iterator[None]:
         yield
 
 
-def meta_engine(policy: PolicyName, limits: Limits, *, lookup: bool = False) -> Engine:
+def meta_engine(policy: PolicyName, limits: Limits, *, lookup: bool = False, head: HeadConfig | None = None) -> Engine:
     """An engine of tiny models; call it and use it inside `meta_gpu`."""
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
     target = tiny_decoder("qwen3", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16)
-    first, second = (tiny_drafter(target.config, role=role, layers=1) for role in ("first", "variable_prefix"))
+    first, second = (
+        tiny_drafter(target.config, role=role, layers=1, head=head) for role in ("first", "variable_prefix")
+    )
     runner = runner_of(target.to("meta"), first.to("meta"), second.to("meta"))
     runner.capture = MetaCaptures("meta")
     runner.staging = Staging("meta", runner.capture.mark)

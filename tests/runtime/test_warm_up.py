@@ -24,6 +24,7 @@ from tests.cuda import guard
 from tests.runtime.helpers import expected, free_pages, honest, make_engine, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Thirds
+from tests.tiny import HEADS
 
 ROOT = Path(__file__).parents[2]
 #: Every kind of model, every number of passes; the others are `full`.
@@ -64,8 +65,14 @@ KINDS = [SamplingParams(**sampled, logprobs=reported) for sampled, reported in p
 CHANGED = SamplingParams(repetition_penalty=1.2), SamplingParams(1.0, logit_bias={5: 2.0}, logprobs=1)
 
 
-@pytest.mark.parametrize("policy", ["hybrid", pytest.param("chain", marks=pytest.mark.slow)])
-def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName) -> None:
+@pytest.mark.parametrize(
+    ("policy", "head"),
+    [
+        ("hybrid", None),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("chain", None), ("hybrid", "pair"))),
+    ],
+)
+def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName, head: str | None) -> None:
     """One of each, alone; the days below mix them, on larger models and in larger batches."""
     pytest.importorskip("triton", reason="the extra triton is not installed")
     from tests.runtime.meta_gpu import meta_engine, meta_gpu
@@ -73,12 +80,15 @@ def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName) -> None:
 
     asked = Specialisations()
     with meta_gpu(asked):
-        engine = meta_engine(policy, Limits(1, 64, 16, 16), lookup=policy == "hybrid")
+        engine = meta_engine(
+            policy, Limits(1, 64, 16, 16), lookup=policy == "hybrid", head=None if head is None else HEADS[head]
+        )
         engine.warm_up()
         asked.phase = "day"
         requests = [Request((1, 2, 3), 2, kind) for kind in (*KINDS, *CHANGED)]
         engine.generate([*requests, Request((1, 2, 3), 2, SamplingParams(1.0), grammar=Thirds())])
     assert len(asked.found["warm"]) > 30, "the kernels are seen"
+    assert any("pairs_kernel" in one for one in asked.found["warm"]) == (head is not None)
     assert asked.late == []
 
 
