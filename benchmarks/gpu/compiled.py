@@ -137,7 +137,7 @@ def fill_engines(key: str, folder: Path) -> None:
             if method == "off":
                 warm_up(engine.runner, engine.steps, engine.limits, ())
             policies = [engine.policy]
-            if method == "hybrid+lookup":
+            if method == "hybrid+lookup" and bundle.recipe.precision == "bf16":
                 for copies in (False, True):
                     asked = tree.model_copy(update={"lookup": copies})
                     policies += candidate_policies(asked, 64, names, bundle.drafters)

@@ -216,7 +216,9 @@ def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dic
             if time.time() + (time.time() - round_began) > until:
                 break
         off = children["off"]
-        different = [(p, tokens) for row in rows.values() for p, tokens in row.pop("different", [])][:80]
+        flights_of = [one for row in rows.values() for flight in row["rounds"] for one in flight]
+        found = [(p, tuple(tokens)) for one in flights_of for p, tokens in one.pop("different", [])]
+        different = list(dict.fromkeys(found))[:80]
         gaps = off.ask(40, do="gaps", cases=different) if different and not collect else {"result": []}
     finally:
         for child in children.values():
