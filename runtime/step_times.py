@@ -20,7 +20,7 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Limits, buckets
+from d2sd.runtime.request import Limits, buckets, power_of_two
 from d2sd.runtime.speculation.policy import Off, Policy
 
 #: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
@@ -134,7 +134,7 @@ def time_steps(
     end: float = inf,
     measured: dict[tuple[Policy, int], float] | None = None,
 ) -> dict[tuple[Policy, int], float]:
-    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 3, 4, 6, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
     policy are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are those of the engine
@@ -146,6 +146,8 @@ def time_steps(
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     times: dict[tuple[Policy, int], float] = {}
     sizes = buckets(limits.max_batch)
+    if end < inf:  # those between powers of two last: they lie on the line through the others, if there is no time
+        sizes.sort(key=lambda size: (size != power_of_two(size), size))
     for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)
         pruned: set[str] = set()

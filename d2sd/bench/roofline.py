@@ -25,7 +25,7 @@ from d2sd.modeling.drafters.interface import block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
-from d2sd.runtime.request import bucket, buckets
+from d2sd.runtime.request import buckets, power_of_two
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
@@ -130,7 +130,7 @@ class Roofline:
     def _product(self, kind: Kind, rows: int, weights: float, read: float) -> float:
         """Products of `rows` rows with so many weights, of which `read` bytes are read."""
         peak = PEAKS[self.gpu].fp8 if kind == "FP8 weights" else self._half
-        share = self.measured.get((kind, bucket(max(rows, 1))), self.efficiency)
+        share = self.measured.get((kind, power_of_two(max(rows, 1))), self.efficiency)
         return max(read / PEAKS[self.gpu].bandwidth, 2 * rows * weights / peak) / share
 
     def _exchange_seconds(self, part: Part, rows: int, logits: int) -> float:
