@@ -148,7 +148,7 @@ def time_steps(
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     times: dict[tuple[Policy, int], float] = {}
     sizes = buckets(limits.max_batch)
-    if end < inf:  # those between powers of two last: they lie on the line through the others, if there is no time
+    if end < inf:  # the powers of two first: others are interpolated between them if there is no time
         sizes.sort(key=lambda size: (size != power_of_two(size), size))
     for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)

@@ -235,7 +235,7 @@ def forecasts(file: CalibrationFile, branches: int = 1) -> Forecast:
 
 
 def _of_fewer_branches(file: CalibrationFile, curves: Forecast, branches: int) -> Forecast:
-    """Curves of fewer branches than the recipe's: the calibration's. It may be older than they are, and then they lie
+    """Curves of fewer branches than the recipe's: the calibration's, or, where it is older than they are, interpolated
     between those of one pass and of all branches: each branch, the likeliest first, brings a part of what the one
     before it did, which grows with the tree (`_HALF_AS_MUCH`). Copies add to each what they add to all branches.
     """
