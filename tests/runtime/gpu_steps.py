@@ -3,8 +3,9 @@
 Milliseconds by (policy, nodes, branches) at 1, 4, 8, 16 and 32 in flight: table 3 of a review of the GPU path (26 Nov
 2026), predicted by a model that fits five steps measured on an H100. Rows of `ddtree` with 16 nodes, those of the H100
 and those of FP8 with 16 nodes are that review's table 4: tokens a plain step over the tokens a step that it names
-(2.70 and 3.14 of `ddtree`, 2.89 and 3.40 of `hybrid`). It has none of `hybrid` with one branch in FP8, which lie on the
-line of its second pass by rows, and none of an H100 in FP8, which are the H200's times the ratio of the two in bf16.
+(2.70 and 3.14 of `ddtree`, 2.89 and 3.40 of `hybrid`). The review has none of `hybrid` with one branch in FP8:
+interpolated by the rows of its second pass; none of an H100 in FP8: the H200's times the ratio of the two in bf16; none
+of an H100's chain: that of `ddtree` with 16 nodes.
 
 Between its rows: verification and second pass cost a little a row up to RIDGE rows of the whole batch, and beyond it
 what the table's rows say; between its batch sizes along a line.
@@ -102,8 +103,8 @@ class Card:
         if not policy.num_branches:
             return alone
         one, four = rows["hybrid", 16, 1], rows["hybrid", 16, 4]
-        blocks = (count * _BLOCK for count in (policy.num_branches, 1, 4))
-        return alone - small + one + (four - one) * self._between(*blocks, BATCHES[column])
+        part = self._between(policy.num_branches * _BLOCK, _BLOCK, 4 * _BLOCK, BATCHES[column])
+        return alone - small + one + (four - one) * part
 
     def _between(self, rows: int, few: int, many: int, batch: int) -> float:
         """The part of what `many` rows a request cost more than `few` that so many do."""
