@@ -61,7 +61,8 @@ class CalibrationFile(BaseModel):
     uses: dict[UseName, UseTable] = {}
     #: odds of copies of earlier text; files that were written before have none
     copies: dict[Literal["0", "1"], CopyTable] | None = None
-    #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`; entry n is for n + 1 nodes
+    #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`, with fewer branches than
+    #: the recipe's under `hybrid/1`, of which older files have none; entry n is for n + 1 nodes
     tau: dict[Literal["0", "1"], dict[str, list[Annotated[float, Field(ge=1)]]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
@@ -121,7 +122,11 @@ class CalibrationFile(BaseModel):
         names, size = {role.key for role in kept}, 1 + max(kept[-1], DrafterRole.SECOND)
         runs: dict[str, set[DrafterName]] = {policy: self._run_by(policy) for policy in FACTS}
         tau = {
-            key: {name: curve for name, curve in curves.items() if runs.get(parse_method(name)[0], set()) <= names}
+            key: {
+                name: curve
+                for name, curve in curves.items()
+                if runs.get(parse_method(name)[0].split("/")[0], set()) <= names
+            }
             for key, curves in self.tau.items()
         }
         drafters = {name: mark for name, mark in self.drafters.items() if name in names}

@@ -172,6 +172,11 @@ def parse_method(method: str) -> tuple[str, bool]:
     return method.removesuffix(LOOKUP), method.endswith(LOOKUP)
 
 
+def with_branches(name: str, branches: int) -> str:
+    """The key of the tokens a step of a policy with fewer branches than its recipe's: `hybrid/1`."""
+    return f"{name}/{branches}"
+
+
 def policy_of(role: DrafterRole) -> PolicyName:
     """The first policy, of those that a calibration forecasts, whose last drafter is this one."""
     return next(name for name, facts in _FORECAST.items() if facts.drafters[-1] is role)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.grammar.step import StepGrammar
-from d2sd.runtime.request import bucket
+from d2sd.runtime.request import bucket, power_of_two
 from d2sd.runtime.sampling.bias import Entries
 from d2sd.runtime.sampling.penalties import NO_TEXT, Text
 from d2sd.runtime.sampling.sample import Sampling
@@ -160,10 +160,10 @@ def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> t
     """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page. And the same table
     of layers with a window, if they have pages of their own.
 
-    `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else it is a bucket.
+    `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else a power of two.
     """
     longest = max(len(s.pages) for s in sequences)
-    columns = longest if exact else bucket(longest)
+    columns = longest if exact else power_of_two(longest)
     windowed = [s.windowed_pages for s in sequences]
     return _table([s.pages for s in sequences], size, columns), _table(windowed, size, columns) if any(
         windowed

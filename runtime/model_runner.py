@@ -34,7 +34,7 @@ from d2sd.runtime.memory import context_bytes, free_memory
 from d2sd.runtime.pools import PoolLayout
 from d2sd.runtime.staging import Staging
 
-# Shape letters: B requests, M pages a request (both buckets), G most tokens of a step, S = G - 1
+# Shape letters: B requests, M pages a request (both padded), G most tokens of a step, S = G - 1
 # slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
 
 

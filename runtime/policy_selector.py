@@ -20,7 +20,7 @@ from typing import NamedTuple
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
 from d2sd.runtime.acceptance import Acceptance, Gain, RequestAcceptance
 from d2sd.runtime.speculation.policy import Off, Policy
-from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes
+from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes, curves_of
 
 #: Forecast speedup over plain decoding that speculation must exceed to begin: forecasts and clocks err, and beginning
 #: has a cost. What runs already has been measured and goes on while it is faster at all.
@@ -238,22 +238,22 @@ def _before_the_end(tau: float, remaining: float) -> float:
 
 def forecast_gain(forecast: Forecast, policy: Policy, temperature: float, slots: int = 7) -> Gain:
     """The forecast of a policy, interpolated linearly between T = 0 and T = 1; a copy has at most `slots` tokens."""
-    drafts = _at(forecast.get(policy.name), policy.num_nodes, temperature)
+    curves, copying = curves_of(forecast, policy), curves_of(forecast, policy, LOOKUP)
+    drafts = _at(curves, policy.num_nodes, temperature)
     depth = max(1, min(slots, policy.num_nodes - 1))
     if not policy.copies:
         return Gain(drafts, depth)
     if policy.first_pass is FirstPass.PROMPT_LOOKUP:
         return Gain(drafts, depth, depth)
-    curves = forecast.get(policy.name + LOOKUP)
-    most = _at(curves, MAX_NODES, temperature) - _at(forecast.get(policy.name), MAX_NODES, temperature)
-    more = _at(curves, policy.num_nodes, temperature) - drafts
+    most = _at(copying, MAX_NODES, temperature) - _at(curves, MAX_NODES, temperature)
+    more = _at(copying, policy.num_nodes, temperature) - drafts
     return Gain(drafts, depth, slots, min(1.0, max(0.0, more / most)) if most > 0 else 1.0)
 
 
 def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> float:
     """Tokens a step of a policy in the mean, uncorrected: by its curve with copies, if they compete and it is known."""
-    known = policy.name + LOOKUP if policy.lookup and policy.name + LOOKUP in forecast else policy.name
-    return 1 + _at(forecast.get(known), policy.num_nodes, temperature)
+    copying = curves_of(forecast, policy, LOOKUP) if policy.lookup else None
+    return 1 + _at(copying or curves_of(forecast, policy), policy.num_nodes, temperature)
 
 
 def _at(curves: tuple[Sequence[float], Sequence[float]] | None, nodes: int, temperature: float) -> float:

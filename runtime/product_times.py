@@ -21,7 +21,7 @@ from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, ProductSh
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import buckets
+from d2sd.runtime.request import powers_of_two
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Bench:
         for shape, group in by_shape(products).items():
             if forms(1, _weights(group[0]), self.capability) == [PLAIN]:
                 continue
-            for rows in buckets(MOST_ROWS):
+            for rows in powers_of_two(MOST_ROWS):
                 if (shape, rows) not in known:
                     if not told:
                         logger.info("timing products that were not timed on such a GPU before; their times are kept")
@@ -177,7 +177,7 @@ def agreed(choices: Sequence[Choice], group: Group) -> list[Choice]:
 
     By the order of products and not by their shapes: the last rank may have fewer rows of the head than the others.
     """
-    sizes, places = buckets(MOST_ROWS), {form: place for place, form in enumerate(FORMS)}
+    sizes, places = powers_of_two(MOST_ROWS), {form: place for place, form in enumerate(FORMS)}
     message = [[places[choice.get(rows, PLAIN)] for rows in sizes] for choice in choices]
     received = group.broadcast(torch.tensor(message, dtype=torch.uint8)).tolist()
     return [{rows: FORMS[place] for rows, place in zip(sizes, row, strict=True)} for row in received]

@@ -150,19 +150,33 @@ def _check_stops(request: Request) -> None:
             raise RequestError(what, where=where, found=found, expected=expected)
 
 
-# -- buckets: the few sizes that shapes are padded to ---------------------------------------------------------------
+# -- the few sizes that shapes are padded to --------------------------------------------------------------------------
 
 
 def bucket(count: int) -> int:
-    """The next power of two: few shapes to compile or capture, at most half of the work on padding."""
-    return 1 << (count - 1).bit_length()
+    """The next power of two, or the middle before it: few batch sizes to capture, at most a third of the rows are
+    padding.
+    """
+    most = power_of_two(count)
+    middle = most * 3 // 4
+    return middle if count <= middle else most
 
 
 def buckets(max_count: int) -> list[int]:
-    """Every bucket up to the first of at least `max_count`: 1, 2, 4, …"""
+    """Every bucket up to the first of at least `max_count`: 1, 2, 3, 4, 6, 8, 12, …"""
+    return sorted({bucket(count) for count in range(1, max_count + 1)})
+
+
+def power_of_two(count: int) -> int:
+    """The next one: fewer sizes than of `bucket`, for lengths of page tables and chunks."""
+    return 1 << (count - 1).bit_length()
+
+
+def powers_of_two(max_count: int) -> list[int]:
+    """Every one up to the first of at least `max_count`: 1, 2, 4, …"""
     return [1 << power for power in range((max_count - 1).bit_length() + 1)]
 
 
-def floor_bucket(count: int) -> int:
+def floor_power_of_two(count: int) -> int:
     """The largest power of two that is not above `count`."""
     return 1 << (count.bit_length() - 1)

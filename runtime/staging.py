@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from d2sd.runtime.request import bucket
+from d2sd.runtime.request import power_of_two
 
 #: Bytes: addresses that are multiples of it let a kernel load 16 bytes at a time, and TensorRT requires them.
 ALIGNMENT = 256
@@ -51,7 +51,7 @@ class Staging:
         for wait in self._copied:
             wait()
         pin = self._device.type == "cuda"
-        self._hosts = [torch.zeros(bucket(size), dtype=torch.uint8, pin_memory=pin) for _ in range(BUFFERS)]
+        self._hosts = [torch.zeros(power_of_two(size), dtype=torch.uint8, pin_memory=pin) for _ in range(BUFFERS)]
         self._copied = [_nothing] * BUFFERS
 
 

@@ -16,14 +16,15 @@ from types import MappingProxyType
 
 import torch
 
-from d2sd.policies import DrafterRole
+from d2sd.policies import DrafterRole, with_branches
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Limits, buckets
+from d2sd.runtime.request import Limits, buckets, power_of_two
 from d2sd.runtime.speculation.policy import Off, Policy
 
-#: Tokens a step at T = 0 and at T = 1 by policy name; entry n is for n + 1 nodes.
+#: Tokens a step at T = 0 and at T = 1, entry n for n + 1 nodes, by policy name, or by `with_branches` of one with fewer
+#: branches than the recipe's.
 Forecast = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 #: Seconds by policy and batch bucket.
 Seconds = Mapping[tuple[Policy, int], float]
@@ -136,23 +137,26 @@ def time_steps(
     end: float = inf,
     measured: dict[tuple[Policy, int], float] | None = None,
 ) -> dict[tuple[Policy, int], float]:
-    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 4, … up to the limits' batch.
+    """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 3, 4, 6, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
-    policy are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are those of the engine
-    that will serve them, with its calibration and its CUDA graphs; the default is a new one. `clock` gives seconds;
-    `context` is in tokens a request. What is in `measured` is taken as it is, and what is measured is added to it.
+    policy with as many branches are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are
+    those of the engine that will serve them, with its calibration and its CUDA graphs; the default is a new one.
+    `clock` gives seconds; `context` is in tokens a request. What is in `measured` is taken as it is, and what is
+    measured is added to it.
     After `end` of the clock, nothing but plain decoding of the first batch is: then other batch sizes tell.
     """
     steps, measured = steps or DecodeSteps(runner, limits), {} if measured is None else measured
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     times: dict[tuple[Policy, int], float] = {}
     sizes = buckets(limits.max_batch)
+    if end < inf:  # the powers of two first: others are interpolated between them if there is no time
+        sizes.sort(key=lambda size: (size != power_of_two(size), size))
     for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)
-        pruned: set[str] = set()
+        pruned: list[Policy] = []
         for policy in (off, *(policy for policy in policies if policy is not off)):
-            if policy.name in pruned:
+            if any(one.name == policy.name and one.num_branches <= policy.num_branches for one in pruned):
                 continue
             if (policy, bucket) not in measured:
                 found = _time(runner, policy, batch, steps, clock, end=end if measured else inf)
@@ -161,7 +165,7 @@ def time_steps(
             if seconds is not None:
                 times[policy, bucket] = seconds
                 if seconds > _most(policy, forecast, runner.block_size) * times[off, bucket]:
-                    pruned.add(policy.name)
+                    pruned.append(policy)
         advance(1)
     return times
 
@@ -179,7 +183,13 @@ def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:
     """Tokens a step that the policy's trees may make: a block where a text repeats itself, else by its forecast."""
     if policy.lookup:
         return min(block_size, policy.num_nodes)
-    return max(max(curve) for curve in forecast.get(policy.name, ([1.0],)))
+    return max(max(curve) for curve in curves_of(forecast, policy) or ([1.0],))
+
+
+def curves_of(forecast: Forecast, policy: Policy, copies: str = "") -> tuple[Sequence[float], Sequence[float]] | None:
+    """The curves of a policy, with LOOKUP those with copies: of its number of branches, if they are known."""
+    own = forecast.get(with_branches(policy.name, policy.num_branches) + copies)
+    return own or forecast.get(policy.name + copies)
 
 
 def time_context(

@@ -24,7 +24,7 @@ from d2sd.plugins.compilations import watch_compilations
 from d2sd.progress import Progress, silent
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Limits, bucket, buckets
+from d2sd.runtime.request import Limits, power_of_two, powers_of_two
 from d2sd.runtime.speculation.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -83,11 +83,11 @@ def prefill_shapes(runner: ModelRunner, limits: Limits) -> list[PrefillShape]:
     """A pass for each set of kernels that prefills of these limits may run, the smallest of each; the largest last."""
     most = min(limits.max_batch, limits.prefill_chunk)
     counts = [*range(1, min(most, _MOST_SPLIT) + 1), most]
-    widest = bucket(limits.pages_for(limits.max_context + runner.block_size))
+    widest = power_of_two(limits.pages_for(limits.max_context + runner.block_size))
     found: dict[object, PrefillShape] = {}
-    for requests, rows, pages in product(counts, buckets(limits.prefill_chunk), buckets(widest)):
+    for requests, rows, pages in product(counts, powers_of_two(limits.prefill_chunk), powers_of_two(widest)):
         held = min(rows, pages * limits.page_size)  # a table covers the positions of a chunk
-        if bucket(held) == rows:
+        if power_of_two(held) == rows:
             shape = PrefillShape(requests, held, pages)
             found.setdefault(_kernels(runner, shape), shape)
     # Prompts one by one, as `exact` attends to them: where the inputs of each begin decides their alignment.

@@ -6,7 +6,8 @@
               injection  features of many tokens in one product, and one dummy row
               without features, γ rows for each of B requests
 
-Classic TensorRT selects kernels at build time, so it gets one profile per batch bucket of the runtime (powers of two).
+Classic TensorRT selects kernels at build time, so it gets one profile per power of two, for batches above the one
+before.
 TensorRT-RTX compiles kernels for the exact shapes at run time, and every profile costs: with five profiles instead of
 one, a drafter of two layers and 17 MB gave an engine of 46 MB instead of 21, and SmolLM2's target took four times as
 long to build. It gets one profile for all buckets. The runtime uses the first profile that a shape fits.
@@ -22,7 +23,7 @@ from d2sd.modeling.drafters.interface import DraftConfig, block_rows
 from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.backends.exported import view_inputs
-from d2sd.runtime.request import bucket, buckets
+from d2sd.runtime.request import power_of_two, powers_of_two
 
 #: Input -> its minimum, optimum and maximum shape.
 Profile = dict[str, Shapes]
@@ -37,12 +38,13 @@ MAX_INJECTED = 1024
 def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | DraftConfig) -> list[Profile]:
     """All profiles of one model of a recipe, in the order in which the runtime tries them."""
     tree, limits = recipe.tree, recipe.limits
-    sizes = buckets(limits.max_batch)
-    batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else [_just(b) for b in sizes]
+    sizes = powers_of_two(limits.max_batch)
+    between = [(1 + size // 2, size, size) for size in sizes]
+    batches = [(1, sizes[-1], sizes[-1])] if builder == "tensorrt-rtx" else between
     rows = max(tree.row_budget, tree.block_size)
     if isinstance(config, DecoderConfig):
         decoding = [_rows(recipe, config.body, b, (1, rows, rows)) for b in batches]
-        chunk = bucket(limits.prefill_chunk)
+        chunk = power_of_two(limits.prefill_chunk)
         return [*decoding, _rows(recipe, config.body, _just(1), (1, chunk, chunk))]
     if not config.target_layer_ids:
         return [_rows(recipe, config.body, b, _just(config.block_size)) for b in batches]
@@ -61,7 +63,7 @@ def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     limits = recipe.limits
     # what the scheduler reserves for a request: its context, and the tokens that a step may add
     most = -(-(limits.max_context + recipe.tree.block_size) // limits.page_size)
-    m = (1, max(1, most // 2), bucket(most))
+    m = (1, max(1, most // 2), power_of_two(most))
     p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]
     views = view_inputs(body)

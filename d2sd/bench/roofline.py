@@ -17,7 +17,7 @@ from typing import Literal
 
 from d2sd.build.plan import Part, Plan
 from d2sd.build.shares import table_weights
-from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, policy_of_tree
+from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, forecasts, policy_of_tree
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DecoderConfig
@@ -25,7 +25,7 @@ from d2sd.modeling.drafters.interface import block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
-from d2sd.runtime.request import bucket, buckets
+from d2sd.runtime.request import buckets, power_of_two
 from d2sd.runtime.speculation.policy import Off
 from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
@@ -130,7 +130,7 @@ class Roofline:
     def _product(self, kind: Kind, rows: int, weights: float, read: float) -> float:
         """Products of `rows` rows with so many weights, of which `read` bytes are read."""
         peak = PEAKS[self.gpu].fp8 if kind == "FP8 weights" else self._half
-        share = self.measured.get((kind, bucket(max(rows, 1))), self.efficiency)
+        share = self.measured.get((kind, power_of_two(max(rows, 1))), self.efficiency)
         return max(read / PEAKS[self.gpu].bandwidth, 2 * rows * weights / peak) / share
 
     def _exchange_seconds(self, part: Part, rows: int, logits: int) -> float:
@@ -260,8 +260,8 @@ def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> 
                 expected=f"1 .. {plan.recipe.tree.block_size}, the block size",
             )
         return {policy.name: ([tau], [tau]) for policy in policies if not isinstance(policy, Off)}
-    curves = plan.calibration.tau if plan.calibration is not None else {"0": {}, "1": {}}
-    missing = [str(policy) for policy in policies if policy.drafters and policy.name not in curves["0"]]
+    known = {} if plan.calibration is None else forecasts(plan.calibration, plan.recipe.tree.branches)
+    missing = [str(policy) for policy in policies if policy.drafters and policy.name not in known]
     if missing:
         raise D2SDError(
             "The tokens a step are unknown: they depend on the drafters.",
@@ -269,4 +269,4 @@ def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> 
             found=f"no calibration of {', '.join(missing)}",
             fix="name a calibration in the recipe (d2sd calibrate), or pass --tau",
         )
-    return {name: (curves["0"][name], curves["1"][name]) for name in curves["0"]}
+    return known

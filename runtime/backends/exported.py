@@ -28,7 +28,7 @@ from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, windowed
 from d2sd.modeling.layers import Rotary
 from d2sd.plugins.cascade_attention import AttnMask, pack_mask_bits
-from d2sd.runtime.request import bucket, floor_bucket
+from d2sd.runtime.request import floor_power_of_two, power_of_two
 
 # Shape letters: B requests, T rows, C new context rows, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
@@ -149,13 +149,13 @@ class GraphDecoder(TargetModel):
         groups: dict[int, list[int]] = {}
         lengths, spans = chunks.attn_mask.lengths, chunks.attn_mask.spans()
         for request, length in enumerate(lengths):
-            groups.setdefault(bucket(length), []).append(request)
+            groups.setdefault(power_of_two(length), []).append(request)
         parts: dict[int, tuple[DecoderOutput, int]] = {}
         given = pool.page_table(chunks)
         for count, members in groups.items():
-            most = floor_bucket(self._max_requests(count))
+            most = floor_power_of_two(self._max_requests(count))
             for some in (members[first : first + most] for first in range(0, len(members), most)):
-                batch_tokens = tokens.new_zeros(bucket(len(some)), count)
+                batch_tokens = tokens.new_zeros(power_of_two(len(some)), count)
                 table = given.new_zeros(len(batch_tokens), given.shape[1])
                 context = chunks.context_len.new_zeros(len(batch_tokens))
                 for row, request in enumerate(some):  # a list as an index would be a copy that waits

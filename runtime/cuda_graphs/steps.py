@@ -34,7 +34,7 @@ from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
 from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Limits, bucket
+from d2sd.runtime.request import Limits, bucket, power_of_two
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
@@ -55,7 +55,7 @@ class DecodeSteps:
 
     def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
         self._runner, self._calibration = runner, calibration
-        self._pages = bucket(limits.pages_for(limits.max_context + runner.block_size))
+        self._pages = power_of_two(limits.pages_for(limits.max_context + runner.block_size))
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)

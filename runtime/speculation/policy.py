@@ -39,6 +39,11 @@ if TYPE_CHECKING:
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)
+#: Nodes and branches that it compares of `hybrid`, besides its largest tree with the recipe's branches. A branch costs
+#: a block of rows whatever the tree's size, and a small tree has room for the likeliest branches alone: the best of
+#: these is within 1 % of the best of all sizes with 1, 2 and 4 branches, by the clock of tests/runtime/gpu_steps.py.
+AUTO_PAIRS = ((8, 1), (12, 1), (16, 2), (32, 2), (32, 4))
+AUTO_BRANCHES = tuple(sorted({branches for _, branches in AUTO_PAIRS}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,11 @@ class Policy:
 
     def __str__(self) -> str:
         name = f"{self.name}+lookup" if self.lookup else self.name
-        return name if self.num_nodes == 1 else f"{name} of {self.num_nodes} rows"
+        if self.num_nodes > 1:
+            name += f" of {self.num_nodes} rows"
+        if self.num_branches:
+            name += f" and {self.num_branches} branch{'es' if self.num_branches > 1 else ''}"
+        return name
 
     @property
     def first_pass(self) -> FirstPass:
@@ -120,6 +129,11 @@ class Policy:
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
         """The policy with at most `rows` nodes. Raises RecipeError if a block has fewer boundaries than `branches`."""
         return cls(rows)
+
+    @classmethod
+    def candidates(cls, block_size: int, branches: int, rows: int) -> list[tuple[int, int]]:
+        """Node budgets that `auto` compares, up to `rows`, and the branches with each, up to `branches`."""
+        return [(size, branches) for size in cls.candidate_sizes(block_size, rows)]
 
     @classmethod
     def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
@@ -234,6 +248,13 @@ class Hybrid(_Grown):
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
         """Exactly `rows` nodes."""
         return cls(rows, branches)
+
+    @classmethod
+    def candidates(cls, block_size: int, branches: int, rows: int) -> list[tuple[int, int]]:
+        """Fewer branches than the recipe's too, in smaller trees."""
+        largest = cls.candidate_sizes(block_size, rows)[-1:]
+        pairs = [(size, min(few, branches)) for size, few in AUTO_PAIRS if size <= rows]
+        return sorted({*pairs, *((size, branches) for size in largest)})
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         return trees.tree_branches(batch.anchor, first, self.num_branches)

@@ -54,7 +54,7 @@ def target_engine(folder: Path, target: Decoder, aux_layer_ids: tuple[int, ...],
     surface = target_io_spec(body, target.embed_tokens.weight.dtype)
     outputs: dict[str, Dims] = {"hidden": ("B", "T", hidden), "features": ("B", "T", len(aux_layer_ids) * hidden)}
     outputs |= dict.fromkeys(("k", "v"), (body.num_layers, "B", "T", body.num_kv_heads, body.head_dim))
-    profiles = make_profiles(RECIPE, "tensorrt", target.config)  # a profile a bucket
+    profiles = make_profiles(RECIPE, "tensorrt", target.config)  # a profile a power of two
     types = {**surface.inputs, **surface.outputs}
     return _engine(folder, "target", _Graph(_row_inputs(body), outputs, types, profiles, run), compute)
 

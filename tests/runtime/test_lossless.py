@@ -407,7 +407,7 @@ class Poisoned(NaNScratch):
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel"])
 def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
-    way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 3, 5, 6 and 7 are padded to 4 and 8
+    way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 5 and 7 are padded to 6 and 8
     target, first, second, flex = copies()
     way.run(way.engine(Poisoned(*prepared(target, first, second, flex)), policy), some_requests())
 

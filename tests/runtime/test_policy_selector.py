@@ -25,7 +25,7 @@ from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import Block, ModelRunner, Verified
 from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, forecast_tau
-from d2sd.runtime.request import Limits, Request, buckets
+from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
@@ -479,7 +479,7 @@ def test_costs_are_those_of_whole_steps() -> None:
     assert found == {
         (policy, size): policy.num_nodes * size + passes[policy] + 0.25
         for policy in (OFF, *trees)
-        for size in (1, 2, 4)
+        for size in (1, 2, 3)
     }
     assert told == [1, 1, 1]
 
@@ -541,7 +541,7 @@ def test_measuring_ends_in_time_on_any_machine(pace: float) -> None:
     found = measured_within(runner)
     longest = pace * (1 + 8) + 2 * pace
     assert runner.now <= LIMIT + longest
-    assert {size for policy, size in found.seconds if policy == OFF} == {1, 2, 4, 8}
+    assert {size for policy, size in found.seconds if policy == OFF} == {1, 2, 3, 4, 6, 8}
     assert (found.guessed == frozenset()) == (pace == 0.001)
     assert {(OFF, 1)} <= found.seconds.keys() - found.guessed or pace == 0.5
     assert PolicySelector(POLICIES, found, FORECAST).choose(8, 0.0) in POLICIES
@@ -631,14 +631,14 @@ def test_a_hiccup_of_the_machine_is_not_measured() -> None:
 
 
 def test_trees_larger_than_one_that_cannot_pay_are_not_tried() -> None:
-    """Alone everything pays; at two, a tree of 4 rows takes longer than its best forecast allows: 8 is left out there.
+    """At other sizes all pay; at two, a tree of 4 rows takes longer than its best forecast allows: 8 is left out.
 
     Another kind of tree is tried nevertheless, and so is the same one at the next size.
     """
     runner = Scripted(lambda rows, size: 1.0 if size != 2 or rows == 1 else 10.0)
     forecast = {"chain": ([9.0], [9.0]), "ddtree": ([1.0, 2.0], [1.0, 4.0])}
     found = measured(runner, POLICIES, forecast, 4)
-    assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 4)} - {(LARGE, 2)}
+    assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 3, 4)} - {(LARGE, 2)}
     assert (8, 2) not in runner.verified
 
 
@@ -649,10 +649,13 @@ def test_a_policy_without_a_forecast_is_given_up_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("max_batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 4]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 16])]
+    ("max_batch", "sizes"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (5, [1, 2, 3, 4, 6]), (9, [1, 2, 3, 4, 6, 8, 12])]
 )
 def test_buckets_hold_every_batch(max_batch: int, sizes: list[int]) -> None:
     assert buckets(max_batch) == sizes
+    assert [bucket(count) for count in range(1, max_batch + 1)] == [
+        min(size for size in sizes if size >= count) for count in range(1, max_batch + 1)
+    ]
     found = measured(Scripted(lambda rows, size: 1.0), (OFF,), {}, max_batch)
     assert found == {(OFF, size): 1.25 for size in sizes}
 
@@ -664,7 +667,7 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     engine = make_engine(runner, "off", page_size=page_size)
     trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
     found = time_steps(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
-    assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 4)}
+    assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 3, 4)}
     assert min(found.values()) > 0
     for pool in runner.pools:
         assert not pool.k[:, 1:].any()
@@ -690,7 +693,7 @@ def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: 
     requests = some_requests()
     engine = make_engine(cheater(requests), "d2sd", max_batch=4)
     wide, chain = Hybrid(14, BRANCHES), Chain(BLOCK)
-    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 9.0, (OFF, 2): 9.0, (OFF, 4): 1.0}
+    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 9.0, (OFF, 2): 9.0, (OFF, 3): 1.0, (OFF, 4): 1.0}
     costs |= {(wide, 1): 0.001, (wide, 4): 9.0, (chain, 1): 8.0, (chain, 2): 0.001}
     scripted(monkeypatch, engine, costs)
     served = Counter[tuple[int, str]]()
@@ -767,14 +770,14 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three requests in a batch of four: what the fourth row accepted is nobody's."""
-    engine = make_engine(honest(), "off", max_batch=4)
-    scripted(monkeypatch, engine, {(OFF, 4): 1.0, (OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 4): 0.01})
+    """Five requests in a batch of six: what the sixth row accepted is nobody's."""
+    engine = make_engine(honest(), "off", max_batch=6)
+    scripted(monkeypatch, engine, {**dict.fromkeys([(OFF, size) for size in buckets(6)], 1.0), (CHAIN, 6): 0.01})
     told: list[list[int]] = []
     monkeypatch.setattr(
         PolicySelector, "update", lambda self, policy, temperature, accepted, *more: told.append(list(accepted))
     )
-    sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5)]
+    sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5, 6, 7)]
     engine.step()
     assert engine.policy == CHAIN
     assert told == [[s.stats.tokens for s in sequences]]

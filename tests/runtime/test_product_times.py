@@ -20,7 +20,7 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime import product_times
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.product_times import Bench, agreed, by_shape, chosen, fastest, graph_timer, products_of, use
-from d2sd.runtime.request import buckets
+from d2sd.runtime.request import powers_of_two
 from tests.modeling.test_fused import anywhere
 from tests.product_forms import cuda_products
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -78,7 +78,7 @@ def test_each_shape_and_bucket_is_timed_once() -> None:
     clock, products = Clock(padded=0.5, **{"split 2": 0.7}), products_of(runner())
     times = bench(clock).times(products, {})
     shapes = by_shape(products)
-    assert times.keys() == {(shape, rows) for shape in shapes for rows in buckets(MOST_ROWS)}
+    assert times.keys() == {(shape, rows) for shape in shapes for rows in powers_of_two(MOST_ROWS)}
     assert clock.calls["plain"] == len(times)
     assert clock.calls["padded"] == len(shapes) * 4  # 1, 2, 4 and 8 rows
     assert set(clock.weights) == {len(group) for group in shapes.values()}
@@ -86,7 +86,7 @@ def test_each_shape_and_bucket_is_timed_once() -> None:
     assert len(choices) == len(products)
     for choice in choices:
         assert {rows: form.name for rows, form in choice.items()} == {
-            rows: "padded" if rows < 16 else "split 2" if rows <= 64 else "plain" for rows in buckets(MOST_ROWS)
+            rows: "padded" if rows < 16 else "split 2" if rows <= 64 else "plain" for rows in powers_of_two(MOST_ROWS)
         }
     before = clock.calls.total()
     assert bench(clock).times(products, times) == times

@@ -61,8 +61,8 @@ class Spy(ModelRunner):
 
 
 def one_step(engine: Engine) -> tuple[Batch, StepResult]:
-    """A step over three requests, two ways to sample, padded to four."""
-    for row in range(3):
+    """A step over five requests, five ways to sample, padded to six."""
+    for row in range(5):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
     batch, host_draft = engine.prepare(engine.admit())
     engine.runner.context.inject(engine.policy.drafters)
@@ -86,18 +86,18 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
 @pytest.mark.parametrize("policy", NAMES)
 def test_who_is_asked_for_what(policy: PolicyName) -> None:
     runner = Spy()
-    engine = make_engine(runner, policy)
+    engine = make_engine(runner, policy, max_batch=5)
     _, result = one_step(engine)
     first, branches, second = result.first, result.branches, result.second
     assert runner.asked == ASKED[policy]
     assert (first is None) == (policy == "off")
     assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
     if first is not None:
-        assert first.tokens.shape == first.logprob.shape == (4, SLOTS, engine.policy.topk)
+        assert first.tokens.shape == first.logprob.shape == (6, SLOTS, engine.policy.topk)
     if branches is not None and second is not None:
-        assert branches.prefix_len.shape == branches.rejected.shape == (4, BRANCHES)
-        assert second.tokens.shape == second.logprob.shape == (4, BRANCHES, SLOTS, engine.policy.topk)
-    assert result.tree.tokens.shape == (4, engine.policy.num_nodes)
+        assert branches.prefix_len.shape == branches.rejected.shape == (6, BRANCHES)
+        assert second.tokens.shape == second.logprob.shape == (6, BRANCHES, SLOTS, engine.policy.topk)
+    assert result.tree.tokens.shape == (6, engine.policy.num_nodes)
 
 
 @pytest.mark.parametrize("policy", NAMES)
@@ -126,7 +126,7 @@ def test_each_first_draft_has_its_own_calibration(policy: PolicyName, row: int |
         table = torch.zeros(2, 3, SLOTS, 2)
         if row is not None:
             table[:, row] = offset
-        engine = make_engine(honest(), policy)
+        engine = make_engine(honest(), policy, max_batch=5)
         engine.calibration = Calibration(torch.ones_like(table), table)
         _, result = one_step(engine)
         assert result.first is not None
@@ -136,18 +136,19 @@ def test_each_first_draft_has_its_own_calibration(policy: PolicyName, row: int |
 
 
 def test_lookup_drafts_from_each_text_alone() -> None:
-    """Three requests of different lengths, one without a match, and padding, which drafts nothing."""
-    engine = make_engine(honest(), "lookup")
-    prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11)
+    """Five requests of different lengths, three without a match, and padding, which drafts nothing."""
+    engine = make_engine(honest(), "lookup", max_batch=5)
+    prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11), (12,), (13, 14)
     for prompt in prompts:
         engine.submit(Request(prompt, 5))
     batch, draft = engine.prepare(engine.admit())
     assert draft is None
     result = decode_step(engine.runner, engine.policy, batch)
     assert result.first is not None
-    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], [0] * 4, [0] * 4]
-    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], [11, 0, 0, 0, 0], [0] * 5]
-    assert result.tree.valid.sum(1).tolist() == [5, 5, 1, 1]
+    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], *[[0] * 4] * 4]
+    alone = [[anchor, 0, 0, 0, 0] for anchor in (11, 12, 14, 0)]
+    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], *alone]
+    assert result.tree.valid.sum(1).tolist() == [5, 5, 1, 1, 1, 1]
 
 
 def made_up(seed: int = 0) -> Calibration:

@@ -16,7 +16,7 @@ import torch
 from d2sd.policies import PolicyName
 from d2sd.runtime import warm_up as module
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Limits, Request, bucket
+from d2sd.runtime.request import Limits, Request, power_of_two
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.warm_up import PrefillShape, prefill_shapes
 from tests.conftest import Once
@@ -116,11 +116,11 @@ def test_the_passes_before_the_first_request_run_every_kernel_of_prefills(
         for requests in range(1, most + 1):
             for rows in range(1, limits.prefill_chunk - requests + 2):
                 if rows <= pages * limits.page_size:  # a table covers the positions of a chunk
-                    assert kernel(None, requests, bucket(rows), pages) in warmed
+                    assert kernel(None, requests, power_of_two(rows), pages) in warmed
         pages *= 2
     assert all(shape.rows <= shape.pages * limits.page_size for shape in shapes), "or a prefill of it is an IndexError"
     assert len(shapes) == len(set(shapes)) <= len(warmed) + 13, "one for each, the largest, and prompts one by one"
-    held = bucket(limits.pages_for(limits.max_context + block)) * limits.page_size
+    held = power_of_two(limits.pages_for(limits.max_context + block)) * limits.page_size
     assert sum([shapes[-1].rows] + [1] * (shapes[-1].requests - 1)) == min(limits.prefill_chunk, held + most - 1)
     assert all(shape.requests + shape.rows - 1 <= 2 * limits.prefill_chunk for shape in shapes)
 

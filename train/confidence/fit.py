@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Literal
 
@@ -17,17 +18,18 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import can_run, chat_request, make_engine
+from d2sd.bundle.serving import can_run, chat_request, make_engine, policy_of_tree
 from d2sd.calibration import CalibrationFile, CopyTable, UseTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
-from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, DraftUse, FirstPass, PolicyName
+from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, DraftUse, FirstPass, PolicyName, with_branches
 from d2sd.progress import bar
 from d2sd.recipe import Recipe
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit
+from d2sd.runtime.speculation.policy import AUTO_BRANCHES
 from d2sd.runtime.stats import calibration_error, reliability_bins
 from d2sd.train.confidence.copies import fit_copies
 
@@ -113,7 +115,8 @@ def error_of(outcomes: Iterable[NodeOutcome], use: DraftUse) -> float:
 
 #: Nodes of the observed trees; smaller trees are their prefixes.
 _NODE_BUDGET = 64
-#: Of so many requests one is run by policies that are watched for their branches alone: their priors are fitted.
+#: Of so many requests one is run by policies that are watched for their branches alone: their priors are fitted. And
+#: by those with fewer branches: what counts is their ratio to all branches on the same requests.
 _BRANCHED = 2
 _REGIMES: tuple[tuple[Literal["0", "1"], float], ...] = (("0", 0.0), ("1", 1.0))
 
@@ -175,6 +178,10 @@ def fit_calibration(
             for policy, facts in FACTS.items():
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _gain(steps, tree=facts.grows)
+            some = [step for step in steps if step.sequence.id % _BRANCHED == 0]
+            for count in _fewer_branches(bundle, watched):
+                few = watch(bundle, watched, requests[::_BRANCHED], temperature, device, branches=count)
+                tau[key][with_branches(watched, count)] = _in_ratio(tau[key][watched], _gain(some), _gain(few))
             _add(nodes, uses, watched, steps)
         for branched in [name for name, facts in FACTS.items() if facts.second_use not in (None, *uses)]:
             if can_run(bundle.draft_configs, branched):
@@ -224,10 +231,16 @@ def watch(
     device: str,
     *,
     lookup: bool = False,
+    branches: int | None = None,
 ) -> list[StepObservation]:
-    """Run all requests and observe every step; calibrated trees if copies compete, else as the drafters score them."""
+    """Run all requests and observe every step; calibrated trees if copies compete, else as the drafters score them.
+
+    `branches` are those of its second pass, in place of the recipe's.
+    """
     scored = partial(make_engine, bundle, policy=policy, row_budget=_NODE_BUDGET, device=device)
     engine = scored(calibrated=lookup, lookup=lookup)
+    if branches is not None:
+        engine.policy = replace(engine.policy, num_branches=branches)
     engine.record_trace = True
     for seed, request in enumerate(requests):
         engine.submit(replace(request, sampling=SamplingParams(temperature, seed=seed)))
@@ -255,7 +268,18 @@ def _errors(
     return errors
 
 
-def _gain(observations: list[StepObservation], *, tree: bool) -> list[float]:
+def _fewer_branches(bundle: Bundle, policy: PolicyName) -> list[int]:
+    """Numbers of branches that `auto` compares besides the recipe's; none of a policy without a second pass."""
+    own = policy_of_tree(bundle.recipe.tree, policy, _NODE_BUDGET, bundle.drafters).num_branches
+    return [count for count in AUTO_BRANCHES if count < own]
+
+
+def _in_ratio(curve: list[float], before: list[float], after: list[float]) -> list[float]:
+    """The curve of all requests, changed as that of some of them changes; more rows never make it lower."""
+    return list(accumulate((round(one * b / a, 4) for one, a, b in zip(curve, before, after, strict=True)), max))
+
+
+def _gain(observations: list[StepObservation], *, tree: bool = True) -> list[float]:
     """Mean tokens per step with 1, 2, … rows, from the row indices of every step's accepted nodes, without the root."""
     accepted = [step.path if tree else list(range(1, step.chain + 1)) for step in observations]
     return [

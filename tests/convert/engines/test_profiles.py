@@ -139,11 +139,12 @@ def test_profiles_hold_the_pools_of_the_runtime() -> None:
         assert profile["page_table"][2][1] == 16, "a bucket that holds 13 pages"
 
 
-def test_classic_tensorrt_has_a_profile_a_batch_bucket() -> None:
+def test_classic_tensorrt_has_a_profile_a_power_of_two_for_every_batch_bucket() -> None:
     config = tiny_decoder().config
     batches = [profile["embedded"] for profile in make_profiles(RECIPE, "tensorrt", config)]
     assert [shapes[2][:2] for shapes in batches] == [[1, 20], [2, 20], [4, 20], [1, 32]]
-    assert all(least[0] == most[0] for least, _, most in batches)
+    assert [least[0] for least, *_ in batches] == [1, 2, 3, 1]
+    assert all(most == best for _, best, most in batches)
     batches = [profile["embedded"] for profile in make_profiles(RECIPE, "tensorrt-rtx", config)]
     assert [(least[:2], most[:2]) for least, _, most in batches] == [([1, 1], [4, 20]), ([1, 1], [1, 32])]
     wide = RECIPE.model_copy(update={"tree": Tree(block_size=4, branches=3, row_budget=33)})

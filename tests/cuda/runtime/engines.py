@@ -26,7 +26,7 @@ from d2sd.policies import PolicyName
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.product_times import products_of
-from d2sd.runtime.request import Request, buckets
+from d2sd.runtime.request import Request, powers_of_two
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import default_scores
 from tests.cuda import guard
@@ -193,7 +193,7 @@ def test_products_are_timed_on_the_device_before_steps_are_captured(
         runner = runner_of(target, drafter)
         choose_products(runner, None)
         products = products_of(runner)
-        assert all(set(product.forms) == set(buckets(MOST_ROWS)) for product in products)
+        assert all(set(product.forms) == set(powers_of_two(MOST_ROWS)) for product in products)
         assert any(form is not PLAIN for product in products for form in product.forms.values())
         engine = make_engine(runner, "chain", max_batch=1)
         (found,) = engine.generate([some_requests()[0]])

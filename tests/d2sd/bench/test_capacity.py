@@ -80,7 +80,7 @@ def test_a_gpu_serves_a_prefill_and_its_steps_for_each_request() -> None:
     alone, four = (operation(cost, chunks, demand, batch) for batch in (1, 4))
     assert (alone.rate, alone.ttft, alone.itl) == pytest.approx((1 / 0.7, 0.25, 0.025))
     assert (four.rate, four.ttft, four.itl) == pytest.approx((4 / 1.3, 0.35, 0.025 + 3 * 0.2 / 20))
-    costs = dict.fromkeys((1, 2, 4, 8, 16), cost)
+    costs = dict.fromkeys((1, 2, 3, 4, 6, 8, 12, 16), cost)
     assert most_sustained(costs, chunks, demand, 16).batch == 8  # nine together miss the ITL
     assert most_sustained(costs, chunks, demand, 3).batch == 3  # no more fit
 

@@ -96,7 +96,7 @@ def test_fp8_layers_read_half_and_compute_twice_as_fast() -> None:
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
     costs = step_costs(ROOFLINE, "auto", 16, 1000, tau=4.0)
-    assert costs[1].policy == costs[4].policy == "hybrid+lookup of 64 rows"
+    assert costs[1].policy == costs[4].policy == "hybrid+lookup of 64 rows and 4 branches"
     assert costs[4].tokens == 4.0
     largest = make_policy("hybrid", block_size=16, branches=4, row_budget=64)
     assert costs[4].seconds == ROOFLINE.decode_seconds(largest, 4, 1000)
@@ -152,11 +152,11 @@ def test_shares_of_the_users_gpu_replace_the_assumed_one() -> None:
 def test_step_times_of_the_users_gpu_replace_arithmetic() -> None:
     """At the load's context, and only if they have every step that is asked for."""
     tree = make_policy("hybrid", block_size=16, branches=4, row_budget=64, lookup=True)
-    seconds = {(policy, size): 0.01 * size for policy in (OFF, tree) for size in (1, 2, 4)} | {(tree, 4): 0.5}
+    seconds = {(policy, size): 0.01 * size for policy in (OFF, tree) for size in (1, 2, 3, 4)} | {(tree, 4): 0.5}
     times = StepTimes(seconds, {(OFF, 1): 1e-6}, {})
     costs = step_costs(ROOFLINE, "auto", 4, 1064, tau=4.0, measured=lambda *_: times)
-    assert [cost.policy for cost in costs.values()] == ["hybrid+lookup of 64 rows", "hybrid+lookup of 64 rows", "off"]
-    assert [cost.seconds for cost in costs.values()] == pytest.approx([0.01, 0.02, 0.04])
+    assert [cost.policy for cost in costs.values()] == ["hybrid+lookup of 64 rows and 4 branches"] * 3 + ["off"]
+    assert [cost.seconds for cost in costs.values()] == pytest.approx([0.01, 0.02, 0.03, 0.04])
     assert all(cost.measured for cost in costs.values())
     plain = step_costs(ROOFLINE, "off", 4, 1064, measured=lambda *_: times)
     assert plain[1].seconds == pytest.approx(0.01 + 1e-6 * 1000)

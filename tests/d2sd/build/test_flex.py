@@ -75,7 +75,7 @@ def test_beside_drafters_auto_takes_what_is_forecast(tmp_path: Path) -> None:
     path = write_project(tmp_path / "project")
     add_flex(path, policy="auto")
     bundle = made(path)
-    assert str(make_engine(bundle).policy) == "hybrid+lookup of 16 rows"
+    assert str(make_engine(bundle).policy) == "hybrid+lookup of 16 rows and 3 branches"
     assert [s.answer for s in make_engine(bundle, policy="flex").generate(REQUESTS)] == [
         s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)
     ]

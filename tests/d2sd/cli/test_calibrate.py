@@ -83,7 +83,7 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     assert found.tau.keys() == {"0", "1"}
     for key, temperature in (("0", 0.0), ("1", 1.0)):
         curves = found.tau[key]  # type: ignore[index]
-        assert curves.keys() == {"chain", "ddtree", "hybrid", "ddtree+lookup", "hybrid+lookup"}
+        assert curves.keys() == {"chain", "ddtree", "hybrid", "hybrid/1", "hybrid/2", "ddtree+lookup", "hybrid+lookup"}
         for curve in curves.values():
             assert len(curve) == 64
             assert curve[0] == 1
@@ -179,7 +179,7 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(tmp_path / "one.json")
     assert found.drafters.keys() == {"first"}
-    curves = {"chain", "ddtree", "ddtree+lookup", "hybrid", "hybrid+lookup"}
+    curves = {"chain", "ddtree", "ddtree+lookup", "hybrid", "hybrid/1", "hybrid/2", "hybrid+lookup"}
     assert {*found.tau["0"], *found.tau["1"]} == curves
     assert sum("second pass" in name for name in found.report) == 4
     assert found.uses.keys() == {"chain", "reanchor"}

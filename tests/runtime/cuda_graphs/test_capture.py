@@ -93,11 +93,11 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
 def running(
     policy: PolicyName,
     *kinds: SamplingParams,
-    batch: int = 3,
+    batch: int = 5,
     calibration: Calibration | None = None,
     windows: str = "none",
 ) -> Engine:
-    engine = make_engine(honest(windows), policy, max_batch=batch, page_size=64, pages=6, calibration=calibration)
+    engine = make_engine(honest(windows), policy, max_batch=batch, page_size=64, pages=7, calibration=calibration)
     engine.runner.static_shapes = True  # as on CUDA
     for row in range(batch):
         engine.submit(Request((row + 1, 7, 2 * row), 30, kinds[row % len(kinds)]))
@@ -172,8 +172,8 @@ def test_a_step_is_the_same_whatever_came_before(policy: PolicyName) -> None:
 
 @pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
 def test_shapes_depend_on_the_bucket_alone(policy: PolicyName) -> None:
-    three, four, five = (record(running(policy, HOT, batch=batch), 1)[0] for batch in (3, 4, 5))
-    assert three == four
+    four, five, six = (record(running(policy, HOT, batch=batch), 1)[0] for batch in (4, 5, 6))
+    assert five == six
     assert four != five
 
 
@@ -189,9 +189,9 @@ def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
 def test_padding_of_a_batch_owns_nothing() -> None:
     engine = running("d2sd", HOT, GREEDY)
     batch, _ = engine.prepare(engine.admit())
-    assert batch.active.tolist() == [True, True, True, False]
-    assert batch.page_table[3].tolist() == [0] * batch.page_table.shape[1]
-    assert int(batch.context_len[3]) == 0
+    assert batch.active.tolist() == [True] * 5 + [False]
+    assert batch.page_table[5].tolist() == [0] * batch.page_table.shape[1]
+    assert int(batch.context_len[5]) == 0
 
 
 def test_a_prefill_computes_its_prompts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
