@@ -26,6 +26,8 @@ cp -r d2sd tests benchmarks plugins recipes models pyproject.toml "$tree/"
 for package in plugins modeling convert runtime train; do
     rm -rf "$tree/d2sd/$package" && cp -r $package "$tree/d2sd/$package"
 done
+about="$tree/d2sd-0.dist-info" && mkdir "$about" # a bundle names the version that built it
+sed -n "s/^name = \"d2sd\"/Metadata-Version: 2.1\nName: d2sd/p; s/^version = \"\(.*\)\"/Version: \1/p" pyproject.toml >"$about/METADATA"
 sh benchmarks/gpu_pack.sh unpack || echo "what was taken could not be unpacked: it is not used" >&2
 weights=$KEEP/weights/unpacked compiled=$KEEP/compiled/unpacked/cache
 if [ -d "$weights" ]; then
