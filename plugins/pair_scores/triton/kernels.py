@@ -103,9 +103,9 @@ def pairs_kernel(
     tl.store(at + (m + 1)[:, None] * M, found, mask=both)
     tl.store(at + m[:, None] * M, first, mask=both & (m == 0)[:, None])
 
-    at = following + row * (M + 1)
-    tl.store(at + 1 + m, _first_of_best(found, inside, MP) + 1, mask=inside)
-    tl.store(at + m, _first_of_best(first, inside, MP) + 1, mask=m == 0)
+    leads_to = following + row * (M + 1)
+    tl.store(leads_to + 1 + m, _first_of_best(found, inside, MP) + 1, mask=inside)
+    tl.store(leads_to + m, _first_of_best(first, inside, MP) + 1, mask=m == 0)
 
 
 @triton.jit

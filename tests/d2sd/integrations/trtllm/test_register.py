@@ -58,7 +58,7 @@ def test_registered(shop: Shop, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     server = shop.server(modules, Settings())
     assert type(server.worker) is made
     assert server.drafters.model_config.pretrained_config.num_hidden_layers == 1, "no K/V is wasted on it"
-    assert "trees of hybrid+lookup of 64 rows. Not yet run on a GPU" in capsys.readouterr().err
+    assert "trees of hybrid+lookup of 64 rows and 4 branches. Not yet run on a GPU" in capsys.readouterr().err
 
 
 def test_other_draft_models_are_tensorrt_llms(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
