@@ -88,8 +88,8 @@ verify: .venv/demo
 gpu-suite: $(if $(DRY),.venv/dev)
 	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry) $(if $(CALL),--call $(CALL))
 
-## [30 min] compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
-## machine code of each loop over weights, pages or logits what is in flight while it computes; less again
+## [1 h] compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
+## machine code of each loop over weights, pages or logits what is in flight while it computes; a minute where none has changed
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 

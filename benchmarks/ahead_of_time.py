@@ -32,6 +32,7 @@ class Bound:
     types: dict[str, Any]  # of run-time arguments; of a tuple those of its parts
     constants: dict[str, Any]
     warps: int
+    key: str  # Triton's own, of all that specialises the code
 
 
 def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
@@ -46,7 +47,7 @@ def bind(kernel: Any, run: Callable[[], object], capability: int) -> Bound:
             types = {name: kind for name, kind in compile["signature"].items() if kind != "constexpr"}
             whole = ((*place, value) for place, value in compile["constants"].items() if len(place) == 1)  # of no tuple
             given = {kernel.arg_names[place]: value for place, value in whole if value is not None}
-            found.append(Bound(types, given, compile["num_warps"]))
+            found.append(Bound(types, given, compile["num_warps"], compile["key"]))
         return True
 
     with triton.knobs.runtime.scope(), pretended(capability, "bound"):

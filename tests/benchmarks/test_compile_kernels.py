@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +22,40 @@ from tests.plugins.cases import kernels
 )
 def test_kernels_compile_within_bounds(name: str, argument: str, capsys: pytest.CaptureFixture[str]) -> None:
     """For Hopper: verification over FP8 pages, and the product of exact mode; loops held to the rules of their code."""
-    assert compile_kernels.main(["--only", name, "--capability", "90"]) == 0
+    assert compile_kernels.main(["--only", name, "--capability", "90", "--again"]) == 0
     printed = capsys.readouterr().out
-    assert "1 compiled, 0 break a bound or a rule" in printed
+    assert "1 keep every rule, 0 unchanged since; 0 break a bound or a rule" in printed
     assert argument in printed
 
 
 def test_nothing_compiled_is_no_success() -> None:
     assert compile_kernels.main(["--only", "no such kernel"]) == 1
+
+
+def test_what_has_not_changed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch is compiled again if its sources, arguments or rules differ, or if it broke a rule."""
+    seen, bad = list[str](), [1]
+
+    def checked(name: str, capabilities: tuple[int, ...]) -> tuple[list[str], int, int]:
+        seen.append(name)
+        return [], len(capabilities), bad[0]
+
+    monkeypatch.setenv("WORKERS", "1")
+    monkeypatch.setattr(compile_kernels, "checked", checked)
+    monkeypatch.setattr(compile_kernels, "KEPT", tmp_path / "kept.json")
+    one, again = "merge 8x16 to 64", ["--only", "merge 8x16 to 64"]
+    assert compile_kernels.main(again) == 1
+    bad[0] = 0
+    assert compile_kernels.main([*again, "--capability", "90"]) == 0
+    assert compile_kernels.main(again) == 0
+    assert seen == [one] * 3
+    assert compile_kernels.main(again) == 0
+    assert seen == [one] * 3
+    key = compile_kernels.keys([one])
+    monkeypatch.setattr(compile_kernels, "RULES", ("compile_kernels.py",))
+    assert compile_kernels.keys([one]) != key
+    assert compile_kernels.main(again) == 0
+    assert seen == [one] * 4
 
 
 def test_bounds_are_bounds() -> None:
