@@ -2,6 +2,7 @@
 
     python -m tests.mutants [PART OF A NAME OR FILE] ...
 
+Those that were as expected, and of which nothing has changed since (`kept`), are left out, unless they are named.
 Prints one line a mutant. Ends with 1 if one survives that the table does not explain, if an explained one dies, if its
 text is no longer there, or if a proof fails without any mutant.
 """
@@ -22,18 +23,23 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.cuda import guard
+from tests.mutants import kept
 from tests.mutants.mutant import Mutant, Proof
 from tests.mutants.table import MUTANTS
 
 ROOT = Path(__file__).parents[2]
 #: Seconds: what takes longer hangs, as a search without an end does. Proofs need a tenth.
 TIMEOUT = 400
+#: In a copy of this checkout: the files that the last proof there has loaded.
+LOADED = "loaded.txt"
 WORKERS = int(os.environ.get("WORKERS", os.cpu_count() or 2))
 
 
 def main(*wanted: str) -> int:
     start = time.perf_counter()
-    chosen = [m for m in MUTANTS if not wanted or any(part in f"{m.name} {m.file}" for part in wanted)]
+    known = kept.Kept.read()
+    named = [m for m in MUTANTS if not wanted or any(part in f"{m.name} {m.file}" for part in wanted)]
+    chosen = [m for m in named if wanted or not known.holds(m)]
     stale = 0
     for mutant in chosen:
         try:
@@ -67,6 +73,11 @@ def main(*wanted: str) -> int:
         def unchanged(proof: Proof) -> None:
             with tree() as here:
                 passed, seconds, output = holds(proof, here, Path(folder))
+                files = loaded(here)
+            with lock:
+                known.files.pop(kept.title(proof), None)  # a proof that fails says nothing of its mutants
+                if passed:
+                    known.files[kept.title(proof)] = files
             if passed:
                 said(f"holds        {seconds:4.0f} s  without a mutant: {' '.join(proof.arguments)}", True)
             else:
@@ -82,6 +93,11 @@ def main(*wanted: str) -> int:
                 finally:
                     file.write_text(source)
             fine = survived == bool(mutant.survives)
+            with lock:
+                known.mutants.pop(mutant.name, None)
+                if fine and (key := known.key(mutant)):
+                    known.mutants[mutant.name] = key
+                known.write()
             verdict = "survives" if survived else "killed"
             note = f" ({mutant.survives})" if mutant.survives and fine else "" if fine else "  <-- unexpected"
             said(f"{verdict:<12} {seconds:4.0f} s  {mutant.file}: {mutant.name}{note}", fine)
@@ -89,10 +105,18 @@ def main(*wanted: str) -> int:
         with ThreadPoolExecutor(WORKERS) as workers:
             list(workers.map(unchanged, dict.fromkeys(mutant.proof for mutant in chosen)))
             list(workers.map(changed, chosen))
-    explained = sum(bool(mutant.survives) for mutant in chosen)
-    print(f"{len(chosen)} mutants, {explained} of them explained survivors; {time.perf_counter() - start:.0f} s")
+    explained, unchanged_since = sum(bool(mutant.survives) for mutant in named), len(named) - len(chosen)
+    print(
+        f"{len(named)} mutants, {explained} of them explained survivors, {unchanged_since} unchanged since they ran;"
+        f" {time.perf_counter() - start:.0f} s"
+    )
     print(f"{len(bad)} not as expected" if bad else "all as expected")
     return bool(bad)
+
+
+def loaded(tree: Path) -> list[str]:
+    """Files that the proof loaded which ran last in this copy."""
+    return (tree / LOADED).read_text("utf-8").splitlines()
 
 
 def copied(tree: Path) -> Path:
@@ -117,13 +141,26 @@ def copied(tree: Path) -> Path:
 
 def holds(proof: Proof, tree: Path, folder: Path) -> tuple[bool, float, str]:
     """Whether the tests pass, how long they took, and what they said."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--no-showlocals", "--tb=line"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "tests.mutants.kept",
+        "--no-showlocals",
+        "--tb=line",
+    ]
     environment = os.environ | {
         "PYTHONPATH": str(tree),
         "PYTHONDONTWRITEBYTECODE": "1",  # a file that is changed twice a second has one date
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": str(int(proof.interpreted)),
         "D2SD_CUDA_GUARD": str(folder),
+        kept.VARIABLE: str(tree / LOADED),
     }
     start = time.perf_counter()
     try:
