@@ -64,6 +64,7 @@ def test_a_hybrid_over_kernels_is_the_model(family: Family, monkeypatch: pytest.
             torch.testing.assert_close(found.nan_to_num(), wanted, rtol=1e-4, atol=2e-5)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_texts_without_pages_of_more_rows_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their states go on from tile to tile, in slots that the pass has for itself."""

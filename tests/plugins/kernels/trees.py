@@ -165,7 +165,7 @@ def test_sources(
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("slots", "widths", "counts", "rows"),
     [
@@ -198,6 +198,7 @@ def test_candidates_behind_those_of_the_slot_before(
     assert_equal(*both(monkeypatch, best_first_tree, torch.tensor([7, 8, 9]), sources, rows))
 
 
+@pytest.mark.slow
 def test_as_many_branches_as_a_word_has_bits_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each of them is entered."""
     count = 51
