@@ -186,7 +186,6 @@ def test_the_recipe_of_the_readme_is_valid() -> None:
     Recipe.model_validate(yaml.safe_load(block))
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("path", [path for path in WRITTEN if not {GENERATED, DATED} & set(path.parents)], ids=ids)
 def test_documents_use_the_fields_words(path: Path) -> None:
     text = path.read_text("utf-8")

@@ -88,7 +88,6 @@ def test_words_of_the_product_are_the_fields(room: str) -> None:
     assert not hits, "\n".join(f"{hit.module}:{hit.line}: {hit.phrase!r}: {hit.instead}" for hit in hits)
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize("folder", [*TOP_ROOMS, "benchmarks", "d2sd"])
 def test_docstrings_begin_with_a_subject_or_a_verb(folder: str) -> None:
     """Not with "Of", "As" or "What", which leave both out."""

@@ -1,0 +1,143 @@
+"""Writes a dated page of results from the JSON files that the suite left.
+
+    python -m benchmarks.gpu.page build/gpu/*.json --out docs/results/gpu-2026-11-26-h200.md
+
+It has the tokens a second of the real pair by requests in flight, where the host's time went, the milliseconds of
+captured steps beside what was predicted, and the card's own rates. What they mean is for a reader to add at the top.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from benchmarks.gpu.predicted import PREDICTIONS
+from benchmarks.gpu.record import Row
+from d2sd.bench.markdown import NONE, line_table
+from d2sd.bench.measured import is_kind
+
+PLAIN = "off"
+KINDS = ("bf16", "mixed", "fp8")
+#: Stages of the host, in the order of a step; the rest of a step's time is the choice, packing and reading.
+STAGES = ("prefill", "decode", "retire")
+
+
+def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
+    """The page, without its conclusions."""
+    told = ", ".join(f"{name} {environment[name]}" for name in ("torch", "triton", "python") if environment.get(name))
+    lines = [
+        f"# {environment['device']}, {environment['began'].split()[0]}",
+        "",
+        f"{told}; commit {environment['commit']}.",
+    ]
+    for kind in KINDS:
+        if methods := rows.get(f"endtoend/{kind}", {}).get("methods"):
+            lines += ["", f"## The real pair in {kind}: tokens a second, and times plain decoding's", "", pair(methods)]
+            lines += [
+                "",
+                "Milliseconds of the host a step: " + ", ".join(STAGES) + ", and all else.",
+                "",
+                host(methods),
+            ]
+    if steps := {key: row for key, row in rows.items() if key.startswith("budgets/") and "graph_ms" in row}:
+        lines += ["", "## Captured steps: milliseconds by requests in flight, in brackets what was predicted"]
+        lines += ["", budgets(steps, environment["device"])]
+    return "\n".join([*lines, "", "## The card", "", *_card(rows), ""])
+
+
+def flights(methods: dict[str, Any]) -> dict[str, dict[int, dict[str, Any]]]:
+    """The last round of each policy, by requests in flight."""
+    rounds = {name: row["rounds"][-1] for name, row in methods.items() if row.get("rounds")}
+    return {name: {one["in_flight"]: one for one in last if "tokens_per_s" in one} for name, last in rounds.items()}
+
+
+def pair(methods: dict[str, Any]) -> str:
+    """Tokens a second of each policy; tau is that of the first batch size."""
+    found = flights(methods)
+    sizes, plain = _sizes(found), found.get(PLAIN, {})
+
+    def cells(name: str) -> Iterator[str]:
+        for size in sizes:
+            speed, base = (row.get(size, {}).get("tokens_per_s") for row in (found[name], plain))
+            times = f" ({speed / base:.2f})" if speed and base and name != PLAIN else ""
+            yield NONE if speed is None else f"{speed:,.0f}{times}"
+
+    lines = [(_policy(name), f"{found[name][sizes[0]]['tau']:.2f}", *cells(name)) for name in found]
+    return line_table(["policy", "tau", *map(str, sizes)], lines)
+
+
+def host(methods: dict[str, Any]) -> str:
+    """Where the time of a step went, as the engine's clock has it."""
+    found = flights(methods)
+    sizes = _sizes(found)
+
+    def cell(row: dict[str, Any] | None) -> str:
+        if row is None:
+            return NONE
+        parts = [row["host"].get(stage, 0.0) for stage in STAGES]
+        return ", ".join(f"{1e3 * part / row['steps']:.2f}" for part in (*parts, row["seconds"] - sum(parts)))
+
+    lines = [(_policy(name), *(cell(found[name].get(size)) for size in sizes)) for name in found]
+    return line_table(["policy", *map(str, sizes)], lines)
+
+
+def budgets(steps: dict[str, Row], device: str) -> str:
+    """A line for each kind of weights, policy, nodes and branches."""
+    predicted = {one.case: one.low for one in PREDICTIONS if one.over is None and is_kind(device, one.gpu)}
+    lines: dict[str, dict[int, str]] = defaultdict(dict)
+    for key, row in steps.items():
+        if key.endswith("profile"):
+            continue
+        nodes = "" if row["policy"] == PLAIN else f" {row['nodes']}"
+        branches = (
+            f", {row['branches']} branch{'es' * (row['branches'] > 1)}" if row["policy"] in ("d2sd", "hybrid") else ""
+        )
+        kind = key.removeprefix("budgets/").split()[0].replace("fp8", "FP8")
+        told = f" ({predicted[key]:#.3g})" if key in predicted else ""
+        lines[f"{kind} `{row['policy']}`{nodes}{branches}"][row["batch"]] = f"{row['graph_ms']:.2f}{told}"
+    sizes = sorted({size for cells in lines.values() for size in cells})
+    return line_table(
+        ["step", *map(str, sizes)], [(name, *(c.get(n, NONE) for n in sizes)) for name, c in lines.items()]
+    )
+
+
+def _card(rows: dict[str, Row]) -> Iterator[str]:
+    for key, row in rows.items():
+        if key.startswith("ceilings/") and row["status"] == "ok":
+            rate = f"{row['gb_per_s']:,.0f} GB/s" if "gb_per_s" in row else f"{row['tflops']:,.0f} TFLOP/s"
+            yield f"- {key.removeprefix('ceilings/')}: {rate} ({row.get('card', 'clocks unknown')})"
+    for key, row in rows.items():
+        if row["status"] != "ok":
+            yield f"- {key}: {row['status']}, {row.get('reason', '')}"
+
+
+def _sizes(found: dict[str, dict[int, Any]]) -> Sequence[int]:
+    return sorted({size for row in found.values() for size in row})
+
+
+def _policy(name: str) -> str:
+    """A method's name and nodes; `auto` chooses its own."""
+    policy, _, nodes = name.partition(" ")
+    return f"`{policy}`" + (f" {nodes}" if nodes and policy != "auto" else "")
+
+
+@click.command()
+@click.argument("results", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+def main(results: tuple[Path, ...], out: Path) -> None:
+    """Write the page OUT from RESULTS, of one card and day; of a case in several files the last one counts."""
+    found = [json.loads(path.read_text("utf-8")) for path in results]
+    if len(cards := {one["environment"]["device"] for one in found}) > 1:
+        raise click.UsageError(f"these results are of several cards: {', '.join(sorted(cards))}")
+    rows = {key: row for one in found for key, row in one["rows"].items()}
+    out.write_text(render(found[0]["environment"], rows), "utf-8")
+    click.echo(out)
+
+
+if __name__ == "__main__":
+    main()
