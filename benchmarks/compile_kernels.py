@@ -81,7 +81,7 @@ def loop_lines(name: str, done: Compiled, streamed: tuple[str, ...], capability:
 
 
 def checked(name: str, capabilities: Sequence[int]) -> tuple[list[str], int, int]:
-    """Compile a launch; returns the lines to print, the number of kernels, and of those that break a bound or a rule."""
+    """Compile a launch; returns the lines to print, the number of kernels, and how many break a bound or a rule."""
     kernel, run = launches()[name]
     printed, failed, compiled = list[str](), 0, 0
     for capability in capabilities:

@@ -1,4 +1,4 @@
-"""What decode steps of every policy take by batch size, node budget and branches: Qwen3-8B's geometry, random weights.
+"""Times decode steps of every policy by batch size, node budget and branches: Qwen3-8B's geometry, random weights.
 
 `auto` chooses among such steps, and whether a second drafter pays is decided by them: the tokens that a policy commits
 a step, measured elsewhere, over its milliseconds here. Products are in the forms that a bundle is served with. One set

@@ -1,4 +1,4 @@
-"""What this card can do at most: rates of a copy, a read and a fill, and of large matrix products, with its clocks.
+"""Measures what this card can do at most: a copy, a read, a fill, and large matrix products, with its clocks.
 
 `ceilings/copy` is the measure of every other rate; a kernel that only reads is measured by `ceilings/read`.
 """

@@ -80,7 +80,7 @@ class Child:
         )
 
     def ask(self, seconds: float, **line: Any) -> dict[str, Any]:
-        """What it says to this line."""
+        """Send this line; returns the answer to it."""
         assert self.process.stdin is not None
         try:
             self.process.stdin.write(json.dumps(line) + "\n")
@@ -132,7 +132,7 @@ def build(out: Path, until: float, note: Note, *, collect: bool = False) -> dict
 
 
 def prompts(count: int) -> list[str]:
-    """As many of each set, one of each in turn."""
+    """Take equally many of each set, one of each in turn."""
     from d2sd.prompts import read_prompts
 
     if not Path("data/eval").exists():
@@ -228,8 +228,8 @@ def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dic
 
 
 def _served(found: dict[str, Any], reference: dict[int, list[int]]) -> dict[str, Any]:
-    """What a flight showed; its answers are compared with the first ones seen, which are plain decoding's, one in
-    flight where it answered that prompt.
+    """Compare a flight's answers with the first ones seen: plain decoding's, with one in flight where that answered
+    the prompt.
     """
     answers = found.pop("answers", [])
     for prompt, answer in enumerate(answers):

@@ -68,7 +68,7 @@ class Peer:
         return [self._cut(one.generated_tokens) for one in found.values()]
 
     def flights(self, at: dict[str, int], tokens: int) -> list[dict[str, Any]]:
-        """As `endtoend_worker` serves them; what fails has its reason."""
+        """Serve them as `endtoend_worker` does; what fails has its reason."""
         found = []
         for in_flight, count in at.items():
             prompts, n = self.prompts["ids"][:count], int(in_flight)
