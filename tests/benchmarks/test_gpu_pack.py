@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from d2sd.plugins.dispatch import FENCED_TRITON
 
@@ -102,3 +106,37 @@ def test_unknown_words_print_the_usage() -> None:
         done = run(*words)
         assert done.returncode == 2
         assert done.stderr.startswith("usage: sh benchmarks/gpu_pack.sh pack triton|rtx")
+
+
+def test_a_cache_of_kernels_is_carried(tmp_path: Path) -> None:
+    """Packed, taken and unpacked, an entry names its files where they are then, not where they were compiled."""
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    from benchmarks.gpu.compiled import relocate
+
+    entry, keep = tmp_path / "cache" / "KEY", tmp_path / "keep"
+    entry.mkdir(parents=True)
+    (entry / "kernel.cubin").write_bytes(b"machine code")
+    group = {"child_paths": {"kernel.cubin": str(entry / "kernel.cubin")}}
+    (entry / "__grp__kernel.json").write_text(json.dumps(group))
+    packs = tmp_path / "packs"
+    done = run("pack", "compiled", COMPILED=str(tmp_path / "cache"), PACKS=str(packs), HELD="9900000")
+    assert done.returncode == 0, done.stderr
+    take(sorted((packs / "compiled").glob("[0-9]*")), keep)
+    assert run("unpack", KEEP=str(keep)).returncode == 0
+    shutil.rmtree(tmp_path / "cache")
+    unpacked = keep / "compiled" / "unpacked" / "cache"
+    assert relocate(unpacked) == 1
+    found = json.loads((unpacked / "KEY" / "__grp__kernel.json").read_text())
+    assert Path(found["child_paths"]["kernel.cubin"]).read_bytes() == b"machine code"
+
+
+def test_weights_need_their_prompts(tmp_path: Path) -> None:
+    """A checkout without data/eval says so before it downloads anything."""
+    checkout = tmp_path / "checkout"
+    for name in ("benchmarks/gpu_pack.sh", "recipes/smollm2-135m.yaml"):
+        (checkout / name).parent.mkdir(parents=True)
+        shutil.copy(SCRIPT.parents[1] / name, checkout / name)
+    command = ["sh", str(checkout / "benchmarks" / "gpu_pack.sh"), "pack", "weights"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | {"HELD": "9900000"})
+    assert done.returncode == 1
+    assert "no prompts in data/eval" in done.stderr
