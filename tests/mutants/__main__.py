@@ -30,8 +30,6 @@ from tests.mutants.table import MUTANTS
 ROOT = Path(__file__).parents[2]
 #: Seconds: what takes longer hangs, as a search without an end does. Proofs need a tenth.
 TIMEOUT = 400
-#: In a copy of this checkout: the files that the last proof there has loaded.
-LOADED = "loaded.txt"
 WORKERS = int(os.environ.get("WORKERS", os.cpu_count() or 2))
 
 
@@ -73,7 +71,7 @@ def main(*wanted: str) -> int:
         def unchanged(proof: Proof) -> None:
             with tree() as here:
                 passed, seconds, output = holds(proof, here, Path(folder))
-                files = loaded(here)
+                files = list_of(here, Path(folder)).read_text("utf-8").splitlines()
             with lock:
                 known.files.pop(kept.title(proof), None)  # a proof that fails says nothing of its mutants
                 if passed:
@@ -114,9 +112,9 @@ def main(*wanted: str) -> int:
     return bool(bad)
 
 
-def loaded(tree: Path) -> list[str]:
-    """Files that the proof loaded which ran last in this copy."""
-    return (tree / LOADED).read_text("utf-8").splitlines()
+def list_of(tree: Path, folder: Path) -> Path:
+    """The list of the files that the last proof in this copy has run."""
+    return folder / f"{tree.name}.txt"
 
 
 def copied(tree: Path) -> Path:
@@ -160,7 +158,7 @@ def holds(proof: Proof, tree: Path, folder: Path) -> tuple[bool, float, str]:
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": str(int(proof.interpreted)),
         "D2SD_CUDA_GUARD": str(folder),
-        kept.VARIABLE: str(tree / LOADED),
+        kept.VARIABLE: str(list_of(tree, folder)),
     }
     start = time.perf_counter()
     try:

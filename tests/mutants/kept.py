@@ -1,17 +1,22 @@
-"""Mutants that were as expected and are so still: nothing that their proof loads has changed.
+"""Mutants that were as expected and are so still: nothing that their proof runs has changed.
 
-This is pytest's plugin as well that says what a proof loads: modules of this checkout, and what else is in their
-folders, such as C sources.
+This is pytest's plugin as well, which says what a proof runs: files of this checkout of which a function was called, or
+that have none, those with kernels, and what else is in their folders, such as C sources. A constant in a file whose
+functions were not called is not seen: name a mutant to run it in any case.
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
 import sys
+import threading
 from dataclasses import asdict, dataclass, field
+from inspect import CO_OPTIMIZED
 from pathlib import Path
+from types import CodeType, FrameType
 
 import torch
 
@@ -20,18 +25,43 @@ from tests.mutants.mutant import Mutant, Proof
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "docs" / "results" / "checks.mutants.json"
 #: Where the plugin writes the names of files.
-VARIABLE = "D2SD_LOADED"
+VARIABLE = "D2SD_PROOF_RUNS"
+
+
+#: Code of all functions that were called.
+_CALLED: set[CodeType] = set()
+
+
+def _called(frame: FrameType, event: str, _: object) -> None:
+    if event == "call":
+        _CALLED.add(frame.f_code)
+
+
+def pytest_configure() -> None:
+    threading.setprofile(_called)
+    sys.setprofile(_called)
 
 
 def pytest_sessionfinish() -> None:
+    sys.setprofile(None)
     here = Path.cwd()
     modules = [Path(file) for module in list(sys.modules.values()) if (file := getattr(module, "__file__", None))]
-    ours = {file.relative_to(here) for file in map(Path.resolve, modules) if file.is_relative_to(here)}
-    ours = {file for file in ours if not file.parts[0].startswith(".")}  # an environment
-    folders = {file.parent for file in ours} - {Path()}
-    beside = {file for folder in folders for file in folder.iterdir() if file.suffix != ".py"}
-    names = sorted(str(file) for file in ours | beside if file.is_file())
-    Path(os.environ[VARIABLE]).write_text("\n".join(names), "utf-8")
+    ours = {
+        file.relative_to(here) for file in map(Path.resolve, modules) if file.is_relative_to(here) and file.exists()
+    }
+    ours = {file for file in ours if file.suffix == ".py" and not file.parts[0].startswith(".")}  # an environment
+    called = {Path(code.co_filename).resolve() for code in _CALLED if code.co_flags & CO_OPTIMIZED}  # no class bodies
+    run = {file for file in ours if here / file in called or "triton" in file.parts or not _has_functions(here / file)}
+    run = {file for file in run if file.parent != Path("tests/mutants")}
+    folders = {file.parent for file in run} - {Path()}
+    beside = {file for folder in folders for file in folder.iterdir() if file.suffix != ".py" and file.is_file()}
+    Path(os.environ[VARIABLE]).write_text("\n".join(sorted(map(str, run | beside))), "utf-8")
+
+
+def _has_functions(file: Path) -> bool:
+    return any(
+        isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) for node in ast.walk(ast.parse(file.read_text()))
+    )
 
 
 @dataclass
@@ -60,11 +90,11 @@ class Kept:
         path.write_text(f'{{"names": {json.dumps(names)},\n"files": {{\n{text}}},\n"mutants": {mutants}}}\n', "utf-8")
 
     def key(self, mutant: Mutant) -> str | None:
-        """A hash of the mutant and all that its proof loads; None before the proof has run."""
+        """A hash of the mutant and all that its proof runs; None before the proof has run."""
         if (files := self.files.get(title(mutant.proof))) is None:
             return None
         found = hashlib.sha256(json.dumps([asdict(mutant), torch.__version__]).encode())
-        for name in files:
+        for name in sorted({mutant.file, *files}):
             file = ROOT / name
             found.update(f"{name}\n".encode() + (file.read_bytes() if file.is_file() else b"no such file"))
         return found.hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""A mutant is left out as long as nothing that its proof loads has changed."""
+"""A mutant is left out as long as nothing that its proof runs has changed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.mutants import kept
-from tests.mutants.mutant import Mutant, run
+from tests.mutants.__main__ import ROOT, holds, list_of
+from tests.mutants.mutant import Mutant, interpreted, run
 
 PROOF = run("tests/test_it.py")
 MUTANT = Mutant("one", "runtime/it.py", "a", "b", PROOF)
@@ -48,11 +49,13 @@ def test_it_is_read_as_it_was_written(known: kept.Kept, tmp_path: Path) -> None:
     assert kept.Kept.read(tmp_path / "none.json") == kept.Kept()
 
 
-def test_a_proof_loads_its_modules_and_what_is_beside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this very process: this file, the module above, and a C source of the CPU kernels."""
-    monkeypatch.chdir(Path(__file__).parents[2])
-    monkeypatch.setenv(kept.VARIABLE, str(tmp_path / "loaded.txt"))
-    kept.pytest_sessionfinish()
-    names = (tmp_path / "loaded.txt").read_text("utf-8").splitlines()
-    assert {"tests/mutants/test_kept.py", "tests/mutants/kept.py", "tests/conftest.py"} <= set(names)
+def test_a_proof_runs_its_functions_and_what_is_beside(tmp_path: Path) -> None:
+    """A test of growth in Triton's interpreter runs its kernel and its specification, and no model."""
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    proof = interpreted("trees", k="test_chain and 5")
+    passed, _, said = holds(proof, ROOT, tmp_path)
+    assert passed, said
+    names = list_of(ROOT, tmp_path).read_text("utf-8").splitlines()
+    assert {"tests/plugins/kernels/trees.py", "plugins/trees/triton/launch.py", "tests/conftest.py"} <= set(names)
+    assert "modeling/decoder.py" not in names
     assert not any(name.startswith((".venv", "/")) for name in names)
