@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
@@ -91,11 +92,8 @@ class NativeLayers(nn.Module):
         self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self._body = self._described()
         self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
+        weakref.finalize(self, _free, self._memory)  # before the interpreter takes ctypes apart
         self._context = _context(layers, body.rms_norm_eps) if context else None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_memory"):
-            library.functions().d2sd_free(ctypes.byref(self._memory))
 
     def _described(self) -> library.Body:
         body = self._config
@@ -221,6 +219,10 @@ class NativeLayers(nn.Module):
         shape = *context.shape[:-1], 2, self._config.num_layers, -1, self._config.head_dim
         k, v = product(context).to(context.dtype).view(shape).movedim(-3, 0).unbind(-3)
         return rotate(k_norm(k), rotary(positions, context.dtype)), v
+
+
+def _free(memory: library.Memory) -> None:
+    library.functions().d2sd_free(ctypes.byref(memory))
 
 
 def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear, nn.Module]:
