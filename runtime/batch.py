@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -162,12 +163,11 @@ def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> t
 
     `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else a power of two.
     """
-    longest = max(len(s.pages) for s in sequences)
+    longest = max(1, *(len(s.pages) for s in sequences))
     columns = longest if exact else power_of_two(longest)
     windowed = [s.windowed_pages for s in sequences]
-    return _table([s.pages for s in sequences], size, columns), _table(windowed, size, columns) if any(
-        windowed
-    ) else None
+    table = _table([s.pages for s in sequences], size, columns)
+    return table, _table(windowed, size, columns) if any(windowed) else None
 
 
 def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
@@ -176,8 +176,9 @@ def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
     return torch.tensor(slots + [0] * (size - len(slots))) if any(slots) else None
 
 
-def _table(pages: SequenceOf[list[int]], size: int, columns: int) -> Tensor:
-    table = torch.zeros(size, columns, dtype=torch.long)
-    for row, own in enumerate(pages):
-        table[row, : len(own)] = torch.tensor(own)
-    return table
+def _table(rows: SequenceOf[array[int]], size: int, columns: int) -> Tensor:
+    """[size, columns] int64, each row filled up with zeros. Rows are copied whole: no page costs the host a number."""
+    width = torch.long.itemsize
+    parts = [part for row in rows for part in (row, bytes(width * (columns - len(row))))]
+    filled = bytearray().join([*parts, bytes(width * columns * (size - len(rows)))])
+    return torch.frombuffer(filled, dtype=torch.long).view(size, columns)

@@ -16,6 +16,7 @@ Layers with a recurrent state have a slot a request (`StateSlots`); a prefix is 
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from d2sd.errors import RequestError
-from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys
+from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys, page_row
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.states import Copy, StateSlots
@@ -190,7 +191,7 @@ class Scheduler:
         if not all(group.pages.has(count, shared) for group, _, count, shared in wanted):
             return False
         for group, first, count, shared in wanted:
-            _held(group, sequence)[:] = [*[0] * first, *(group.pages.take(count, shared) or ())]
+            _held(group, sequence)[:] = page_row([*[0] * first, *(group.pages.take(count, shared) or ())])
         self.states.admit(sequence, keys[:hits])
         if not sequence.stats.preemptions:
             self._queried_tokens += sequence.pending
@@ -242,7 +243,7 @@ class Scheduler:
             # Its pages from `start` on are not written: some stay, for the tokens behind the hits.
             surplus = len(held) - start - (self._end(group, sequence, end) - end)
             group.pages.give_back(held[start : start + surplus])
-            held[start : start + surplus] = [*[0] * (first - start), *hits]
+            held[start : start + surplus] = page_row([*[0] * (first - start), *hits])
         self.states.restore(sequence, keys[:end])
         self._hit(sequence, end - start)
         self._free_behind(sequence)
@@ -325,7 +326,7 @@ class Scheduler:
             while start and held[start - 1]:
                 start -= 1
             group.pages.give_back(held[start:end])
-            held[start:end] = [0] * (end - start)
+            held[start:end] = page_row([0] * (end - start))
 
     def _end(self, group: PageGroup, sequence: Sequence, cached_pages: int = 0) -> int:
         """End of the pages for its tokens and those that the launched steps and another one can commit.
@@ -369,12 +370,12 @@ class Scheduler:
         for group in self.groups:
             held = _held(group, sequence)
             group.pages.give_back([page for page in held if page])
-            held.clear()
+            del held[:]
         self.states.release(sequence)
         sequence.keyed_pages = 0
 
 
-def _held(group: PageGroup, sequence: Sequence) -> list[int]:
+def _held(group: PageGroup, sequence: Sequence) -> array[int]:
     """The pages of a sequence in a group."""
     return sequence.pages if group.window is None else sequence.windowed_pages
 
