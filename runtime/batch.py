@@ -13,7 +13,7 @@ from torch import Tensor
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import bucket, power_of_two
 from d2sd.runtime.sampling.bias import Entries
-from d2sd.runtime.sampling.penalties import NO_TEXT, Text
+from d2sd.runtime.sampling.penalties import NO_TEXT, Counts, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
@@ -115,9 +115,11 @@ class Batch:
 
 
 def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
-    """The text of a sequence, with the entries of its biases, which are made once."""
+    """The text of a sequence, with the entries of its biases, which are made once, and the counts of its tokens."""
     request = sequence.request
-    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias)
+    if sequence.counts is None and request.sampling.has_penalty:
+        sequence.counts = Counts()
+    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias, sequence.counts)
     if sequence.bias is None and request.sampling.has_bias:
         sequence.bias = Entries.of(request.sampling, text, vocab_size, device)
     return text._replace(entries=sequence.bias)

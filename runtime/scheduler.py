@@ -293,6 +293,8 @@ class Scheduler:
             return
         # A step that ended the answer may have committed tokens that were dropped.
         count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
+        if count <= sequence.keyed_pages:
+            return
         self._extend_keys(sequence, count)
         keys = sequence.page_keys
         for group in self.groups:
@@ -300,7 +302,7 @@ class Scheduler:
             for index in range(sequence.keyed_pages, count):
                 if group.pages.cache.add(held[index], keys[index], keys[index - 1] if index else None):
                     self._report_stored(group, sequence, index)
-        sequence.keyed_pages = max(sequence.keyed_pages, count)
+        sequence.keyed_pages = count
 
     def _report_stored(self, group: PageGroup, sequence: Sequence, index: int) -> None:
         events, size = group.pages.cache.events, self._limits.page_size
@@ -372,7 +374,7 @@ class Scheduler:
             group.pages.give_back([page for page in held if page])
             del held[:]
         self.states.release(sequence)
-        sequence.keyed_pages = 0
+        sequence.keyed_pages, sequence.counts = 0, None
 
 
 def _held(group: PageGroup, sequence: Sequence) -> array[int]:

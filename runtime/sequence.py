@@ -69,6 +69,7 @@ class Sequence:
     matcher: Matcher | None = field(init=False)  # advanced by append
     stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
     bias: Any = field(default=None, repr=False)  # `Entries` of its parameters, on the device; set by the first step
+    counts: Any = field(default=None, repr=False)  # `Counts` of its tokens, on the device, while a step needs them
     stats: SequenceStats = field(default_factory=SequenceStats)
     acceptance: Any = field(default=None, repr=False)  # a `RequestAcceptance`; set and changed where `auto` chooses
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
