@@ -122,7 +122,8 @@ def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
     text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias, sequence.counts)
     if sequence.bias is None and request.sampling.has_bias:
         sequence.bias = Entries.of(request.sampling, text, vocab_size, device)
-    return text._replace(entries=sequence.bias)
+        text = text._replace(entries=sequence.bias)
+    return text
 
 
 class PrefillInputs(NamedTuple):
