@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from torch import Tensor
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import bucket, power_of_two
 from d2sd.runtime.sampling.bias import Entries
-from d2sd.runtime.sampling.penalties import NO_TEXT, Text
+from d2sd.runtime.sampling.penalties import NO_TEXT, Counts, Text
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
@@ -114,12 +115,15 @@ class Batch:
 
 
 def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
-    """The text of a sequence, with the entries of its biases, which are made once."""
+    """The text of a sequence, with the entries of its biases, which are made once, and the counts of its tokens."""
     request = sequence.request
-    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias)
+    if sequence.counts is None and request.sampling.has_penalty:
+        sequence.counts = Counts()
+    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias, sequence.counts)
     if sequence.bias is None and request.sampling.has_bias:
         sequence.bias = Entries.of(request.sampling, text, vocab_size, device)
-    return text._replace(entries=sequence.bias)
+        text = text._replace(entries=sequence.bias)
+    return text
 
 
 class PrefillInputs(NamedTuple):
@@ -162,12 +166,11 @@ def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> t
 
     `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else a power of two.
     """
-    longest = max(len(s.pages) for s in sequences)
+    longest = max(1, *(len(s.pages) for s in sequences))
     columns = longest if exact else power_of_two(longest)
     windowed = [s.windowed_pages for s in sequences]
-    return _table([s.pages for s in sequences], size, columns), _table(windowed, size, columns) if any(
-        windowed
-    ) else None
+    table = _table([s.pages for s in sequences], size, columns)
+    return table, _table(windowed, size, columns) if any(windowed) else None
 
 
 def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
@@ -176,8 +179,9 @@ def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
     return torch.tensor(slots + [0] * (size - len(slots))) if any(slots) else None
 
 
-def _table(pages: SequenceOf[list[int]], size: int, columns: int) -> Tensor:
-    table = torch.zeros(size, columns, dtype=torch.long)
-    for row, own in enumerate(pages):
-        table[row, : len(own)] = torch.tensor(own)
-    return table
+def _table(rows: SequenceOf[array[int]], size: int, columns: int) -> Tensor:
+    """[size, columns] int64, each row filled up with zeros. Rows are copied whole: no page costs the host a number."""
+    width = torch.long.itemsize
+    parts = [part for row in rows for part in (row, bytes(width * (columns - len(row))))]
+    filled = bytearray().join([*parts, bytes(width * columns * (size - len(rows)))])
+    return torch.frombuffer(filled, dtype=torch.long).view(size, columns)

@@ -20,9 +20,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+
+
+def page_row(pages: Iterable[int] = ()) -> array[int]:
+    """A request's row of a page table: numbers as a table has them, so that it takes them at the speed of memory."""
+    return array("q", pages)
 
 
 class PageAllocator:

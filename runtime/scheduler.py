@@ -16,6 +16,7 @@ Layers with a recurrent state have a slot a request (`StateSlots`); a prefix is 
 
 from __future__ import annotations
 
+from array import array
 from bisect import insort
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 from time import monotonic
 
 from d2sd.errors import RequestError
-from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys
+from d2sd.runtime.pages import PageAllocator, PageGroup, Stored, extend_keys, page_row
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.states import Copy, StateSlots
@@ -190,7 +191,7 @@ class Scheduler:
         if not all(group.pages.has(count, shared) for group, _, count, shared in wanted):
             return False
         for group, first, count, shared in wanted:
-            _held(group, sequence)[:] = [*[0] * first, *(group.pages.take(count, shared) or ())]
+            _held(group, sequence)[:] = page_row([*[0] * first, *(group.pages.take(count, shared) or ())])
         self.states.admit(sequence, keys[:hits])
         if not sequence.stats.preemptions:
             self._queried_tokens += sequence.pending
@@ -242,7 +243,7 @@ class Scheduler:
             # Its pages from `start` on are not written: some stay, for the tokens behind the hits.
             surplus = len(held) - start - (self._end(group, sequence, end) - end)
             group.pages.give_back(held[start : start + surplus])
-            held[start : start + surplus] = [*[0] * (first - start), *hits]
+            held[start : start + surplus] = page_row([*[0] * (first - start), *hits])
         self.states.restore(sequence, keys[:end])
         self._hit(sequence, end - start)
         self._free_behind(sequence)
@@ -292,6 +293,8 @@ class Scheduler:
             return
         # A step that ended the answer may have committed tokens that were dropped.
         count = min(sequence.cached, len(sequence.tokens)) // self._limits.page_size
+        if count <= sequence.keyed_pages:
+            return
         self._extend_keys(sequence, count)
         keys = sequence.page_keys
         for group in self.groups:
@@ -299,7 +302,7 @@ class Scheduler:
             for index in range(sequence.keyed_pages, count):
                 if group.pages.cache.add(held[index], keys[index], keys[index - 1] if index else None):
                     self._report_stored(group, sequence, index)
-        sequence.keyed_pages = max(sequence.keyed_pages, count)
+        sequence.keyed_pages = count
 
     def _report_stored(self, group: PageGroup, sequence: Sequence, index: int) -> None:
         events, size = group.pages.cache.events, self._limits.page_size
@@ -325,7 +328,7 @@ class Scheduler:
             while start and held[start - 1]:
                 start -= 1
             group.pages.give_back(held[start:end])
-            held[start:end] = [0] * (end - start)
+            held[start:end] = page_row([0] * (end - start))
 
     def _end(self, group: PageGroup, sequence: Sequence, cached_pages: int = 0) -> int:
         """End of the pages for its tokens and those that the launched steps and another one can commit.
@@ -369,12 +372,12 @@ class Scheduler:
         for group in self.groups:
             held = _held(group, sequence)
             group.pages.give_back([page for page in held if page])
-            held.clear()
+            del held[:]
         self.states.release(sequence)
-        sequence.keyed_pages = 0
+        sequence.keyed_pages, sequence.counts = 0, None
 
 
-def _held(group: PageGroup, sequence: Sequence) -> list[int]:
+def _held(group: PageGroup, sequence: Sequence) -> array[int]:
     """The pages of a sequence in a group."""
     return sequence.pages if group.window is None else sequence.windowed_pages
 

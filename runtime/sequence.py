@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from d2sd.errors import D2SDError, GenerationError, UnexpectedError
 from d2sd.runtime.grammar.grammar import Matcher, advance
+from d2sd.runtime.pages import page_row
 from d2sd.runtime.request import Request
 from d2sd.runtime.stats import SequenceStats
 from d2sd.runtime.text import TextStream
@@ -55,8 +57,8 @@ class Sequence:
     text: TextStream | None = None  # fed in append
     turn: int = 0  # its place among the turns of all clients; set by the scheduler
     cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
-    pages: list[int] = field(default_factory=list)  # set by the scheduler, as are the next four
-    windowed_pages: list[int] = field(default_factory=list)  # the same of layers with a window; 0 where it is freed
+    pages: array[int] = field(default_factory=page_row)  # set by the scheduler, as are the next four
+    windowed_pages: array[int] = field(default_factory=page_row)  # the same of layers with a window; 0 if freed
     slot: int = 0  # of its recurrent state, behind `cached` tokens; 0: none
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
@@ -67,6 +69,7 @@ class Sequence:
     matcher: Matcher | None = field(init=False)  # advanced by append
     stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
     bias: Any = field(default=None, repr=False)  # `Entries` of its parameters, on the device; set by the first step
+    counts: Any = field(default=None, repr=False)  # `Counts` of its tokens, on the device, while a step needs them
     stats: SequenceStats = field(default_factory=SequenceStats)
     acceptance: Any = field(default=None, repr=False)  # a `RequestAcceptance`; set and changed where `auto` chooses
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry

@@ -58,6 +58,15 @@ class Link:
         )
 
 
+@dataclass(slots=True)
+class _Buffer:
+    """The bytes of all inputs, and the tensors in them."""
+
+    whole: Tensor  # uint8
+    parts: list[Tensor]
+    columns: int = 0  # of the page table that was written last; those behind are 0
+
+
 T = TypeVar("T", Batch, Sampling, Link)
 
 
@@ -75,12 +84,13 @@ class StaticInputs:
         wide = replace(batch, page_table=table, windowed_table=None if batch.windowed_table is None else table)
         like = _tensors(wide, Link.pack([], size), draft)
 
-        def buffer(**where: Any) -> tuple[Tensor, list[Tensor]]:
+        def buffer(**where: Any) -> _Buffer:
             whole = torch.zeros(sum(aligned_sizes(like)), dtype=torch.uint8, **where)
-            return whole, parts_like(whole, like)
+            return _Buffer(whole, parts_like(whole, like))
 
         self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
-        self._device, inputs = buffer(device=device)
+        on_device = buffer(device=device)
+        self._device, inputs = on_device.whole, on_device.parts
         static_batch, inputs = _refilled(batch, inputs)
         sampling, inputs = _refilled(batch.sampling, inputs)
         self._batch = replace(static_batch, sampling=sampling)
@@ -102,12 +112,16 @@ class StaticInputs:
 
         At most one step whose inputs were loaded before may still be running.
         """
-        host, slots = next(self._hosts)
-        for slot, tensor in zip(slots, _tensors(batch, link, draft), strict=True):
-            if slot.shape != tensor.shape:  # a narrower page table
-                slot.zero_()
-            slot[tuple(map(slice, tensor.shape))] = tensor
-        self._device.copy_(host, non_blocking=True)
+        host = next(self._hosts)
+        columns = batch.page_table.shape[1]
+        for part, tensor in zip(host.parts, _tensors(batch, link, draft), strict=True):
+            if part.shape == tensor.shape:
+                part.copy_(tensor)
+            else:  # a narrower page table
+                part[:, :columns] = tensor
+                part[:, columns : host.columns] = 0
+        host.columns = columns
+        self._device.copy_(host.whole, non_blocking=True)
 
     def clear(self) -> None:
         """Make every row padding, which commits nothing."""

@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 # Shape letters: B requests, V vocabulary.
 
 
+@dataclass(slots=True)
+class Counts:
+    """How often each token occurred in a text that only grows: each step reads what is new in it."""
+
+    read: int = 0  # leading tokens of the text that are counted
+    seen: Tensor | None = None  # [V] bool, on the device, as `count`: a row of `Penalties`; None: nothing is counted
+    count: Tensor | None = None  # [V] fp32
+
+
 class Text(NamedTuple):
     """Token counts on which a request's sampling depends besides its parameters."""
 
@@ -27,6 +36,7 @@ class Text(NamedTuple):
     prompt_len: int
     stop_tokens: frozenset[int] = frozenset()
     entries: Entries | None = None  # those of its biases, if they have been made
+    counts: Counts | None = None  # of its tokens, kept from step to step; None: all tokens are counted
 
 
 NO_TEXT = Text((), 0)
@@ -46,16 +56,24 @@ class Penalties:
     def of(
         params: SequenceOf[SamplingParams], texts: SequenceOf[Text], vocab_size: int, device: str
     ) -> Penalties | None:
-        """None where no request has a penalty. Counts are taken from the texts each time, so nothing can go stale."""
+        """None where no request has a penalty. The texts' `counts` go on from here."""
         if not any(p.has_penalty for p in params):
             return None
-        flat, answered = [], []  # tokens of all texts as places in [B, V], and which are of answers
-        for row, (request_params, text) in enumerate(zip(params, texts, strict=True)):
+        known = [text.counts or Counts() for text in texts]
+        flat, answered = list[int](), list[float]()  # new tokens as places in [B, V], and 1 for those of answers
+        for row, (request_params, text, counts) in enumerate(zip(params, texts, known, strict=True)):
             if request_params.has_penalty:
-                flat.append(torch.tensor(text.tokens, dtype=torch.long) + row * vocab_size)
-                answered.append(torch.arange(len(text.tokens)) >= text.prompt_len)
-        places = torch.cat(flat).to(device)
-        empty = torch.zeros(len(texts) * vocab_size, device=device)
+                flat += [row * vocab_size + token for token in text.tokens[counts.read :]]
+                answered += [0.0] * (min(text.prompt_len, len(text.tokens)) - counts.read)
+                answered += [1.0] * (len(flat) - len(answered))
+        places = torch.tensor(flat, dtype=torch.long, device=device)
+        empty = torch.zeros(vocab_size, device=device)
+        seen = torch.stack([empty.bool() if counts.seen is None else counts.seen for counts in known])
+        count = torch.stack([empty if counts.count is None else counts.count for counts in known])
+        seen.view(-1).scatter_(0, places, True)
+        count.view(-1).scatter_add_(0, places, torch.tensor(answered, dtype=torch.float32, device=device))
+        for row, (text, counts) in enumerate(zip(texts, known, strict=True)):
+            counts.read, counts.seen, counts.count = len(text.tokens), seen[row], count[row]
 
         def column(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32, device=device)[:, None]
@@ -64,8 +82,8 @@ class Penalties:
             repetition=column([p.repetition_penalty for p in params]),
             presence=column([p.presence_penalty for p in params]),
             frequency=column([p.frequency_penalty for p in params]),
-            seen=empty.bool().scatter(0, places, True).view(-1, vocab_size),
-            count=empty.scatter_add(0, places, torch.cat(answered).float().to(device)).view(-1, vocab_size),
+            seen=seen,
+            count=count,
         )
 
     def apply(self, logits: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -105,6 +105,7 @@ def fake_gpu(watch: Watch, capability: tuple[int, int] = (9, 0)) -> Iterator[Fak
         _device_constructors()  # knows operators by identity: made before one is patched
         zeros = torch.zeros
         patch.setattr(torch, "zeros", lambda *a, pin_memory=False, **k: zeros(*a, **k))
+        patch.setattr(torch, "frombuffer", lambda buffer, *, dtype: zeros(len(buffer) // dtype.itemsize, dtype=dtype))
         patch.setattr(model_runner, "CudaGraphs", lambda device: None)  # steps run one by one
         patch.setattr(dispatch, "use_kernels", lambda op, x, **_: x.device.type == "cuda")
         patch.setattr(product, "_equal", lambda scales: True)

@@ -121,6 +121,8 @@ def main(folder: str, *runs: str) -> None:
     patch.object(StepResult, "unpack", unpack).start()
     zeros = torch.zeros
     torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
+    fake = lambda buffer, *, dtype: zeros(len(buffer) // dtype.itemsize, dtype=dtype)  # noqa: E731
+    patch.object(torch, "frombuffer", fake).start()  # else it is a real tensor
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
             runner = runner_of(*models(windowed=kind == "windows"))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Sequence as SequenceOf
 from itertools import product
 
+import torch
+
+from d2sd.runtime.batch import page_tables
 from d2sd.runtime.pages import PageGroup, extend_keys
-from d2sd.runtime.request import Request
+from d2sd.runtime.request import Request, power_of_two
 from d2sd.runtime.scheduler import Schedule, Scheduler
 from d2sd.runtime.sequence import Sequence
 
@@ -26,9 +30,31 @@ def add(scheduler: Scheduler, number: int, prompt: list[int], new: int = 8, **op
     return one
 
 
-def held(group: PageGroup, one: Sequence) -> list[int]:
+def held(group: PageGroup, one: Sequence) -> array[int]:
     """The pages of a request in a group, 0 for those that are freed."""
     return one.pages if group.window is None else one.windowed_pages
+
+
+def check_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> None:
+    """The page tables of a step are what a loop over page numbers makes of them."""
+    longest = max(1, *(len(one.pages) for one in sequences))
+    columns = longest if exact else power_of_two(longest)
+    table, windowed = page_tables(sequences, size, exact=exact)
+    assert table.dtype == torch.long
+    assert table.tolist() == _looped([one.pages for one in sequences], size, columns)
+    if windowed is None:
+        assert not any(one.windowed_pages for one in sequences)
+    else:
+        assert windowed.dtype == torch.long
+        assert windowed.tolist() == _looped([one.windowed_pages for one in sequences], size, columns)
+
+
+def _looped(rows: SequenceOf[SequenceOf[int]], size: int, columns: int) -> list[list[int]]:
+    table = [[0] * columns for _ in range(size)]
+    for row, pages in enumerate(rows):
+        for column, page in enumerate(pages):
+            table[row][column] = page
+    return table
 
 
 class Pools:

@@ -16,7 +16,7 @@ from d2sd.runtime.request import Limits
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
 from tests.runtime.helpers import STEADY
-from tests.runtime.played_pools import BLOCK, Pools, add, held, keys_of
+from tests.runtime.played_pools import BLOCK, Pools, add, check_tables, held, keys_of
 
 
 @STEADY
@@ -197,6 +197,11 @@ class SharedPrefixes(RuleBasedStateMachine):
                 assert all(len(one) <= self.limits.pages_within(group.window, BLOCK) for one in own)
 
     @invariant()
+    def tables_have_the_pages(self) -> None:
+        if running := self.scheduler.running:
+            check_tables(running, len(running) + 1, exact=len(self.everybody) % 2 > 0)
+
+    @invariant()
     def slots_have_their_owners(self) -> None:
         self.pools.check_slots()
         assert all(not one.slot for one in self.everybody if one not in self.scheduler.running)
@@ -319,7 +324,7 @@ def test_without_room_for_its_misses_a_request_takes_no_hits() -> None:
     late = add(scheduler, 2, [*range(8), *[60] * 9], 1)  # 2 hits and 3 others
     scheduler.schedule()
     assert scheduler.running == [long]
-    assert (late.pages, late.cached) == ([], 0)
+    assert (list(late.pages), late.cached) == ([], 0)
     assert scheduler.stats("off").pages_cached == 2
     assert scheduler.stats("off").prefix_queried_tokens == 8 + 16
 

@@ -174,6 +174,6 @@ def test_hits_differ_from_misses_in_the_last_bits_only() -> None:
             engine.step()
         (running,) = engine.scheduler.running
         assert running.stats.cached_tokens == 12 * first
-        pool = runner.pools[0]
-        pools.append(torch.stack([pool.k[:, running.pages[:5]], pool.v[:, running.pages[:5]]]))
+        pool, shared = runner.pools[0], list(running.pages[:5])
+        pools.append(torch.stack([pool.k[:, shared], pool.v[:, shared]]))
     assert (pools[0] - pools[1]).abs().max() <= 1e-5 * pools[0].abs().max()

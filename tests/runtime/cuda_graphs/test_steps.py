@@ -131,11 +131,16 @@ def test_steps_of_varying_shapes_run_without_a_graph() -> None:
 
 
 def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
-    longer = Batch.dummy(1, 3, 0, 64, "cpu")
+    """Two buffers take turns, so each is filled by a long request and then by a short one."""
+    longer = Batch.dummy(1, 3, 0, 64, "cpu", windowed=True)
     inputs = StaticInputs(longer, None, 4, "cpu")
-    for pages, wanted in ((3, [5, 5, 5, 0]), (1, [5, 0, 0, 0])):
-        inputs.load(replace(longer, page_table=torch.full((1, pages), 5)), Link.pack([], 1), None)
-        assert inputs.batch(longer.sampling).page_table.tolist() == [wanted]
+    for pages in (3, 3, 1, 1, 4, 2, 2, 1):
+        table = torch.full((1, pages), 5)
+        inputs.load(replace(longer, page_table=table, windowed_table=table + 1), Link.pack([], 1), None)
+        loaded = inputs.batch(longer.sampling)
+        assert loaded.page_table.tolist() == [[5] * pages + [0] * (4 - pages)]
+        assert loaded.windowed_table is not None
+        assert loaded.windowed_table.tolist() == [[6] * pages + [0] * (4 - pages)]
 
 
 def test_buffers_of_two_steps_take_turns() -> None:
@@ -146,7 +151,7 @@ def test_buffers_of_two_steps_take_turns() -> None:
     for anchor in (5, 6):
         inputs.load(replace(batch, anchor=batch.anchor + anchor), Link.pack([], 1), None)
         held.append(inputs._device.clone())
-    buffers = [buffer for buffer, _ in (next(inputs._hosts) for _ in range(2))]
+    buffers = [next(inputs._hosts).whole for _ in range(2)]
     assert [buffer.tolist() for buffer in buffers] == [one.tolist() for one in held]
     assert held[0].tolist() != held[1].tolist()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -243,3 +244,46 @@ def test_the_entries_of_a_request_are_made_once(monkeypatch: pytest.MonkeyPatch)
     assert second is not None
     assert (first.row.tolist(), second.row.tolist()) == ([0], [1])
     assert other.bias is None
+
+
+class Read(list[int]):
+    """A text that says how many of its tokens were read together."""
+
+    longest = 0
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            self.longest = max(self.longest, len(range(*key.indices(len(self)))))
+        return super().__getitem__(key)
+
+    def __iter__(self) -> Any:
+        self.longest = len(self)
+        return super().__iter__()
+
+
+def test_a_text_is_counted_once() -> None:
+    """Requests join, leave and change places, and one is preempted. Each step reads what is new, and counts all."""
+    dice = random.Random(3)
+    kinds = [SamplingParams(repetition_penalty=1.5), SamplingParams(frequency_penalty=0.5), SamplingParams()]
+    prompts = [tuple(dice.randrange(8) for _ in range(20)) for _ in range(6)]
+    everybody = [Sequence(n, Request(p, 99, kinds[n % 3]), list(p)) for n, p in enumerate(prompts)]
+    unread = dict.fromkeys(everybody, 20)
+    for step in range(40):
+        if step == 20:
+            everybody[0].counts, unread[everybody[0]] = None, len(everybody[0].tokens)  # as the scheduler does
+        sequences = dice.sample(everybody, dice.randrange(1, 6))
+        for one in sequences:
+            new = [dice.randrange(8) for _ in range(dice.randrange(1, 4))]
+            one.tokens = Read([*one.tokens, *new])
+            unread[one] += len(new)
+        found = Batch.pack(sequences, 8, "cpu").sampling.penalties
+        counted = [one for one in sequences if one.request.sampling.has_penalty]
+        assert (found is None) == (not counted)
+        for one in counted:
+            assert found is not None
+            assert isinstance(one.tokens, Read)
+            assert one.tokens.longest == unread[one]
+            unread[one] = 0
+            row, answer = sequences.index(one), one.answer
+            assert found.seen[row].tolist() == [token in list(one.tokens) for token in range(8)]
+            assert found.count[row].tolist() == [answer.count(token) for token in range(8)]
