@@ -101,12 +101,11 @@ class Day:
         dice, known = random.Random(self.batch), [self.own.usual.request() for _ in range(self.batch)]
         begun, tokens = self.now, 0.0
         for _ in range(steps):
-            policy = self.own.choose(self.batch, 0.0, requests=known)
-            self.own.launched(policy)
-            self.now += self.card.seconds(policy, self.batch)
-            tau = self.pair.tau(policy)
+            choice = self.own.choose(self.batch, 0.0, requests=known)
+            self.now += self.card.seconds(choice.policy, self.batch)
+            tau = self.pair.tau(choice.policy)
             lengths = [int(tau) + (dice.random() < tau % 1) for _ in known]
-            self.own.update(policy, 0.0, lengths, self.own.begun, requests=known)
+            self.own.update(choice, lengths, requests=known)
             tokens += self.batch * tau
         return tokens / (self.now - begun)
 
