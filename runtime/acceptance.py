@@ -142,7 +142,7 @@ class Acceptance:
         return RequestAcceptance(self)
 
     def shown(self, requests: Sequence[RequestAcceptance], most: int) -> Shown:
-        """What each has shown, with runs of up to `most` tokens; without requests, what one is taken to that is new."""
+        """What each has shown, with runs of up to `most` tokens; without requests, one of which nothing is known."""
         if not requests:
             return Shown(np.array([self.drafts]), np.zeros((1, most)))
         factor = np.array([known.drafts for known in requests])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
@@ -47,7 +48,7 @@ class Launched:
     step: Prepared
     result: StepResult  # overwritten by the next launch, if captured
     read: Callable[[], list[Committed]]  # waits for the step
-    timed: bool = False  # whether its time says how long such a step takes
+    began: float | None = None  # by the selector's clock; None: its time does not say how long such a step takes
 
 
 class Engine:
@@ -76,7 +77,7 @@ class Engine:
         self.trace: StepTrace | None = None
         self.served: Policy = policy  # by the step that was launched last
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
-        self._prefilled = False  # since the last launch
+        self._prefilled = self._interrupted = False  # prompts were prefilled since the last launch, the last retirement
         self._decode, self._next_id = decode, 0
         free, size = None, limits.page_size
         if isinstance(limits.kv_memory, float):
@@ -251,7 +252,7 @@ class Engine:
                 add_prompt_logprobs(sequence, hidden[rows], following[rows], self.runner)
             sequence.cached += count
             start += count
-        self._prefilled = True
+        self._prefilled = self._interrupted = True
 
     def prepare(self, sequences: list[Sequence]) -> Prepared:
         """Select the policy of a step over `sequences`, and pack its inputs; it need not be launched.
@@ -293,6 +294,7 @@ class Engine:
 
         `before` is the step launched last, if its tokens have not been read.
         """
+        began = None if self.selector is None else self.selector.clock()
         late, size = before.step.sequences if before else (), len(step.batch.anchor)
         link = None if graph is None else Link.pack(step.sequences, size, late)
         result = self.steps.run(step.policy, step.batch, step.draft, self.clock.stage, link, graph=graph)
@@ -300,9 +302,9 @@ class Engine:
         self.served = step.policy
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
-        other = before is not None and before.step.choice is None  # of whose end the selector does not know
-        timed = not delayed and not other
-        return Launched(step, result, self.steps.fetch(result, step.sequences), timed)
+        if delayed or (before is not None and before.step.choice is None):  # of whose end the selector does not know
+            began = None
+        return Launched(step, result, self.steps.fetch(result, step.sequences), began)
 
     def collect(self, launched: Launched | None) -> list[Output]:
         """Read the tokens of a step that `launch` returned; none where it is None."""
@@ -326,13 +328,19 @@ class Engine:
                 tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             nodes = step.batch.rows or (policy.num_nodes,) * len(sequences)
-            found = zip(sequences, nodes, launched.read(), strict=False)
+            start = time.perf_counter()
+            rows = launched.read()
+            began, waited = launched.began, time.perf_counter() - start
+            if self._interrupted:  # the host launched a prefill, for which a step on a GPU may have waited to be read
+                began, waited = (began if self.runner.capture is None else None), None
+                self._interrupted = False
+            found = zip(sequences, nodes, rows, strict=False)
             live = [(s, count, row) for s, count, row in found if s.finish is None]
             if self.selector is not None and step.choice is not None:
                 lengths = [row.length for *_, row in live]
                 copied = [policy.proposer(row.accepted_branch) == COPY for *_, row in live] if policy.lookup else []
                 known = [s.acceptance for s, *_ in live]
-                self.selector.update(step.choice, lengths, copied, known, timed=launched.timed)
+                self.selector.update(step.choice, lengths, copied, known, began, waited)
             outputs, name = [], str(policy)
             for sequence, verified, (count, accepted_branch, tokens, logprobs, draft) in live:
                 sequence.stats.record(count, policy.proposer(accepted_branch), verified, name)

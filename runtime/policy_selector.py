@@ -35,6 +35,8 @@ _COPY_MARGIN = 1.15
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
 #: Largest factor that one step can show: a step during which the machine did something else says nothing.
 _MOST_FACTOR = 2.0
+#: Share of a step's time for which the host waits for its tokens, below which the time is the host's own.
+_HIDDEN = 0.1
 #: Steps that are served until a guessed time counts as measured.
 _SHOWN = 8
 #: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
@@ -48,7 +50,6 @@ class Choice(NamedTuple):
     """A step whose policy has been chosen."""
 
     policy: Policy
-    at: float  # seconds of the selector's clock
     seconds: float  # that it should take, uncorrected
     bucket: int  # of its requests
     temperature: float  # their mean
@@ -87,10 +88,12 @@ class PolicySelector:
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
     plain_scale: float = 1.0  # seconds of a step without a drafter, observed over measured
     speculation_scale: float = 1.0  # the same of policies that run a drafter, over `plain_scale`
+    host: float = 0.0  # seconds of the host's own work between two steps' ends
     off: Policy = field(init=False)
     copies: bool = field(init=False)  # whether a policy copies, so that texts must be read
     _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
     _ended: float = field(init=False, default=-inf)  # when the step before it did
+    _ahead: bool = field(init=False, default=False)  # whether it was launched before that
     #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
     _shown: dict[tuple[Policy, int], int] = field(init=False)
     _measured: StepTimes = field(init=False)  # `times`, before any was corrected
@@ -138,13 +141,12 @@ class PolicySelector:
         paying = plans.rates > margins * plans.rates[best]
         if paying.any():
             best = int(np.argmax(np.where(paying, plans.rates, 0.0)))
-        seconds = float(plans.seconds[best])
-        return Choice(self.policies[best], self.clock(), seconds, bucket, temperature, plans.rows.get(best))
+        return Choice(self.policies[best], float(plans.seconds[best]), bucket, temperature, plans.rows.get(best))
 
     def plans(self, asked: Asked) -> Plans:
         """The best step of each policy."""
         gains = self._gains_of(asked.temperature)
-        shown = self.usual.shown(asked.requests, self.slots)
+        shown = self.usual.shown(asked.requests, self.slots if self.copies else 0)
         tokens = _before_the_end(gains.tokens(shown), asked.remaining).mean(1)
         if asked.bucket not in self._costs:
             self._costs[asked.bucket] = self.times.of_bucket(self.policies, asked.bucket)
@@ -154,7 +156,8 @@ class PolicySelector:
         catch_up = self._uses @ [asked.pending.get(role, 0) * self.times.pending.get(role, 0.0) for role in DrafterRole]
         # A copy's step is a plain one of more rows.
         scale = np.where(self._speculates, self.speculation_scale, 1.0)
-        rates = 1 / (scale * seconds / tokens + catch_up / max(1.0, asked.remaining))
+        late = self.plain_scale * catch_up / max(1.0, asked.remaining)
+        rates = 1 / (self._between_ends(scale * seconds) / tokens + late)
         plans = Plans(rates, seconds + catch_up, {})
         if self.verify is None or not self._copying or not asked.requests:
             return plans
@@ -174,7 +177,7 @@ class PolicySelector:
             nodes = self.policies[place].num_nodes
             fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
             took = (of_rows + added[place] * verified / (asked.bucket * nodes))[: len(fits)]
-            found = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining) / took
+            found = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining) / self._between_ends(took)
             rates[place] = np.nan
             if len(fits) and not np.isnan(plans.rates[place]):
                 best = int(np.argmax(found))
@@ -182,6 +185,11 @@ class PolicySelector:
                 granted = np.bincount(request[fits[: best + 1]], minlength=count)
                 rows[place] = tuple((1 + granted).tolist())
         return Plans(rates, seconds, rows)
+
+    def _between_ends(self, seconds: Array) -> Array:
+        """Seconds from the end of a step to that of the next, which takes so many by what was measured."""
+        seconds = self.plain_scale * seconds
+        return np.maximum(seconds, self.host) if self._ahead else seconds + self.host
 
     def _gains_of(self, temperature: float) -> Gains:
         """The forecasts of all policies."""
@@ -198,33 +206,41 @@ class PolicySelector:
         accepted: Sequence[int],
         copied: Sequence[bool] = (),
         requests: Sequence[RequestAcceptance] = (),
-        *,
-        timed: bool = True,
+        began: float | None = None,
+        waited: float | None = None,
     ) -> None:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
         none if all requests had ended. `copied` says of each whether a copy won, `requests` are what it has shown.
 
-        Steps end in the order in which they were chosen. A step that was launched before another ended is timed from
-        that end. It is not `timed` if other work was done meanwhile, so that the step's time says nothing.
+        Steps end in the order in which they were chosen. A step that `began`, by the clock, before another ended is
+        timed from that end; None if other work was done meanwhile, so that the step's time says nothing. Of the seconds
+        since then the host `waited` so many for this step's tokens; None: what it did besides is not known.
         """
-        started, self._ended = self._ended, self.clock()
-        policy, factor = choice.policy, None
+        last, self._ended = self._ended, self.clock()
+        policy, factor, hidden = choice.policy, None, False
         if policy.drafters or policy is self.off:
             self._drafts = policy is not self.off
         if not accepted:
             return
-        if timed:
-            factor = (self._ended - max(choice.at, started)) / choice.seconds
-            factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
+        if began is not None:
+            took = self._ended - max(began, last)
+            factor = min(max(took / choice.seconds, 1 / _MOST_FACTOR), _MOST_FACTOR)
+            if waited is not None and last > -inf:
+                self._ahead = began <= last
+                own = min(took - waited if self._ahead else began - last, _MOST_FACTOR * max(self.host, choice.seconds))
+                self.host += (own - self.host) / _SPECULATION_WINDOW
+                hidden = self._ahead and waited < _HIDDEN * took
+                factor = None if hidden else factor  # the device had ended before
         if factor is not None and choice.rows is None and (policy, choice.bucket) in self._shown:
             self._learn((policy, choice.bucket), factor)
         elif factor is not None and not policy.drafters:
             self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
         elif factor is not None:
             self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
-        if policy is self.off:  # nothing was drafted: the texts may have changed, so decay until it is tried again
-            self.usual.decay(requests)
+        if policy is self.off or hidden:  # of drafts, nothing is seen
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
+        if policy is self.off:  # the texts may have changed, so decay until drafts are tried again
+            self.usual.decay(requests)
             return
         gain = self._gains_of(choice.temperature).of_one(self._places[policy])
         drafted = [not won for won in copied] or [True] * len(accepted)

@@ -55,6 +55,10 @@ def seconds_of(times: RowTimes, rows: int) -> float:
     return least + (most - least) * (rows - fewer) / (more - fewer)
 
 
+def between_ends(own: PolicySelector, seconds: float) -> float:
+    return max(own.plain_scale * seconds, own.host) if own._ahead else own.plain_scale * seconds + own.host
+
+
 def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
     """The best step of a policy; None if its steps were not measured, or if it has nothing to copy."""
     seconds, context = own.times.step(policy, asked.bucket, asked.context), 0.0
@@ -67,7 +71,8 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
         each = [tokens_of(known, gain) for known in asked.requests] or [1 + accepted(gain, own.usual.drafts)]
         tokens = fmean(before_the_end(one, asked.remaining) for one in each)
         scale = own.speculation_scale if policy.drafters else 1.0
-        return 1 / (scale * seconds / tokens + catch_up / max(1.0, asked.remaining)), seconds + catch_up, None
+        late = own.plain_scale * catch_up / max(1.0, asked.remaining)
+        return 1 / (between_ends(own, scale * seconds) / tokens + late), seconds + catch_up, None
     context = seconds - own.times.seconds[policy, asked.bucket]
     runs = [run(known, policy.num_nodes - 1) for known in asked.requests]
     shares = sorted(((-chance, request) for request, one in enumerate(runs) for chance in one))
@@ -77,7 +82,7 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
         tokens -= chance / count
         verified = asked.bucket + granted
         took = seconds_of(own.verify, verified) + context * verified / (asked.bucket * policy.num_nodes)
-        rate = before_the_end(tokens, asked.remaining) / took
+        rate = before_the_end(tokens, asked.remaining) / between_ends(own, took)
         if best is None or rate > best[0]:
             best = rate, took, tuple(rows)
     return best

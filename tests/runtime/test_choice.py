@@ -46,7 +46,8 @@ def selector(dice: random.Random) -> PolicySelector:
     own = PolicySelector(POLICIES, times, forecast(dice), lambda: 0.0, verify=verify)
     own.usual.drafts = dice.choice((1.0, dice.uniform(0.02, 3)))
     own.usual.hits.chance = [dice.uniform(0.01, 0.99) for _ in own.usual.hits.chance]
-    own.speculation_scale = dice.uniform(0.5, 2)
+    own.plain_scale, own.speculation_scale = dice.uniform(0.5, 2), dice.uniform(0.5, 2)
+    own.host, own._ahead = dice.choice((0.0, dice.uniform(0, 9))), verify is None and dice.random() < 0.5
     return own
 
 
@@ -85,7 +86,7 @@ def test_a_batch_is_planned_as_its_requests_say(seed: int) -> None:
         chosen = own.choose(*batch)
         place = POLICIES.index(chosen.policy)
         assert told[place] is not None
-        assert chosen[2:] == (found.seconds[place], batch.bucket, batch.temperature, found.rows.get(place))
+        assert chosen[1:] == (found.seconds[place], batch.bucket, batch.temperature, found.rows.get(place))
 
 
 def test_a_choice_leaves_no_trace() -> None:

@@ -61,10 +61,10 @@ def selector(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> Polic
 
 def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, temperature: float = 0.0) -> Policy:
     """A step of one request or more that takes `factor` times as long as measured; returns its policy."""
-    choice, watch = own.choose(1, temperature), own.clock
+    choice, watch, began = own.choose(1, temperature), own.clock, own.clock()
     assert isinstance(watch, Watch)
     watch.now += factor * own.times.seconds[choice.policy, 1]
-    own.update(choice, accepted)
+    own.update(choice, accepted, began=began)
     return choice.policy
 
 
@@ -156,7 +156,7 @@ def test_what_speculates_goes_on_without_a_margin() -> None:
         own.usual.drafts = drafts
         choice = own.choose(1, 0.0)
         assert choice.policy == best
-        own.update(choice, [2], timed=False)
+        own.update(choice, [2])
 
 
 def test_a_choice_that_is_not_launched_begins_nothing() -> None:
@@ -283,7 +283,7 @@ def test_the_time_of_catching_up_is_expected() -> None:
     choice = own.choose(1, 0.0, pending={FIRST: 100})
     assert choice.policy == CHAIN
     watch.now = 3.1
-    own.update(choice, [2])
+    own.update(choice, [2], began=0.0)
     assert own.speculation_scale == pytest.approx(1.0)
 
 
@@ -293,17 +293,17 @@ def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
     watch, chosen = own.clock, []
     assert isinstance(watch, Watch)
     for _ in range(20):
-        chosen.append(own.choose(1, 0.0))
+        chosen.append((own.choose(1, 0.0), watch.now))
         if len(chosen) > 1:
             watch.now += 1.0
-            own.update(chosen.pop(0), [1])
+            choice, began = chosen.pop(0)
+            own.update(choice, [1], began=began)
     assert own.plain_scale == pytest.approx(1.0)
     watch.now += 9.0
-    own.update(chosen.pop(0), [1], timed=False)
+    own.update(choice, [1])
     assert own.plain_scale == pytest.approx(1.0)
-    choice = own.choose(1, 0.0)
     watch.now += 2.0
-    own.update(choice, [])
+    own.update(choice, [], began=watch.now - 2.0)
     assert own.plain_scale == pytest.approx(1.0), "all its requests had ended"
 
 
@@ -342,7 +342,7 @@ def test_rows_go_to_the_requests_that_earn_them() -> None:
     times = StepTimes.of(costs)
     own = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
     known = [request(own, repeats=repeats) for repeats in (True, False, True, False)]
-    assert (own.usual.shown(known, 3).runs > 0.4).all()
+    assert (own.usual.shown(known, 3).runs[[0, 2]] > 0.4).all()
     choice = own.choose(4, 0.0, requests=known)
     assert (choice.policy, choice.rows) == (copy, (4, 1, 4, 1))
     assert choice.seconds == pytest.approx(1.6)
@@ -617,10 +617,10 @@ def test_serving_corrects_what_was_guessed(truth: float, best: Policy) -> None:
     times = StepTimes(costs, {}, {}, frozenset({(CHAIN, 1)}))
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
     for _ in range(12):
-        choice = own.choose(1, 0.0)
+        choice, began = own.choose(1, 0.0), watch.now
         drafts = choice.policy == CHAIN
         watch.now += truth if drafts else 1.0
-        own.update(choice, [2] if drafts else [1])
+        own.update(choice, [2] if drafts else [1], began=began)
     assert own.choose(1, 0.0).policy == best
     assert own.plain_scale == pytest.approx(1.0)
     assert own.times.seconds[OFF, 1] == 1.0
