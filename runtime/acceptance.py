@@ -97,7 +97,8 @@ class Gains(NamedTuple):
         for ahead in reversed(range(len(runs))):
             drafted += fits[:, ahead, None] * runs[ahead]
             drafted *= another
-        return tokens + self.share * (fits @ runs - drafted)
+        tokens += self.share * (fits @ runs - drafted)
+        return tokens
 
 
 class Shown(NamedTuple):
@@ -160,7 +161,8 @@ class Acceptance:
         """
         if not accepted or not gain.drafts > 0:
             return
-        learning, rates = (self, *requests), [len(accepted) / (WINDOW + len(accepted))]
+        learning: list[Acceptance | RequestAcceptance] = [self, *requests]
+        rates = [len(accepted) / (WINDOW + len(accepted))]
         rates += [1 / (1 + min(_REQUEST_WINDOW, _FIRST_WINDOW + known.steps)) for known in requests]
         seen = np.array([fmean(accepted), *accepted][: len(learning)])
         factor = np.array([one.drafts for one in learning])
@@ -173,7 +175,8 @@ class Acceptance:
 
     def decay(self, requests: Sequence[RequestAcceptance]) -> None:
         """Forget a little, all and each request, in a step that drafted nothing."""
-        for one in (self, *requests):
+        every: list[Acceptance | RequestAcceptance] = [self, *requests]
+        for one in every:
             one.drafts += (1 - one.drafts) / _DECAY_STEPS
 
 

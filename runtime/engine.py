@@ -330,9 +330,10 @@ class Engine:
             nodes = step.batch.rows or (policy.num_nodes,) * len(sequences)
             start = time.perf_counter()
             rows = launched.read()
-            began, waited = launched.began, time.perf_counter() - start
+            began: float | None = launched.began
+            waited: float | None = time.perf_counter() - start
             if self._interrupted:  # the host launched a prefill, for which a step on a GPU may have waited to be read
-                began, waited = (began if self.runner.capture is None else None), None
+                began, waited = began if self.runner.capture is None else None, None
                 self._interrupted = False
             found = zip(sequences, nodes, rows, strict=False)
             live = [(s, count, row) for s, count, row in found if s.finish is None]

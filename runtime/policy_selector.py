@@ -17,6 +17,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
 from d2sd.runtime.acceptance import Acceptance, Array, Gain, Gains, RequestAcceptance, Shown
@@ -100,7 +101,7 @@ class PolicySelector:
     _places: dict[Policy, int] = field(init=False)
     _copying: list[int] = field(init=False)  # policies whose first draft is a copy
     _uses: Array = field(init=False, compare=False)  # [P, roles], 1 where the policy runs this drafter, else 0
-    _speculates: Array = field(init=False, compare=False)  # [P] bool, whether it runs one
+    _speculates: npt.NDArray[np.bool_] = field(init=False, compare=False)  # [P], whether it runs one
     _gains: dict[float, Gains] = field(init=False, compare=False, default_factory=dict)  # by temperature
     _costs: dict[int, tuple[Array, Array]] = field(init=False, compare=False, default_factory=dict)  # by bucket
 
@@ -113,7 +114,7 @@ class PolicySelector:
         copying = FirstPass.PROMPT_LOOKUP
         self._copying = [place for place, policy in enumerate(self.policies) if policy.first_pass is copying]
         self._uses = np.array([[role in policy.drafters for role in DrafterRole] for policy in self.policies], float)
-        self._speculates = self._uses.any(1)
+        self._speculates = self._uses.sum(1) > 0
 
     def fresh(self) -> PolicySelector:
         """A selector by the same measurements that has seen no step."""
@@ -171,7 +172,7 @@ class PolicySelector:
         rates, seconds, rows = plans.rates.copy(), plans.seconds.copy(), dict[int, tuple[int, ...]]()
         order = np.argsort(-shown.runs, axis=None, kind="stable")
         chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
-        verified, count = asked.bucket + np.arange(1, len(order) + 1), len(asked.requests)
+        verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
         of_rows = verify(verified)
         for place in self._copying:
             nodes = self.policies[place].num_nodes

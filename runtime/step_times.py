@@ -97,7 +97,8 @@ class RowTimes:
         counts, seconds = np.array(self.points).T
         place = np.clip(np.searchsorted(counts, rows, "right"), 1, len(counts) - 1)
         slope = (seconds[place] - seconds[place - 1]) / (counts[place] - counts[place - 1])
-        return seconds[place - 1] + slope * (rows - counts[place - 1])
+        found: Array = seconds[place - 1] + slope * (rows - counts[place - 1])
+        return found
 
 
 def measure_step_times(
