@@ -31,6 +31,7 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
+from tests.runtime.recorded_graphs import RecordedGraphs
 
 FIRST, SECOND, *_ = DrafterRole
 
@@ -788,6 +789,45 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     engine.step()
     assert engine.served == CHAIN
     assert told == [[s.stats.tokens for s in sequences]]
+
+
+def test_a_step_that_is_prepared_and_not_launched_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(honest(), "off")
+    scripted(monkeypatch, engine, {(OFF, 1): 1.0, (CHAIN, 1): 0.01})
+    assert engine.selector is not None
+    engine.submit(some_requests()[0])
+    sequences = engine.admit()
+    steps = [engine.prepare(sequences) for _ in range(2)]
+    assert [step.policy for step in steps] == [CHAIN] * 2
+    assert steps[0].choice == steps[1].choice
+    assert engine.selector == engine.selector.fresh()
+    assert engine.stats.policy == "off"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_step_shows_beside_a_prefill(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """The host's work is learned where no prompt was prefilled between two ends; a step is timed unless it computes
+    behind one on a GPU, or waits behind its launch to be read.
+    """
+    engine = make_engine(honest(), "off", max_batch=2)
+    scripted(monkeypatch, engine, {(OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 1): 9.0, (CHAIN, 2): 9.0})
+    if ahead:
+        RecordedGraphs(rerun=True).guard(engine)
+    shown: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        PolicySelector,
+        "update",
+        lambda self, choice, accepted, copied, known, began, waited: shown.append((began is None, waited is None)),
+    )
+    for first in (3, 4):
+        engine.submit(Request((first, 5, 6), 9, SamplingParams()))
+        for _ in range(4):
+            engine.step()
+    timed, neither, late = (False, False), (True, True), (True, False)
+    if ahead:
+        assert shown == [neither, timed, timed, neither, late, timed, timed]
+    else:
+        assert shown == [(False, True), timed, timed, timed] * 2
 
 
 def test_without_adapting_the_policy_is_pinned() -> None:
