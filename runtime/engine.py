@@ -75,7 +75,7 @@ class Engine:
         self.clock = Clock()
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
         self.trace: StepTrace | None = None
-        self.served: Policy = policy  # by the step that was launched last
+        self.served: Policy = policy  # of the step that was launched last; before the first, `policy`
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
         self._prefilled = self._interrupted = False  # prompts were prefilled since the last launch, the last retirement
         self._decode, self._next_id = decode, 0

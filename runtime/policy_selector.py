@@ -71,7 +71,7 @@ class Asked(NamedTuple):
 class Plans(NamedTuple):
     """The best step of each policy."""
 
-    rates: Array  # [P], tokens of a request a second, by what is known; NaN where nothing was measured or is to copy
+    rates: Array  # [P], tokens of a request a second, by what is known; NaN: not measured, or nothing to copy
     seconds: Array  # [P], that it should take, uncorrected
     rows: Mapping[int, tuple[int, ...]]  # see `Choice`, by the policy's place
 
