@@ -9,12 +9,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from math import sqrt
 from statistics import fmean
 from typing import NamedTuple
 
-from d2sd.runtime.speculation.repeats import Repeats, entry_of
+import numpy as np
+import numpy.typing as npt
 
+from d2sd.plugins.lookup.types import LONGEST
+from d2sd.runtime.speculation.repeats import ENTRIES, Repeats
+
+# Shape letters: P trees, R requests, L tokens of a copy.
+
+Array = npt.NDArray[np.float64]
 #: EMA window of all requests, in request-steps: a few answers.
 WINDOW = 32
 #: The same for one request, whose answer is short; its first steps count for more.
@@ -32,6 +38,7 @@ _CHANCES = (0.2, 0.48, 0.56, 0.75, 0.8, 0.88, 0.93)
 _CHANCE_WEIGHT, _MOST_WEIGHT = 16.0, 256.0
 #: Copied tokens, right or expected to be, that a request begins with; the share that is forgotten by each new one.
 _BEGINNING, _FORGOTTEN = 3.0, 1 / 64
+_ENTRIES = np.array(ENTRIES)
 
 
 class Gain(NamedTuple):
@@ -42,21 +49,63 @@ class Gain(NamedTuple):
     copies: int = 0  # most tokens of a copy
     share: float = 1.0  # of what copies bring that fits into the tree
 
-    def another(self, factor: float) -> float:
-        """Chance that a draft behind accepted ones is accepted, with `factor` times its odds.
+
+class Gains(NamedTuple):
+    """The forecasts of P trees; columns [P, 1], with the fields of `Gain`."""
+
+    drafts: Array
+    depth: Array
+    copies: Array
+    share: Array
+    odds: Array  # of each draft
+
+    @staticmethod
+    def of(gains: Sequence[Gain]) -> Gains:
+        rows = [(*gain, _odds(round(gain.drafts, 3), gain.depth)) for gain in gains]
+        return Gains(*np.array(rows, np.float64).T[..., None])
+
+    def of_one(self, tree: int) -> Gains:
+        """The forecast of one of the trees; columns [1, 1]."""
+        return Gains(*(column[tree : tree + 1] for column in self))
+
+    def another(self, factor: Array) -> Array:
+        """Chances [P, R] that a draft behind accepted ones is accepted, with `factor` [R] times its odds.
 
         Lengths are taken to be geometric up to `depth`. So a text whose drafts are accepted more often than forecast
         gains more from deep trees than from shallow ones.
         """
-        odds = factor * _odds(round(self.drafts, 3), self.depth)
+        odds = self.odds * factor
         return odds / (1 + odds)
 
-    def accepted(self, factor: float) -> float:
-        """Drafts that are accepted in the mean, with `factor` times the odds of each."""
-        if factor == 1.0:
-            return self.drafts
-        chance = self.another(factor)
-        return chance * (1 - chance**self.depth) / (1 - chance)
+    def accepted(self, factor: Array) -> Array:
+        """Drafts [P, R] that are accepted in the mean, with `factor` [R] times the odds of each."""
+        drafts = self.odds * factor * (1 - self.another(factor) ** self.depth)
+        return np.where(factor == 1.0, self.drafts, drafts)
+
+    def tokens(self, shown: Shown) -> Array:
+        """Tokens [P, R] a step.
+
+        Drafts and a copy are accepted to lengths that are taken to be independent, those of drafts geometric: the
+        longer one counts.
+        """
+        tokens = 1 + self.accepted(shown.factor)
+        if not shown.runs.any():
+            return tokens
+        runs, another = shown.runs.T, self.another(shown.factor)
+        fits = (np.arange(len(runs)) < self.copies).astype(float)  # [P, L]
+        drafted = np.zeros_like(another)  # the sum of the chances that so many drafts are right too
+        for ahead in reversed(range(len(runs))):
+            drafted += fits[:, ahead, None] * runs[ahead]
+            drafted *= another
+        tokens += self.share * (fits @ runs - drafted)
+        return tokens
+
+
+class Shown(NamedTuple):
+    """What requests have shown."""
+
+    factor: Array  # [R] on the odds of drafts
+    runs: Array  # [R, L], chances that the next 1, 2, … tokens are those behind a match; 0 without one
 
 
 @cache
@@ -93,24 +142,42 @@ class Acceptance:
         """The beginning of a request, where this is what all have shown."""
         return RequestAcceptance(self)
 
-    def tau(self, gain: Gain) -> float:
-        """Tokens a step of a tree with this forecast, for a request of which nothing is known."""
-        return 1 + gain.accepted(self.drafts)
+    def shown(self, requests: Sequence[RequestAcceptance], most: int) -> Shown:
+        """What each has shown, with runs of up to `most` tokens; without requests, one of which nothing is known."""
+        if not requests:
+            return Shown(np.array([self.drafts]), np.zeros((1, most)))
+        factor = np.array([known.drafts for known in requests])
+        factor += _CURIOSITY / np.sqrt([1 + known.steps for known in requests])
+        length = np.array([known.repeats.length for known in requests])[:, None]
+        odds = np.array([known.right / known.expected for known in requests])[:, None]
+        ahead = np.minimum(length + np.arange(most), LONGEST)  # each right token lengthens the match
+        right = odds * (chance := np.array(self.hits.chance)[_ENTRIES[ahead]])
+        return Shown(factor, np.cumprod(right / (1 - chance + right), 1) * (length > 0))
 
-    def observe(self, gain: Gain, accepted: Sequence[float]) -> None:
-        """Learn from drafts that requests accepted in a step which no copy has won for them."""
-        if accepted and gain.drafts > 0:
-            rate = len(accepted) / (WINDOW + len(accepted))
-            self.drafts = _learned(self.drafts, gain, fmean(accepted), rate)
+    def observe(self, gain: Gains, accepted: Sequence[float], requests: Sequence[RequestAcceptance] = ()) -> None:
+        """Learn from drafts of one tree that requests accepted in a step which no copy has won for them.
 
-    def decay(self) -> None:
-        """Forget a little, in a step that drafted nothing."""
-        self.drafts += (1 - self.drafts) / _DECAY_STEPS
+        `requests`, if any are given, learn it too, each from its own.
+        """
+        if not accepted or not gain.drafts > 0:
+            return
+        learning: list[Acceptance | RequestAcceptance] = [self, *requests]
+        rates = [len(accepted) / (WINDOW + len(accepted))]
+        rates += [1 / (1 + min(_REQUEST_WINDOW, _FIRST_WINDOW + known.steps)) for known in requests]
+        seen = np.array([fmean(accepted), *accepted][: len(learning)])
+        factor = np.array([one.drafts for one in learning])
+        # By a share of what was observed over what the factor had led to expect.
+        learned = factor * (1 + np.array(rates) * (seen / gain.accepted(factor)[0] - 1))
+        for one, drafts in zip(learning, np.maximum(learned, _LEAST).tolist(), strict=True):
+            one.drafts = drafts
+        for known in requests:
+            known.steps += 1
 
-
-def _learned(factor: float, gain: Gain, accepted: float, rate: float) -> float:
-    """The factor after a step, changed by a share of what was observed over what it had led to expect."""
-    return max(_LEAST, factor * (1 + rate * (accepted / gain.accepted(factor) - 1)))
+    def decay(self, requests: Sequence[RequestAcceptance]) -> None:
+        """Forget a little, all and each request, in a step that drafted nothing."""
+        every: list[Acceptance | RequestAcceptance] = [self, *requests]
+        for one in every:
+            one.drafts += (1 - one.drafts) / _DECAY_STEPS
 
 
 @dataclass(slots=True)
@@ -123,50 +190,15 @@ class RequestAcceptance:
     right: float = _BEGINNING  # copied tokens
     expected: float = _BEGINNING  # the same, by the chances of all requests
     steps: int = 0  # that drafted
-    _run: list[float] = field(init=False, default_factory=list)  # `run` of the text that was read last
 
     def __post_init__(self) -> None:
         self.drafts = self.all.drafts
 
-    def tau(self, gain: Gain) -> float:
-        """Tokens a step of a tree with this forecast.
-
-        Drafts and a copy are accepted to lengths that are taken to be independent, those of drafts geometric: the
-        longer one counts.
-        """
-        factor = self.drafts + _CURIOSITY / sqrt(1 + self.steps)
-        another = gain.another(factor)
-        run = self.run(gain.copies)
-        more = sum(chance * (1 - another**length) for length, chance in enumerate(run, 1))
-        return 1 + gain.accepted(factor) + gain.share * more
-
-    def run(self, most: int) -> list[float]:
-        """Chances that the next 1, 2, … `most` tokens are those behind the match; each right one lengthens it."""
-        odds, chances = self.right / self.expected, self._run
-        reached = chances[-1] if chances else 1.0
-        for ahead in range(len(chances), most if self.repeats.length else 0):
-            chance = self.all.hits.chance[entry_of(self.repeats.length + ahead)]
-            reached *= odds * chance / (1 - chance + odds * chance)
-            chances.append(reached)
-        return chances[:most]
-
-    def observe(self, gain: Gain, accepted: float) -> None:
-        """Learn from drafts that were accepted in a step which no copy has won."""
-        if gain.drafts > 0:
-            window = min(_REQUEST_WINDOW, _FIRST_WINDOW + self.steps)
-            self.drafts = _learned(self.drafts, gain, accepted, 1 / (1 + window))
-            self.steps += 1
-
     def read(self, text: Sequence[int]) -> None:
         """Follow the text, and learn from what is new in it; the first time is the prompt, which says nothing of it."""
         begun = self.repeats.read > 0
-        self._run = []
         for entry, right in self.repeats.follow(text):
             if begun:
                 self.right += right - self.right * _FORGOTTEN
                 self.expected += self.all.hits.chance[entry] - self.expected * _FORGOTTEN
                 self.all.hits.observe(entry, right=right)
-
-    def decay(self) -> None:
-        """Forget a little, in a step that drafted nothing."""
-        self.drafts += (1 - self.drafts) / _DECAY_STEPS

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
-from statistics import fmean
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.plugins.trees import Draft
@@ -17,7 +17,7 @@ from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.policy_selector import Begun, PolicySelector
+from d2sd.runtime.policy_selector import Choice, PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
@@ -31,15 +31,24 @@ from d2sd.runtime.warm_up import warm_up
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
-    """A decode step whose tokens have not been read."""
+class Prepared:
+    """A decode step that can be launched."""
 
     sequences: list[Sequence]  # of its rows
     policy: Policy
+    batch: Batch
+    draft: Draft | None = None  # the first one, of a policy that takes it from the host
+    choice: Choice | None = None  # by `auto`; None: it has not chosen the policy
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A decode step whose tokens have not been read."""
+
+    step: Prepared
     result: StepResult  # overwritten by the next launch, if captured
     read: Callable[[], list[Committed]]  # waits for the step
-    begun: Begun | None  # for the selector; None: its time is not measured
-    rows: tuple[int, ...] | None = None  # see `Batch.rows`
+    began: float | None = None  # by the selector's clock; None: its time does not say how long such a step takes
 
 
 class Engine:
@@ -62,13 +71,13 @@ class Engine:
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
         self._choices: Mapping[PolicyName, Policy] = {}
-        self._chosen: Policy | None = None  # by the only request, in place of `policy`; set by prepare
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
         self.trace: StepTrace | None = None
+        self.served: Policy = policy  # of the step that was launched last; before the first, `policy`
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
-        self._prefilled = False  # since the last launch
+        self._prefilled = self._interrupted = False  # prompts were prefilled since the last launch, the last retirement
         self._decode, self._next_id = decode, 0
         free, size = None, limits.page_size
         if isinstance(limits.kv_memory, float):
@@ -163,14 +172,9 @@ class Engine:
         self.runner.close()
 
     @property
-    def in_force(self) -> Policy:
-        """The policy of the step that was prepared last."""
-        return self._chosen or self.policy
-
-    @property
     def stats(self) -> EngineStats:
         """Counts for monitoring: requests, pages, prefix cache, preemptions."""
-        return self.scheduler.stats(str(self.in_force))
+        return self.scheduler.stats(str(self.served))
 
     @property
     def busy(self) -> bool:
@@ -219,12 +223,12 @@ class Engine:
         sequences = self.admit()
         if not sequences:
             return None, self.collect(before)
-        batch, draft = self.prepare(sequences)
-        graph = self.steps.graph_for(self.in_force, batch, draft)
-        runs_ahead = graph is not None and draft is None and not self.record_trace
+        step = self.prepare(sequences)
+        graph = self.steps.graph_for(step.policy, step.batch, step.draft)
+        runs_ahead = graph is not None and step.draft is None and not self.record_trace
         if before is not None and not runs_ahead:
             return None, self.collect(before)
-        launched = self.launch(sequences, batch, draft, graph, before)
+        launched = self.launch(step, graph, before)
         outputs = self.collect(before)
         return (launched, outputs) if runs_ahead else (None, self.collect(launched))
 
@@ -248,56 +252,65 @@ class Engine:
                 add_prompt_logprobs(sequence, hidden[rows], following[rows], self.runner)
             sequence.cached += count
             start += count
-        self._prefilled = True
+        self._prefilled = self._interrupted = True
 
-    def prepare(self, sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        """Select this step's policy, which is `in_force` then, and pack its inputs.
+    def prepare(self, sequences: list[Sequence]) -> Prepared:
+        """Select the policy of a step over `sequences`, and pack its inputs; it need not be launched.
 
-        Also returns the first draft of a policy that takes it from the host. Runs on the host, outside the captured
-        graph: its shapes vary per step.
+        Runs on the host, outside the captured graph: its shapes vary per step.
         """
         alone = len(self.scheduler.running) + len(self.scheduler.waiting) == 1
-        name = sequences[0].request.policy if alone else None
-        self._chosen = None if name is None else self.choices[name]
-        rows = None
-        if self.selector is not None and self._chosen is None:
-            context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
-            for s in sequences:
-                s.acceptance = s.acceptance or self.selector.usual.request()
-                s.acceptance.read(s.tokens)
-            size, pending = bucket(len(sequences)), self.runner.context.pending_rows
-            known = [s.acceptance for s in sequences if s.acceptance]
-            self.policy = self.selector.choose(size, _temperature(sequences), context, remaining, pending, known)
-            rows = self.selector.begun.rows
+        name, choice = sequences[0].request.policy if alone else None, None
+        policy = self.policy if name is None else self.choices[name]
+        if self.selector is not None and name is None:
+            choice = self._choose(self.selector, sequences)
+            policy = choice.policy
+        rows = None if choice is None else choice.rows
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
-        if self.in_force.drafts_on_host:
-            with self.clock.stage("draft_first"):
-                return batch, self.in_force.host_draft(self.runner, sequences, len(batch.anchor))
-        return batch, None
+        if not policy.drafts_on_host:
+            return Prepared(sequences, policy, batch, None, choice)
+        with self.clock.stage("draft_first"):
+            draft = policy.host_draft(self.runner, sequences, len(batch.anchor))
+        return Prepared(sequences, policy, batch, draft, choice)
 
-    def launch(
-        self, sequences: list[Sequence], batch: Batch, draft: Draft | None, graph: Graph | None, before: Launched | None
-    ) -> Launched:
-        """Begin the decode step that `prepare` has prepared; it replays `graph`, if that is not None.
+    def _choose(self, selector: PolicySelector, sequences: list[Sequence]) -> Choice:
+        """Read what is new of the texts, and choose the policy of a step over them."""
+        count = len(sequences)
+        for s in sequences:
+            s.acceptance = s.acceptance or selector.usual.request()
+            if selector.copies:
+                s.acceptance.read(s.tokens)
+        return selector.choose(
+            bucket(count),
+            sum(s.request.sampling.temperature for s in sequences) / count,
+            sum(s.cached for s in sequences) / count,
+            sum(s.remaining for s in sequences) / count,
+            self.runner.context.pending_rows,
+            [s.acceptance for s in sequences],
+        )
+
+    def launch(self, step: Prepared, graph: Graph | None, before: Launched | None) -> Launched:
+        """Begin a decode step; it replays `graph`, if that is not None.
 
         `before` is the step launched last, if its tokens have not been read.
         """
-        link = None if graph is None else Link.pack(sequences, len(batch.anchor), before.sequences if before else ())
-        result = self.steps.run(self.in_force, batch, draft, self.clock.stage, link, graph=graph)
-        self.scheduler.launched(sequences)
+        began = None if self.selector is None else self.selector.clock()
+        late, size = before.step.sequences if before else (), len(step.batch.anchor)
+        link = None if graph is None else Link.pack(step.sequences, size, late)
+        result = self.steps.run(step.policy, step.batch, step.draft, self.clock.stage, link, graph=graph)
+        self.scheduler.launched(step.sequences)
+        self.served = step.policy
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
-        selector = None if self._chosen else self.selector
-        if selector is not None:
-            selector.launched(self.policy)
-        begun = None if selector is None or delayed else selector.begun
-        return Launched(sequences, self.in_force, result, self.steps.fetch(result, sequences), begun, batch.rows)
+        if delayed or (before is not None and before.step.choice is None):  # of whose end the selector does not know
+            began = None
+        return Launched(step, result, self.steps.fetch(result, step.sequences), began)
 
     def collect(self, launched: Launched | None) -> list[Output]:
         """Read the tokens of a step that `launch` returned; none where it is None."""
         if launched is None:
             return []
-        self.scheduler.collected(launched.sequences)
+        self.scheduler.collected(launched.step.sequences)
         return self.retire(launched)
 
     def retire(self, launched: Launched) -> list[Output]:
@@ -308,22 +321,30 @@ class Engine:
         with self.clock.stage("retire"):
             self.clock.steps += 1
             self.trace = None
-            sequences, policy, result = launched.sequences, launched.policy, launched.result
+            step, result = launched.step, launched.result
+            sequences, policy = step.sequences, step.policy
             if self.record_trace:
                 accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0), row=None)
                 tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
-            nodes = launched.rows or (policy.num_nodes,) * len(sequences)
-            found = zip(sequences, nodes, launched.read(), strict=False)
+            nodes = step.batch.rows or (policy.num_nodes,) * len(sequences)
+            start = time.perf_counter()
+            rows = launched.read()
+            began: float | None = launched.began
+            waited: float | None = time.perf_counter() - start
+            if self._interrupted:  # the host launched a prefill, for which a step on a GPU may have waited to be read
+                began, waited = began if self.runner.capture is None else None, None
+                self._interrupted = False
+            found = zip(sequences, nodes, rows, strict=False)
             live = [(s, count, row) for s, count, row in found if s.finish is None]
-            if self.selector is not None and policy in self.selector.policies:
+            if self.selector is not None and step.choice is not None:
                 lengths = [row.length for *_, row in live]
-                copied = [policy.proposer(row.accepted_branch) == COPY for *_, row in live]
-                known = [s.acceptance for s, *_ in live if s.acceptance]
-                self.selector.update(policy, _temperature(sequences), lengths, launched.begun, copied, known)
-            outputs = []
+                copied = [policy.proposer(row.accepted_branch) == COPY for *_, row in live] if policy.lookup else []
+                known = [s.acceptance for s, *_ in live]
+                self.selector.update(step.choice, lengths, copied, known, began, waited)
+            outputs, name = [], str(policy)
             for sequence, verified, (count, accepted_branch, tokens, logprobs, draft) in live:
-                sequence.stats.record(count, policy.proposer(accepted_branch), verified, str(policy))
+                sequence.stats.record(count, policy.proposer(accepted_branch), verified, name)
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
                     sequence.carry(draft)
@@ -332,8 +353,3 @@ class Engine:
                 if sequence.finish is not None:
                     self.scheduler.remove(sequence)
             return outputs
-
-
-def _temperature(sequences: SequenceOf[Sequence]) -> float:
-    """Mean temperature of a batch."""
-    return fmean(s.request.sampling.temperature for s in sequences)

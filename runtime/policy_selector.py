@@ -13,14 +13,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
-from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
-from d2sd.runtime.acceptance import Acceptance, Gain, RequestAcceptance
+from d2sd.runtime.acceptance import Acceptance, Array, Gain, Gains, RequestAcceptance, Shown
 from d2sd.runtime.speculation.policy import Off, Policy
-from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes, curves_of
+from d2sd.runtime.step_times import CONTEXT, Forecast, RowTimes, StepTimes, curves_of
+
+# Shape letters: P policies, R requests.
 
 #: Forecast speedup over plain decoding that speculation must exceed to begin: forecasts and clocks err, and beginning
 #: has a cost. What runs already has been measured and goes on while it is faster at all.
@@ -32,20 +36,25 @@ _COPY_MARGIN = 1.15
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
 #: Largest factor that one step can show: a step during which the machine did something else says nothing.
 _MOST_FACTOR = 2.0
+#: Share of a step's time for which the host waits for its tokens, below which the time is the host's own.
+_HIDDEN = 0.1
 #: Steps that are served until a guessed time counts as measured.
 _SHOWN = 8
 #: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
 #: which is less than that of acceptance, because step times are learned in fewer steps.
 _TIME_DECAY_STEPS = 256
+#: Mean temperatures of batches whose forecasts are kept.
+_TEMPERATURES = 8
 
 
-class Begun(NamedTuple):
+class Choice(NamedTuple):
     """A step whose policy has been chosen."""
 
-    at: float  # seconds of the selector's clock
+    policy: Policy
     seconds: float  # that it should take, uncorrected
+    bucket: int  # of its requests
+    temperature: float  # their mean
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree; None: those of the policy
-    bucket: int = 1  # of its requests
 
 
 class Asked(NamedTuple):
@@ -59,12 +68,12 @@ class Asked(NamedTuple):
     requests: Sequence[RequestAcceptance]
 
 
-class Plan(NamedTuple):
-    """A step of one policy."""
+class Plans(NamedTuple):
+    """The best step of each policy."""
 
-    rate: float  # tokens of a request a second, by what is known
-    seconds: float  # that it should take, uncorrected
-    rows: tuple[int, ...] | None  # see `Begun`
+    rates: Array  # [P], tokens of a request a second, by what is known; NaN: not measured, or nothing to copy
+    seconds: Array  # [P], that it should take, uncorrected
+    rows: Mapping[int, tuple[int, ...]]  # see `Choice`, by the policy's place
 
 
 @dataclass(slots=True)
@@ -80,21 +89,36 @@ class PolicySelector:
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
     plain_scale: float = 1.0  # seconds of a step without a drafter, observed over measured
     speculation_scale: float = 1.0  # the same of policies that run a drafter, over `plain_scale`
+    host: float = 0.0  # seconds of the host's own work between two steps' ends
     off: Policy = field(init=False)
+    copies: bool = field(init=False)  # whether a policy copies, so that texts must be read
     _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
-    begun: Begun = field(init=False, default=Begun(0.0, inf))  # the step that was chosen last
-    _gains: dict[tuple[Policy, float], Gain] = field(init=False, default_factory=dict)  # of one temperature
     _ended: float = field(init=False, default=-inf)  # when the step before it did
+    _ahead: bool = field(init=False, default=False)  # whether it was launched before that
     #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
     _shown: dict[tuple[Policy, int], int] = field(init=False)
+    _measured: StepTimes = field(init=False)  # `times`, before any was corrected
+    _places: dict[Policy, int] = field(init=False)
+    _copying: list[int] = field(init=False)  # policies whose first draft is a copy
+    _uses: Array = field(init=False, compare=False)  # [P, roles], 1 where the policy runs this drafter, else 0
+    _speculates: npt.NDArray[np.bool_] = field(init=False, compare=False)  # [P], whether it runs one
+    _gains: dict[float, Gains] = field(init=False, compare=False, default_factory=dict)  # by temperature
+    _costs: dict[int, tuple[Array, Array]] = field(init=False, compare=False, default_factory=dict)  # by bucket
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
+        self.copies = any(policy.copies for policy in self.policies)
         self._shown = dict.fromkeys(self.times.guessed, 0)
+        self._measured = self.times
+        self._places = {policy: place for place, policy in enumerate(self.policies)}
+        copying = FirstPass.PROMPT_LOOKUP
+        self._copying = [place for place, policy in enumerate(self.policies) if policy.first_pass is copying]
+        self._uses = np.array([[role in policy.drafters for role in DrafterRole] for policy in self.policies], float)
+        self._speculates = self._uses.sum(1) > 0
 
     def fresh(self) -> PolicySelector:
         """A selector by the same measurements that has seen no step."""
-        return PolicySelector(self.policies, self.times, self.forecast, self.clock, self.slots, self.verify)
+        return PolicySelector(self.policies, self._measured, self.forecast, self.clock, self.slots, self.verify)
 
     def choose(
         self,
@@ -104,118 +128,125 @@ class PolicySelector:
         remaining: float = inf,
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
         requests: Sequence[RequestAcceptance] = (),
-    ) -> Policy:
-        """The policy with the most tokens a second for a batch of `bucket` requests; `launched` says that it is served.
+    ) -> Choice:
+        """The policy with the most tokens a second for a batch of `bucket` requests; nothing changes by asking.
 
         `temperature`, `context` and `remaining`, tokens that may still be generated, are means of its requests.
         `pending` are the rows that each drafter must catch up with before it drafts: after plain decoding of a whole
         batch that takes several steps' time, which the last tokens of an answer do not earn back. `requests` are what
         each has shown: those whose text repeats itself gain from copies, whatever the others do.
         """
-        asked = Asked(bucket, temperature, context, remaining, pending, requests)
-        plans = {policy: plan for policy in self.policies if (plan := self._plan(policy, asked))}
-        drafting = 1.0 if self._drafts else MARGIN
-        paying = [
-            policy
-            for policy, plan in plans.items()
-            if plan.rate > (drafting if policy.drafters else _COPY_MARGIN) * plans[self.off].rate
-        ]
-        best = max(paying, key=lambda policy: plans[policy].rate, default=self.off)
-        self.begun = Begun(self.clock(), plans[best].seconds, plans[best].rows, asked.bucket)
-        return best
+        plans = self.plans(Asked(bucket, temperature, context, remaining, pending, requests))
+        best = self._places[self.off]
+        margins = np.where(self._speculates, 1.0 if self._drafts else MARGIN, _COPY_MARGIN)
+        paying = plans.rates > margins * plans.rates[best]
+        if paying.any():
+            best = int(np.argmax(np.where(paying, plans.rates, 0.0)))
+        return Choice(self.policies[best], float(plans.seconds[best]), bucket, temperature, plans.rows.get(best))
 
-    def launched(self, policy: Policy) -> None:
-        """The step that was chosen last runs: from now on speculation has begun, or ended."""
-        if policy.drafters or policy is self.off:
-            self._drafts = policy is not self.off
+    def plans(self, asked: Asked) -> Plans:
+        """The best step of each policy."""
+        gains = self._gains_of(asked.temperature)
+        shown = self.usual.shown(asked.requests, self.slots if self.copies else 0)
+        tokens = _before_the_end(gains.tokens(shown), asked.remaining).mean(1)
+        if asked.bucket not in self._costs:
+            self._costs[asked.bucket] = self.times.of_bucket(self.policies, asked.bucket)
+        seconds, added = self._costs[asked.bucket]
+        added = added * max(0.0, asked.context - CONTEXT)
+        seconds = seconds + added
+        catch_up = self._uses @ [asked.pending.get(role, 0) * self.times.pending.get(role, 0.0) for role in DrafterRole]
+        # A copy's step is a plain one of more rows.
+        scale = np.where(self._speculates, self.speculation_scale, 1.0)
+        late = self.plain_scale * catch_up / max(1.0, asked.remaining)
+        rates = 1 / (self._between_ends(scale * seconds) / tokens + late)
+        plans = Plans(rates, seconds + catch_up, {})
+        if self.verify is None or not self._copying or not asked.requests:
+            return plans
+        return self._with_shares(plans, self.verify, added, asked, shown)
 
-    def _plan(self, policy: Policy, asked: Asked) -> Plan | None:
-        """The best step of this policy; None if its steps were not measured, or if it has nothing to copy."""
-        seconds = self.times.step(policy, asked.bucket, asked.context)
-        if seconds is None:
-            return None
-        catch_up = self.times.catch_up(policy, asked.pending)
-        scale = self.speculation_scale if policy.drafters else 1.0  # a copy's step is a plain one of more rows
+    def _with_shares(self, plans: Plans, verify: RowTimes, added: Array, asked: Asked, shown: Shown) -> Plans:
+        """The plans with trees of a copy cut to the rows that pay; `added` [P] seconds are the context's.
 
-        def plan(seconds: float, tokens: float, rows: tuple[int, ...] | None = None) -> Plan:
-            rate = 1 / (scale * seconds / tokens + catch_up / max(1.0, asked.remaining))
-            return Plan(rate, seconds + catch_up, rows)
-
-        if self.verify is None or policy.first_pass is not FirstPass.PROMPT_LOOKUP or not asked.requests:
-            return plan(seconds, self.expected(policy, asked.temperature, asked.remaining, asked.requests))
-        most, count = asked.bucket * policy.num_nodes, len(asked.requests)
-        added = seconds - self.times.seconds[policy, asked.bucket]  # by the context, which every row reads
-        # What each row of a copy brings, the best first; of one request each brings less than the one before it.
-        runs = [known.run(policy.num_nodes - 1) for known in asked.requests]
-        shares = sorted(((chance, request) for request, run in enumerate(runs) for chance in run), reverse=True)
-        rows, verified, tokens, best = [1] * count, asked.bucket, 1.0, None
-        for chance, request in shares:
-            rows[request] += 1
-            verified += 1
-            tokens += chance / count
-            seconds = self.verify(verified) + added * verified / most
-            found = plan(seconds, _before_the_end(tokens, asked.remaining), tuple(rows))
-            best = found if best is None or found.rate > best.rate else best
-        return best
-
-    def expected(
-        self, policy: Policy, temperature: float, remaining: float = inf, requests: Sequence[RequestAcceptance] = ()
-    ) -> float:
-        """Forecast tokens a step and request, corrected by the observed acceptance, of which `remaining` are still to
-        be generated.
+        Rows are granted the best first, by what they bring; of one request each brings less than the one before it.
         """
-        gain = self._gain(policy, temperature)
-        taus = [known.tau(gain) for known in requests] or [self.usual.tau(gain)]
-        return fmean(_before_the_end(tau, remaining) for tau in taus)
+        rates, seconds, rows = plans.rates.copy(), plans.seconds.copy(), dict[int, tuple[int, ...]]()
+        order = np.argsort(-shown.runs, axis=None, kind="stable")
+        chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
+        verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
+        of_rows = verify(verified)
+        for place in self._copying:
+            nodes = self.policies[place].num_nodes
+            fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
+            took = (of_rows + added[place] * verified / (asked.bucket * nodes))[: len(fits)]
+            found = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining) / self._between_ends(took)
+            rates[place] = np.nan
+            if len(fits) and not np.isnan(plans.rates[place]):
+                best = int(np.argmax(found))
+                rates[place], seconds[place] = found[best], took[best]
+                granted = np.bincount(request[fits[: best + 1]], minlength=count)
+                rows[place] = tuple((1 + granted).tolist())
+        return Plans(rates, seconds, rows)
 
-    def _gain(self, policy: Policy, temperature: float) -> Gain:
-        """`forecast_gain`, kept while the temperature stays."""
-        key = policy, temperature
-        if key not in self._gains:
-            if len(self._gains) >= len(self.policies):
+    def _between_ends(self, seconds: Array) -> Array:
+        """Seconds from the end of a step to that of the next, which takes so many by what was measured."""
+        seconds = self.plain_scale * seconds
+        return np.maximum(seconds, self.host) if self._ahead else seconds + self.host
+
+    def _gains_of(self, temperature: float) -> Gains:
+        """The forecasts of all policies."""
+        if temperature not in self._gains:
+            if len(self._gains) >= _TEMPERATURES:
                 self._gains.clear()
-            self._gains[key] = forecast_gain(self.forecast, policy, temperature, self.slots)
-        return self._gains[key]
+            forecasts = [forecast_gain(self.forecast, policy, temperature, self.slots) for policy in self.policies]
+            self._gains[temperature] = Gains.of(forecasts)
+        return self._gains[temperature]
 
     def update(
         self,
-        policy: Policy,
-        temperature: float,
+        choice: Choice,
         accepted: Sequence[int],
-        begun: Begun | None,
         copied: Sequence[bool] = (),
         requests: Sequence[RequestAcceptance] = (),
+        began: float | None = None,
+        waited: float | None = None,
     ) -> None:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
         none if all requests had ended. `copied` says of each whether a copy won, `requests` are what it has shown.
 
-        Steps end in the order in which they were chosen. A step that was launched before another ended is timed from
-        that end. `begun` is None if other work was done meanwhile, so that the step's time says nothing.
+        Steps end in the order in which they were chosen. A step that `began`, by the clock, before another ended is
+        timed from that end; None if other work was done meanwhile, so that the step's time says nothing. Of the seconds
+        since then the host `waited` so many for this step's tokens; None: what it did besides is not known.
         """
-        started, self._ended = self._ended, self.clock()
-        factor = None
-        if begun is not None:
-            factor = (self._ended - max(begun.at, started)) / begun.seconds
-            factor = min(max(factor, 1 / _MOST_FACTOR), _MOST_FACTOR)
+        last, self._ended = self._ended, self.clock()
+        policy, factor, hidden = choice.policy, None, False
+        if policy.drafters or policy is self.off:
+            self._drafts = policy is not self.off
         if not accepted:
             return
-        if begun and factor is not None and begun.rows is None and (policy, begun.bucket) in self._shown:
-            self._learn((policy, begun.bucket), factor)
+        if began is not None:
+            took = self._ended - max(began, last)
+            factor = min(max(took / choice.seconds, 1 / _MOST_FACTOR), _MOST_FACTOR)
+            if waited is not None and last > -inf:
+                self._ahead = began <= last
+                own = min(took - waited if self._ahead else began - last, _MOST_FACTOR * max(self.host, choice.seconds))
+                self.host += (own - self.host) / _SPECULATION_WINDOW
+                hidden = self._ahead and waited < _HIDDEN * took
+                factor = None if hidden else factor  # the device had ended before
+        if factor is not None and choice.rows is None and (policy, choice.bucket) in self._shown:
+            self._learn((policy, choice.bucket), factor)
         elif factor is not None and not policy.drafters:
             self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
         elif factor is not None:
             self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
-        if policy == self.off:  # nothing was drafted: the texts may have changed, so decay until it is tried again
-            self.usual.decay()
-            for known in requests:
-                known.decay()
+        if policy is self.off or hidden:  # of drafts, nothing is seen
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
+        if policy is self.off:  # the texts may have changed, so decay until drafts are tried again
+            self.usual.decay(requests)
             return
-        gain = self._gain(policy, temperature)
+        gain = self._gains_of(choice.temperature).of_one(self._places[policy])
         drafted = [not won for won in copied] or [True] * len(accepted)
-        self.usual.observe(gain, [one - 1 for one in compress(accepted, drafted)])
-        for known, one in compress(zip(requests, accepted, strict=False), drafted):
-            known.observe(gain, one - 1)
+        seen = [one - 1 for one in compress(accepted, drafted)]
+        self.usual.observe(gain, seen, [*compress(requests, drafted)])
 
     def _learn(self, step: tuple[Policy, int], factor: float) -> None:
         """Correct the guessed seconds of a step by the mean of what was served, at this speed of the machine."""
@@ -223,17 +254,18 @@ class PolicySelector:
         scale = self.plain_scale * (self.speculation_scale if step[0].drafters else 1.0)
         seconds = self.times.seconds[step] * (1 + (factor / scale - 1) / self._shown[step])
         self.times = replace(self.times, seconds={**self.times.seconds, step: seconds})
+        self._costs.pop(step[1], None)
         if self._shown[step] == _SHOWN:
             del self._shown[step]
 
 
-def _before_the_end(tau: float, remaining: float) -> float:
+def _before_the_end(tokens: Array, remaining: float) -> Array:
     """Tokens of a step, of which at most `remaining` are still to be generated.
 
     Accepted lengths are taken to be geometric with mean tau, which are min(length, n) tokens in the mean of
     tau (1 - (1 - 1 / tau)^n).
     """
-    return tau * (1 - (1 - 1 / tau) ** max(1.0, remaining)) if tau > 1 else 1.0
+    return tokens * (1 - (1 - 1 / tokens) ** max(1.0, remaining))
 
 
 def forecast_gain(forecast: Forecast, policy: Policy, temperature: float, slots: int = 7) -> Gain:

@@ -7,16 +7,17 @@ steps that are left out are read from the line through those of smaller batches 
 from __future__ import annotations
 
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from d2sd.policies import DrafterRole, with_branches
+from d2sd.runtime.acceptance import Array
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.model_runner import ModelRunner
@@ -39,7 +40,7 @@ _REPEATS, _FEW_REPEATS = 5, 2
 _IN_A_ROW, _ROWS = 4, 2
 #: Context tokens of the requests that are timed. On a GPU, which reads it once for all rows, a longer context adds the
 #: same time to a step of every policy; a CPU computes each row's attention, so that it is measured for every policy.
-_CONTEXT, _LONG_CONTEXT = 64, 512
+CONTEXT, _LONG_CONTEXT = 64, 512
 #: Rows of pending context that are timed.
 _PENDING = 128
 
@@ -63,11 +64,13 @@ class StepTimes:
         seconds = self.seconds.get((policy, bucket))
         if seconds is None:
             return None
-        return seconds + self.context.get((policy, bucket), 0.0) * max(0.0, context - _CONTEXT)
+        return seconds + self.context.get((policy, bucket), 0.0) * max(0.0, context - CONTEXT)
 
-    def catch_up(self, policy: Policy, pending: Mapping[DrafterRole, int]) -> float:
-        """Seconds in which the policy's drafters compute their pending context, `pending` rows of each."""
-        return sum(pending.get(role, 0) * self.pending.get(role, 0.0) for role in policy.drafters)
+    def of_bucket(self, policies: Sequence[Policy], bucket: int) -> tuple[Array, Array]:
+        """Seconds [P] of a step of each policy, NaN where it was not measured, and of a token more than CONTEXT."""
+        steps = [(policy, bucket) for policy in policies]
+        seconds = np.array([self.seconds.get(step, np.nan) for step in steps])
+        return seconds, np.array([self.context.get(step, 0.0) for step in steps])
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +92,13 @@ class RowTimes:
         counts = sorted(found)
         return RowTimes(tuple(zip(counts, accumulate((found[rows] for rows in counts), max), strict=True)))
 
-    def __call__(self, rows: float) -> float:
-        """Seconds of so many rows; beyond the last point along the last line."""
-        place = min(max(1, bisect_left(self.points, (rows, inf))), len(self.points) - 1)
-        (fewer, least), (more, most) = self.points[place - 1 : place + 1]
-        return least + (most - least) * (rows - fewer) / (more - fewer)
+    def __call__(self, rows: Array) -> Array:
+        """Seconds of so many rows each; beyond the last point along the last line."""
+        counts, seconds = np.array(self.points).T
+        place = np.clip(np.searchsorted(counts, rows, "right"), 1, len(counts) - 1)
+        slope = (seconds[place] - seconds[place - 1]) / (counts[place] - counts[place - 1])
+        found: Array = seconds[place - 1] + slope * (rows - counts[place - 1])
+        return found
 
 
 def measure_step_times(
@@ -133,7 +138,7 @@ def time_steps(
     advance: Callable[[int], None] = lambda buckets: None,
     steps: DecodeSteps | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    context: int = _CONTEXT,
+    context: int = CONTEXT,
     end: float = inf,
     measured: dict[tuple[Policy, int], float] | None = None,
 ) -> dict[tuple[Policy, int], float]:
@@ -176,7 +181,7 @@ def _guess(measured: Seconds, policy: Policy, bucket: int) -> float | None:
     if not points:
         return None
     line = RowTimes(((0, 0.0), *points) if len(points) == 1 else tuple(points))
-    return max(line(bucket), min(seconds for _, seconds in points))
+    return max(float(line(np.array(bucket))), min(seconds for _, seconds in points))
 
 
 def _most(policy: Policy, forecast: Forecast, block_size: int) -> float:
@@ -206,7 +211,7 @@ def time_context(
     Nothing is begun after `end` of the clock, and then some steps are left out. What is `known` is taken over.
     """
     length = min(_LONG_CONTEXT, limits.max_context)
-    if length <= _CONTEXT:
+    if length <= CONTEXT:
         return {}
     steps = steps or DecodeSteps(runner, limits)
     found = dict(known)
@@ -215,7 +220,7 @@ def time_context(
         if (measured, size) not in found and clock() < end:
             batch = _dummy_batch(runner, limits, size, length)
             if (longer := _time(runner, measured, batch, steps, clock, _FEW_REPEATS, end)) is not None:
-                found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - _CONTEXT)
+                found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - CONTEXT)
         if (measured, size) in found:
             found[policy, size] = found[measured, size]
     return found

@@ -229,7 +229,7 @@ def step_costs(
         (one, size): roofline.decode_seconds(one, size, context) for one in candidates for size in batches
     }
     selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
-    chosen = {size: selector.choose(size, temperature) if policy == "auto" else largest for size in batches}
+    chosen = {size: selector.choose(size, temperature).policy if policy == "auto" else largest for size in batches}
     return {
         size: StepCost(
             str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature), measured=bool(of_gpu)

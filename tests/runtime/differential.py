@@ -30,10 +30,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
-from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, NAMES, DrafterRole
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.engine import Engine
+from d2sd.runtime.engine import Engine, Prepared
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
@@ -176,10 +174,10 @@ def cutting(engine: Engine, dice: random.Random) -> Engine:
     """The engine, whose trees have as many nodes for each request as the dice say, as under `auto` on a CPU."""
     prepare = engine.prepare
 
-    def cut(sequences: list[Sequence]) -> tuple[Batch, Draft | None]:
-        batch, draft = prepare(sequences)
-        rows = tuple(dice.randrange(1, engine.in_force.num_nodes + 1) for _ in batch.anchor)
-        return replace(batch, rows=rows), draft
+    def cut(sequences: list[Sequence]) -> Prepared:
+        step = prepare(sequences)
+        rows = tuple(dice.randrange(1, step.policy.num_nodes + 1) for _ in step.batch.anchor)
+        return replace(step, batch=replace(step.batch, rows=rows))
 
     engine.prepare = cut  # type: ignore[method-assign]
     return engine

@@ -12,6 +12,7 @@ from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -19,17 +20,18 @@ from torch import Tensor
 from d2sd.errors import RequestError
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.acceptance import Acceptance, RequestAcceptance
+from d2sd.runtime.acceptance import Acceptance, Gains, RequestAcceptance
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import Block, ModelRunner, Verified
-from d2sd.runtime.policy_selector import MARGIN, PolicySelector, forecast_gain, forecast_tau
+from d2sd.runtime.policy_selector import MARGIN, PolicySelector, _before_the_end, forecast_gain, forecast_tau
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
+from tests.runtime.recorded_graphs import RecordedGraphs
 
 FIRST, SECOND, *_ = DrafterRole
 
@@ -60,20 +62,25 @@ def selector(seconds: Mapping[Policy, float], forecast: Any = FORECAST) -> Polic
 
 def serve(own: PolicySelector, accepted: list[int], factor: float = 1.0, temperature: float = 0.0) -> Policy:
     """A step of one request or more that takes `factor` times as long as measured; returns its policy."""
-    chosen, watch = own.choose(1, temperature), own.clock
-    own.launched(chosen)
+    choice, watch, began = own.choose(1, temperature), own.clock, own.clock()
     assert isinstance(watch, Watch)
-    watch.now += factor * own.times.seconds[chosen, 1]
-    own.update(chosen, temperature, accepted, own.begun)
-    return chosen
+    watch.now += factor * own.times.seconds[choice.policy, 1]
+    own.update(choice, accepted, began=began)
+    return choice.policy
+
+
+def tokens_of(own: PolicySelector, policy: Policy, remaining: float = math.inf) -> float:
+    """Tokens a step of a request of which nothing is known, at T = 0."""
+    gains = Gains.of([forecast_gain(own.forecast, policy, 0.0, own.slots)])
+    return float(_before_the_end(gains.tokens(own.usual.shown([], own.slots)), remaining)[0, 0])
 
 
 def test_trees_pay_behind_a_long_context() -> None:
     """It adds the same to a step of every policy: 3 tokens in 2.9 s against 1 in 1 s, and with 5 s more to both."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 2.9, (OFF, 2): 1.0, (LARGE, 2): 2.9}
     own = PolicySelector(POLICIES, StepTimes(costs, {(OFF, 1): 0.01, (LARGE, 1): 0.01}, {}), FORECAST)
-    assert own.choose(2, 0.0, 564) == OFF
-    assert [own.choose(1, 0.0, context) for context in (0, 64, 564)] == [OFF, OFF, LARGE]
+    assert own.choose(2, 0.0, 564).policy == OFF
+    assert [own.choose(1, 0.0, context).policy for context in (0, 64, 564)] == [OFF, OFF, LARGE]
 
 
 # -- the forecast ------------------------------------------------------------------------------------------------------
@@ -136,56 +143,57 @@ def test_the_forecast_of_copies() -> None:
     ],
 )
 def test_the_most_tokens_a_second(seconds: dict[Policy, float], temperature: float, best: Policy) -> None:
-    assert selector(seconds).choose(1, temperature) == best
+    assert selector(seconds).choose(1, temperature).policy == best
 
 
 def test_speculation_must_promise_a_margin() -> None:
     for gain, best in ((MARGIN * 0.999, OFF), (MARGIN * 1.001, CHAIN)):
-        assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0) == best
+        assert selector({OFF: 1.0, CHAIN: 2.0 / gain}).choose(1, 0.0).policy == best
 
 
 def test_what_speculates_goes_on_without_a_margin() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.98})  # 2 tokens
     for drafts, best in ((1.0, OFF), (1.2, CHAIN), (1.0, CHAIN), (0.97, OFF), (1.0, OFF)):
         own.usual.drafts = drafts
-        assert own.choose(1, 0.0) == best
-        own.launched(best)
+        choice = own.choose(1, 0.0)
+        assert choice.policy == best
+        own.update(choice, [2])
 
 
 def test_a_choice_that_is_not_launched_begins_nothing() -> None:
     """The engine collects the step before first, and asks again: the margin for beginning is still due."""
     own = selector({OFF: 1.0, CHAIN: 1.98})
     own.usual.drafts = 1.2
-    assert own.choose(1, 0.0) == CHAIN
+    assert own.choose(1, 0.0).policy == CHAIN
     own.usual.drafts = 1.0
-    assert own.choose(1, 0.0) == OFF
+    assert own.choose(1, 0.0).policy == OFF
 
 
 def test_drafters_catch_up_only_where_enough_tokens_are_left() -> None:
     """A chain makes 2 tokens in 1 s, plain decoding one; its drafter is 100 rows behind, which takes 3 s."""
     times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, {FIRST: 0.03, SECOND: 50.0})  # a chain needs the first
     own = PolicySelector(POLICIES, times, FORECAST)
-    found = [own.choose(1, 0.0, remaining=left, pending={FIRST: 100, SECOND: 100}) for left in (1, 6, 7, 100)]
+    found = [own.choose(1, 0.0, remaining=left, pending={FIRST: 100, SECOND: 100}).policy for left in (1, 6, 7, 100)]
     assert found == [OFF, OFF, CHAIN, CHAIN]
-    assert own.choose(1, 0.0, remaining=6, pending={FIRST: 0, SECOND: 100}) == CHAIN
+    assert own.choose(1, 0.0, remaining=6, pending={FIRST: 0, SECOND: 100}).policy == CHAIN
 
 
 def test_the_last_tokens_are_not_drafted() -> None:
     """A chain makes 2 tokens in 1.4 s: lengths of 1, 2, … with chances of 1/2, 1/4, …, cut to what is left."""
     own = selector({OFF: 1.0, CHAIN: 1.4})
-    assert [own.expected(CHAIN, 0.0, left) for left in (1, 2, 3, math.inf)] == [1.0, 1.5, 1.75, 2.0]
-    assert [own.choose(1, 0.0, remaining=left) for left in (1, 2, 3, 4)] == [OFF, CHAIN, CHAIN, CHAIN]
+    assert [tokens_of(own, CHAIN, left) for left in (1, 2, 3, math.inf)] == [1.0, 1.5, 1.75, 2.0]
+    assert [own.choose(1, 0.0, remaining=left).policy for left in (1, 2, 3, 4)] == [OFF, CHAIN, CHAIN, CHAIN]
 
 
 def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:
     """At two in flight the larger tree would win by far, but its cost is not known there."""
     costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
     own = PolicySelector(POLICIES, StepTimes.of(costs), FORECAST)
-    assert [own.choose(bucket, 0.0) for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
+    assert [own.choose(bucket, 0.0).policy for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
 
 
 def test_what_nobody_forecasts_is_never_chosen() -> None:
-    assert selector({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0) == OFF
+    assert selector({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0).policy == OFF
 
 
 # -- what serving teaches ----------------------------------------------------------------------------------------------
@@ -205,21 +213,21 @@ def test_what_was_promised_teaches_nothing() -> None:
 @pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([2, 4], 2.0)])
 def test_forecasts_go_to_what_is_seen(accepted: list[int], limit: float) -> None:
     own = selector(CHEAP)
-    before = [own.expected(CHAIN, 0.0) - 1]
+    before = [tokens_of(own, CHAIN) - 1]
     for _ in range(400):
         assert serve(own, accepted) == CHAIN
-        before.append(own.expected(CHAIN, 0.0) - 1)
+        before.append(tokens_of(own, CHAIN) - 1)
     assert before == sorted(before, reverse=limit < 1)
     assert before[-1] == pytest.approx(limit, abs=0.04)
-    assert own.expected(OFF, 0.0) == 1.0
+    assert tokens_of(own, OFF) == 1.0
 
 
 def test_a_text_that_is_drafted_well_gains_more_from_a_deep_tree() -> None:
     """Twice the odds of each draft: a chain of 2 nodes has one chance, one of 4 has three."""
     own = selector(CHEAP)
-    before = [own.expected(policy, 0.0) - 1 for policy in (Chain(2), CHAIN)]
+    before = [tokens_of(own, policy) - 1 for policy in (Chain(2), CHAIN)]
     own.usual.drafts = 2.0
-    more = [own.expected(policy, 0.0) - 1 for policy in (Chain(2), CHAIN)]
+    more = [tokens_of(own, policy) - 1 for policy in (Chain(2), CHAIN)]
     chance = 0.4 / 0.6 * 2 / (1 + 0.4 / 0.6 * 2)
     assert more[0] == pytest.approx(chance, abs=1e-3)
     assert more[1] / before[1] > more[0] / before[0]
@@ -273,30 +281,30 @@ def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> 
 def test_the_time_of_catching_up_is_expected() -> None:
     times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 0.1}, {}, {FIRST: 0.03})
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
-    assert own.choose(1, 0.0, pending={FIRST: 100}) == CHAIN
+    choice = own.choose(1, 0.0, pending={FIRST: 100})
+    assert choice.policy == CHAIN
     watch.now = 3.1
-    own.update(CHAIN, 0.0, [2], own.begun)
+    own.update(choice, [2], began=0.0)
     assert own.speculation_scale == pytest.approx(1.0)
 
 
 def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
     """The host launches it earlier; and a step with other work in it says nothing about its time."""
     own = selector({OFF: 1.0})
-    watch, begun = own.clock, []
+    watch, chosen = own.clock, []
     assert isinstance(watch, Watch)
     for _ in range(20):
-        own.choose(1, 0.0)
-        begun.append(own.begun)
-        if len(begun) > 1:
+        chosen.append((own.choose(1, 0.0), watch.now))
+        if len(chosen) > 1:
             watch.now += 1.0
-            own.update(OFF, 0.0, [1], begun.pop(0))
+            choice, began = chosen.pop(0)
+            own.update(choice, [1], began=began)
     assert own.plain_scale == pytest.approx(1.0)
     watch.now += 9.0
-    own.update(OFF, 0.0, [1], None)
+    own.update(choice, [1])
     assert own.plain_scale == pytest.approx(1.0)
-    own.choose(1, 0.0)
     watch.now += 2.0
-    own.update(OFF, 0.0, [], own.begun)
+    own.update(choice, [], began=watch.now - 2.0)
     assert own.plain_scale == pytest.approx(1.0), "all its requests had ended"
 
 
@@ -317,15 +325,15 @@ def test_one_that_repeats_itself_does_not_pay_for_one_that_does_not() -> None:
     costs: dict[tuple[Policy, int], float] = {(OFF, 2): 1.0, (COPYING, 2): 1.9}
     for repeats, best in (([False, False], OFF), ([False, True], COPYING), ([True, True], COPYING)):
         own = PolicySelector([OFF, COPYING], StepTimes.of(costs), COPIES)
-        assert own.choose(2, 0.0, requests=[request(own, repeats=one) for one in repeats]) == best
+        assert own.choose(2, 0.0, requests=[request(own, repeats=one) for one in repeats]).policy == best
 
 
 def test_a_copy_without_a_drafter_where_the_text_matches_now() -> None:
     copy = Lookup(4)
     own = PolicySelector([OFF, copy], StepTimes.of({(OFF, 1): 1.0, (copy, 1): 1.3}), COPIES)
-    assert own.choose(1, 0.0, requests=[request(own, repeats=True)]) == copy
-    assert own.choose(1, 0.0, requests=[request(own, repeats=False)]) == OFF
-    assert own.choose(1, 0.0) == OFF, "nothing is known of the text"
+    assert own.choose(1, 0.0, requests=[request(own, repeats=True)]).policy == copy
+    assert own.choose(1, 0.0, requests=[request(own, repeats=False)]).policy == OFF
+    assert own.choose(1, 0.0).policy == OFF, "nothing is known of the text"
 
 
 def test_rows_go_to_the_requests_that_earn_them() -> None:
@@ -335,16 +343,15 @@ def test_rows_go_to_the_requests_that_earn_them() -> None:
     times = StepTimes.of(costs)
     own = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
     known = [request(own, repeats=repeats) for repeats in (True, False, True, False)]
-    chances = known[0].run(3)
-    assert [chance > 0.4 for chance in chances] == [True] * 3
-    assert own.choose(4, 0.0, requests=known) == copy
-    assert own.begun.rows == (4, 1, 4, 1)
-    assert own.begun.seconds == pytest.approx(1.6)
-    assert own.choose(4, 0.0, requests=[known[1]] * 4) == OFF
-    assert own.begun[1:] == (1.0, None, 4)
+    assert (own.usual.shown(known, 3).runs[[0, 2]] > 0.4).all()
+    choice = own.choose(4, 0.0, requests=known)
+    assert (choice.policy, choice.rows) == (copy, (4, 1, 4, 1))
+    assert choice.seconds == pytest.approx(1.6)
+    choice = own.choose(4, 0.0, requests=[known[1]] * 4)
+    assert (choice.policy, choice.seconds, choice.rows, choice.bucket) == (OFF, 1.0, None, 4)
     smaller = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
-    assert smaller.choose(4, 0.0, requests=known[:3]) == copy
-    assert smaller.begun.rows == (4, 1, 4), "of a bucket of four"
+    choice = smaller.choose(4, 0.0, requests=known[:3])
+    assert (choice.policy, choice.rows) == (copy, (4, 1, 4)), "of a bucket of four"
 
 
 def test_seconds_of_rows_lie_on_lines_between_measured_steps() -> None:
@@ -361,7 +368,7 @@ def test_seconds_of_rows_lie_on_lines_between_measured_steps() -> None:
     assert times.points == ((1, 1.0), (2, 1.0), (4, 2.0), (8, 4.0)), (
         "more rows never take less, and drafts are left out"
     )
-    assert [times(rows) for rows in (1, 2, 3, 4, 6, 8, 10)] == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
+    assert times(np.array([1, 2, 3, 4, 6, 8, 10])).tolist() == [1.0, 1.0, 1.5, 2.0, 3.0, 4.0, 5.0]
     assert RowTimes.of(StepTimes.of({(OFF, 1): 1.0, (SMALL, 1): 2.0})) is None
 
 
@@ -369,8 +376,8 @@ def test_each_request_learns_for_itself_and_all_teach_the_next() -> None:
     own = PolicySelector([OFF, CHAIN], StepTimes.of({(OFF, 2): 1.0, (CHAIN, 2): 0.1}), COPIES, Watch())
     bad, good = own.usual.request(), own.usual.request()
     for _ in range(60):
-        own.choose(2, 0.0, requests=[bad, good])
-        own.update(CHAIN, 0.0, [1, 4], own.begun, [False, False], [bad, good])
+        choice = own.choose(2, 0.0, requests=[bad, good])
+        own.update(choice._replace(policy=CHAIN), [1, 4], [False, False], [bad, good])
     assert bad.drafts < 0.1
     assert good.drafts > 5
     assert bad.drafts < own.usual.drafts < good.drafts
@@ -381,8 +388,8 @@ def test_a_step_that_a_copy_won_says_nothing_of_drafts() -> None:
     own = PolicySelector([OFF, COPYING], StepTimes.of({(OFF, 1): 1.0, (COPYING, 1): 0.1}), COPIES, Watch())
     known = own.usual.request()
     for _ in range(20):
-        own.choose(1, 0.0, requests=[known])
-        own.update(COPYING, 0.0, [4], own.begun, [True], [known])
+        choice = own.choose(1, 0.0, requests=[known])
+        own.update(choice._replace(policy=COPYING), [4], [True], [known])
     assert (known.drafts, own.usual.drafts, known.steps) == (1.0, 1.0, 0)
 
 
@@ -544,7 +551,7 @@ def test_measuring_ends_in_time_on_any_machine(pace: float) -> None:
     assert {size for policy, size in found.seconds if policy == OFF} == {1, 2, 3, 4, 6, 8}
     assert (found.guessed == frozenset()) == (pace == 0.001)
     assert {(OFF, 1)} <= found.seconds.keys() - found.guessed or pace == 0.5
-    assert PolicySelector(POLICIES, found, FORECAST).choose(8, 0.0) in POLICIES
+    assert PolicySelector(POLICIES, found, FORECAST).choose(8, 0.0).policy in POLICIES
 
 
 def test_what_was_not_measured_lies_on_the_line_of_what_was() -> None:
@@ -611,17 +618,18 @@ def test_serving_corrects_what_was_guessed(truth: float, best: Policy) -> None:
     times = StepTimes(costs, {}, {}, frozenset({(CHAIN, 1)}))
     own = PolicySelector(POLICIES, times, FORECAST, watch := Watch())
     for _ in range(12):
-        chosen = own.choose(1, 0.0)
-        own.launched(chosen)
-        watch.now += truth if chosen == CHAIN else 1.0
-        own.update(chosen, 0.0, [2] if chosen == CHAIN else [1], own.begun)
-    assert own.choose(1, 0.0) == best
+        choice, began = own.choose(1, 0.0), watch.now
+        drafts = choice.policy == CHAIN
+        watch.now += truth if drafts else 1.0
+        own.update(choice, [2] if drafts else [1], began=began)
+    assert own.choose(1, 0.0).policy == best
     assert own.plain_scale == pytest.approx(1.0)
     assert own.times.seconds[OFF, 1] == 1.0
     if best == CHAIN:
         assert own.times.seconds[CHAIN, 1] == pytest.approx(truth, rel=0.2)
         assert own.speculation_scale == pytest.approx(1.0, abs=0.1)
     assert times.seconds[CHAIN, 1] == 1.5, "another engine's selector may share them"
+    assert own.fresh().times is times, "as one that has seen no step"
 
 
 def test_a_hiccup_of_the_machine_is_not_measured() -> None:
@@ -645,7 +653,7 @@ def test_trees_larger_than_one_that_cannot_pay_are_not_tried() -> None:
 def test_a_policy_without_a_forecast_is_given_up_at_once() -> None:
     found = measured(Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
     assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
-    assert PolicySelector(POLICIES, StepTimes.of(found), {}).choose(1, 0.0) == OFF
+    assert PolicySelector(POLICIES, StepTimes.of(found), {}).choose(1, 0.0).policy == OFF
 
 
 @pytest.mark.parametrize(
@@ -703,16 +711,16 @@ def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: 
     def watched() -> Any:
         outputs = step()
         if outputs and engine.trace is not None:
-            assert engine.trace.policy is engine.policy
-            served[len(engine.trace.sequences), engine.policy.name] += 1
+            assert engine.trace.policy is engine.served
+            served[len(engine.trace.sequences), engine.served.name] += 1
         return outputs
 
     monkeypatch.setattr(engine, "step", watched)
-    begun = Counter[str]()
-    monkeypatch.setattr(PolicySelector, "launched", lambda self, policy: begun.update([policy.name]))
+    learned = Counter[str]()
+    monkeypatch.setattr(PolicySelector, "update", lambda self, choice, *more, **_: learned.update([choice.policy.name]))
     sequences = run_staggered(engine, requests, gap=2)
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
-    assert begun == sum((Counter({name: count}) for (_, name), count in served.items()), Counter())
+    assert learned == sum((Counter({name: count}) for (_, name), count in served.items()), Counter())
     assert served.keys() == {(1, "hybrid"), (2, "chain"), (3, "off"), (4, "off")}
     rows = {"hybrid": 14, "chain": BLOCK, "off": 1}
     assert sum(s.stats.verified_nodes for s in sequences) == sum(
@@ -764,7 +772,7 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
         selector.plain_scale = selector.speculation_scale = 1.0
         running = [engine.submit(Request((5,), 40, SamplingParams(t, seed=1))) for t in temperatures]
         engine.step()
-        assert engine.policy == wanted, temperatures
+        assert engine.served == wanted, temperatures
         for sequence in running:
             engine.cancel(sequence)
 
@@ -775,16 +783,55 @@ def test_the_engine_learns_from_requests_but_not_from_padding(monkeypatch: pytes
     scripted(monkeypatch, engine, {**dict.fromkeys([(OFF, size) for size in buckets(6)], 1.0), (CHAIN, 6): 0.01})
     told: list[list[int]] = []
     monkeypatch.setattr(
-        PolicySelector, "update", lambda self, policy, temperature, accepted, *more: told.append(list(accepted))
+        PolicySelector, "update", lambda self, choice, accepted, *more, **_: told.append(list(accepted))
     )
     sequences = [engine.submit(Request((n, n + 1), 4, SamplingParams(seed=n))) for n in (3, 4, 5, 6, 7)]
     engine.step()
-    assert engine.policy == CHAIN
+    assert engine.served == CHAIN
     assert told == [[s.stats.tokens for s in sequences]]
+
+
+def test_a_step_that_is_prepared_and_not_launched_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(honest(), "off")
+    scripted(monkeypatch, engine, {(OFF, 1): 1.0, (CHAIN, 1): 0.01})
+    assert engine.selector is not None
+    engine.submit(some_requests()[0])
+    sequences = engine.admit()
+    steps = [engine.prepare(sequences) for _ in range(2)]
+    assert [step.policy for step in steps] == [CHAIN] * 2
+    assert steps[0].choice == steps[1].choice
+    assert engine.selector == engine.selector.fresh()
+    assert engine.stats.policy == "off"
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_a_step_shows_beside_a_prefill(monkeypatch: pytest.MonkeyPatch, ahead: bool) -> None:
+    """The host's work is learned where no prompt was prefilled between two ends; a step is timed unless it computes
+    behind one on a GPU, or waits behind its launch to be read.
+    """
+    engine = make_engine(honest(), "off", max_batch=2)
+    scripted(monkeypatch, engine, {(OFF, 1): 1.0, (OFF, 2): 1.0, (CHAIN, 1): 9.0, (CHAIN, 2): 9.0})
+    if ahead:
+        RecordedGraphs(rerun=True).guard(engine)
+    shown: list[tuple[bool, bool]] = []
+    monkeypatch.setattr(
+        PolicySelector,
+        "update",
+        lambda self, choice, accepted, copied, known, began, waited: shown.append((began is None, waited is None)),
+    )
+    for first in (3, 4):
+        engine.submit(Request((first, 5, 6), 9, SamplingParams()))
+        for _ in range(4):
+            engine.step()
+    timed, neither, late = (False, False), (True, True), (True, False)
+    if ahead:
+        assert shown == [neither, timed, timed, neither, late, timed, timed]
+    else:
+        assert shown == [(False, True), timed, timed, timed] * 2
 
 
 def test_without_adapting_the_policy_is_pinned() -> None:
     engine = make_engine(honest(), "chain")
     engine.generate(some_requests()[:2])
-    assert engine.policy == Chain(BLOCK)
+    assert engine.served == Chain(BLOCK)
     assert math.isfinite(engine.clock.step_seconds)

@@ -64,9 +64,10 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     """A step over five requests, five ways to sample, padded to six."""
     for row in range(5):
         engine.submit(Request((row + 1, 7, row + 1, 7), 20, SamplingParams(0.5 * row, seed=row)))
-    batch, host_draft = engine.prepare(engine.admit())
+    prepared = engine.prepare(engine.admit())
+    batch = prepared.batch
     engine.runner.context.inject(engine.policy.drafters)
-    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
+    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, prepared.draft)
 
 
 ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
@@ -141,9 +142,9 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     prompts = (1, 2, 3, 4, 5, 6, 1, 2), (7, 8, 7), (9, 10, 11), (12,), (13, 14)
     for prompt in prompts:
         engine.submit(Request(prompt, 5))
-    batch, draft = engine.prepare(engine.admit())
-    assert draft is None
-    result = decode_step(engine.runner, engine.policy, batch)
+    prepared = engine.prepare(engine.admit())
+    assert prepared.draft is None
+    result = decode_step(engine.runner, engine.policy, prepared.batch)
     assert result.first is not None
     assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], *[[0] * 4] * 4]
     alone = [[anchor, 0, 0, 0, 0] for anchor in (11, 12, 14, 0)]

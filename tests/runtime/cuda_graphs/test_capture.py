@@ -108,14 +108,13 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
     """The kernels of each step between the host's two turns; reading is refused while they run."""
     recorded = []
     for _ in range(steps):
-        sequences = engine.admit()
-        batch, host_draft = engine.prepare(sequences)
+        prepared = engine.prepare(engine.admit())
         engine.runner.context.inject(engine.policy.drafters)
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            result = decode_step(engine.runner, engine.policy, batch, engine.calibration, host_draft)
-        engine.retire(Launched(sequences, engine.policy, result, result.read, None))
+            result = decode_step(engine.runner, engine.policy, prepared.batch, engine.calibration, prepared.draft)
+        engine.retire(Launched(prepared, result, result.read))
         recorded.append(recorder.kernels)
     return recorded
 
@@ -159,7 +158,7 @@ def test_steps_behind_windows_are_the_same(policy: PolicyName) -> None:
     """Of layers with and without a window, which have pages of their own."""
     engine = running(policy, HOT, windows="mixed")
     check_same(record(engine, 10))
-    assert engine.prepare(engine.admit())[0].windowed_table is not None
+    assert engine.prepare(engine.admit()).batch.windowed_table is not None
     assert any(s.cached > 7 + BLOCK for s in engine.scheduler.running)
 
 
@@ -188,7 +187,7 @@ def test_calibrated_steps_are_the_same_too(policy: PolicyName) -> None:
 
 def test_padding_of_a_batch_owns_nothing() -> None:
     engine = running("d2sd", HOT, GREEDY)
-    batch, _ = engine.prepare(engine.admit())
+    batch = engine.prepare(engine.admit()).batch
     assert batch.active.tolist() == [True] * 5 + [False]
     assert batch.page_table[5].tolist() == [0] * batch.page_table.shape[1]
     assert int(batch.context_len[5]) == 0

@@ -259,7 +259,7 @@ def test_a_draft_does_not_run_before_what_was_left() -> None:
     engine.submit(request(20, 1))
     engine.step()
     engine.step()
-    batch = engine.prepare(engine.scheduler.running)[0]
+    batch = engine.prepare(engine.scheduler.running).batch
     with pytest.raises(AssertionError, match="inject"):
         runner.draft_first(batch, 1)
 

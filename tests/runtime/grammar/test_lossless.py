@@ -140,7 +140,8 @@ def test_a_small_tree_is_filled() -> None:
     moved_up = 0
     for _ in range(12):
         running = engine.admit()
-        batch, _ = engine.prepare(running)
+        prepared = engine.prepare(running)
+        batch = prepared.batch
         engine.runner.context.inject(engine.policy.drafters)
         result = decode_step(engine.runner, engine.policy, batch)
         sources = sources_of(result.first, result.branches, result.second)
@@ -150,7 +151,7 @@ def test_a_small_tree_is_filled() -> None:
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]
             assert drafted(result.tree, row) == inside[:8]
             moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
-        engine.retire(Launched(running, engine.policy, result, result.read, None))
+        engine.retire(Launched(prepared, result, result.read))
     assert moved_up > 2
 
 
