@@ -196,6 +196,21 @@ def _path_alone(value: object) -> object:
     return {"path": value} if isinstance(value, str) else value
 
 
+class Vocabulary(Part):
+    """Token ids that drafters draft among, and rows of the head that a draft reads."""
+
+    #: How many; of 151,936, 32,768 are a fifth of the head's bytes. A drafter with fewer of its own keeps those.
+    size: Annotated[int, Field(ge=2)]
+    #: JSONL file of {"id", "turns"}, texts like the answers: their tokens are kept first, then those that the tokenizer
+    #: merged first. By default the prompts in the package.
+    texts: str | None = None
+
+
+def _size_alone(value: object) -> object:
+    """Read a number as {size: number}."""
+    return {"size": value} if isinstance(value, int) else value
+
+
 class Drafters(Part):
     """The drafters of the bundle and their calibration."""
 
@@ -208,6 +223,8 @@ class Drafters(Part):
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
+    #: A draft vocabulary that the build cuts, or its size alone; without it a drafter keeps its own, or drafts all ids.
+    vocabulary: Annotated[Vocabulary, BeforeValidator(_size_alone)] | None = None
     #: Most tokens of a context that the drafters read, the last ones; the target reads all. Drafters that were trained
     #: on short texts draft worse behind long ones.
     window: Positive | None = None

@@ -9,12 +9,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
+from d2sd.convert.kinds import kind_of
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.policies import DrafterRole
-from d2sd.recipe import Recipe, Source
+from d2sd.recipe import Recipe, SecondSource, Source
 
 #: A model's place in a recipe; None: the target.
 Place = DrafterRole | None
@@ -46,6 +47,11 @@ def described(recipe: Recipe) -> Iterator[dict[Place, Path]]:
             if not any(folder in str(error) for folder in keys):
                 raise
             raise _named(error, keys) from None
+
+
+def read_drafter(role: DrafterRole, source: Source, folder: Path) -> Any:
+    """The config of a drafter's folder, in the role that its source declares, if any."""
+    return kind_of(role).read_config(folder, source.role if isinstance(source, SecondSource) else None)
 
 
 def geometry_key(place: Place) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -22,20 +22,23 @@ from pydantic import JsonValue
 from d2sd.build.engines import EngineBuild
 from d2sd.build.fp8 import Fp8Build
 from d2sd.build.fp8_scales import PACKAGE, load_modelopt
+from d2sd.build.geometry import read_drafter
 from d2sd.build.plan import Part, Plan, make_plan
 from d2sd.build.sources import located, obtained
 from d2sd.build.stage_cache import Run, StageCache
 from d2sd.build.validate.checks import check_bundle
+from d2sd.build.vocabulary import Ranking, narrowed, rank
 from d2sd.bundle.load import CALIBRATION, Bundle, assemble
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.gguf import convert_gguf
+from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
-from d2sd.io import hash_files, write_json
+from d2sd.io import digest, hash_files, write_json
 from d2sd.licence import warning
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.config import DecoderConfig
@@ -102,7 +105,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
     unproven = Manifest(
         recipe=plan.recipe,
         target=_target_geometry(plan.target),
-        drafters={role.key: _drafter_geometry(part) for role, part in plan.drafters.items()},
+        drafters={},  # known with their draft vocabularies
         files={},
         versions={tool: version(tool) for tool in _TOOLS},
         checks={},
@@ -112,7 +115,8 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
         unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
     common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
     files: dict[str, str] = {}
-    for part in plan.parts:
+    for place in plan.places:
+        part = plan.places[place]
         stage = _target if part is plan.target else _drafter
         source, need, write = stage(plan, part, work)
         inputs = common | {"source": source}
@@ -120,6 +124,11 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
             inputs |= fp8.inputs() | {"preceding": list(files.items())}
             write = partial(fp8.write, part)
         files |= work.stage(part.name, inputs, need, write).files
+        if part is plan.target:
+            plan, coverage = _with_vocabulary(plan, work.bundle / part.name)
+            fp8 = fp8 and replace(fp8, plan=plan)
+            geometries = {role.key: _drafter_geometry(part, coverage) for role, part in plan.drafters.items()}
+            unproven = unproven.model_copy(update={"drafters": geometries})
     if plan.calibration is not None:
         inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
         write = partial(_write_calibration, plan, plan.calibration)
@@ -201,8 +210,21 @@ def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run
     source, dtype = Path(part.source), DTYPES[plan.recipe.precision]
     files = hash_files(source, source_files(source), work.progress)
     inputs = {"config": part.kind.geometry(part.config), "files": files}
+    if plan.recipe.drafters.vocabulary is not None:
+        inputs["draft_vocabulary"] = digest(part.draft_config.draft_vocabulary)
     need = part.parameters * dtype.itemsize + _SMALL_FILES
     return inputs, need, lambda folder: part.kind.copy(source, folder, dtype, part.config)
+
+
+def _with_vocabulary(plan: Plan, target: Path) -> tuple[Plan, Ranking | None]:
+    """The plan with the ids that its drafters draft among, by the tokenizer of the built target, and their ranking."""
+    if (cut := plan.recipe.drafters.vocabulary) is None or plan.target is None:
+        return plan, None
+    ranking, drafters = rank(plan.recipe, load_tokenizer(target), plan.target.config.vocab_size), dict(plan.drafters)
+    for role, part in drafters.items():
+        whole = read_drafter(role, plan.recipe.drafters.sources[role], Path(part.source))
+        drafters[role] = replace(part, config=narrowed(whole, ranking.order, cut.size))
+    return replace(plan, drafters=drafters), ranking
 
 
 def _fit(fit: Fit, work: StageCache, manifest: Manifest, folder: Path) -> None:
@@ -260,12 +282,15 @@ def _target_geometry(part: Part) -> TargetGeometry:
     )
 
 
-def _drafter_geometry(part: Part) -> DrafterGeometry:
+def _drafter_geometry(part: Part, ranking: Ranking | None) -> DrafterGeometry:
     config = part.draft_config
+    ids = config.draft_vocabulary
     common: dict[str, JsonValue] = {
         "num_layers": config.body.num_layers,
         "block_size": config.block_size,
         "parameters": part.parameters,
         "licence": part.licence,
     }
+    if ids is not None:
+        common |= {"draft_vocabulary": len(ids)} | ({"coverage": ranking.coverage(ids)} if ranking else {})
     return DrafterGeometry.model_validate(common | part.kind.geometry(config))

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from d2sd.build.geometry import Place, check_geometry, described, models_of
+from d2sd.build.geometry import Place, check_geometry, described, models_of, read_drafter
 from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
 from d2sd.build.refused import refuse
 from d2sd.build.sources import check_downloaded, located
+from d2sd.build.vocabulary import narrowed
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
@@ -28,7 +29,7 @@ from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import read_prompts
-from d2sd.recipe import FP8, Recipe, SecondSource, Source
+from d2sd.recipe import FP8, Recipe, Source
 from d2sd.runtime.memory import KVMemory, WindowedLayers, plan_kv_memory
 from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
@@ -221,7 +222,8 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
         missing.append(calibration)
     plan = Plan(recipe, here[None], target, drafters, _calibration(recipe), tuple(missing))
     _check_engines(plan)
-    for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None):
+    texts = recipe.drafters.vocabulary.texts if recipe.drafters.vocabulary else None
+    for prompts in (recipe.checks.prompts, recipe.fp8.prompts if recipe.fp8 else None, texts):
         if prompts is not None:
             read_prompts(recipe.path(prompts))  # raises before anything is converted
     if plan.parts:
@@ -242,14 +244,9 @@ def _known(source: Source, part: Part, place: Place, geometries: Mapping[Place, 
         if place is None:
             other = parse_target_config(HFConfig.read(geometries[place]))
         else:
-            other = part.kind.read_config(geometries[place], _declared(source))
+            other = read_drafter(place, source, geometries[place])
         check_geometry(part.config, other, Path(part.source), place)
     return part
-
-
-def _declared(source: Source) -> str | None:
-    """The role that a recipe declares of a drafter."""
-    return source.role if isinstance(source, SecondSource) else None
 
 
 def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> None:
@@ -345,8 +342,9 @@ def _checked(
 def _drafter(
     recipe: Recipe, role: DrafterRole, source: Source, folder: Path, target: DecoderConfig | None, *, weights: bool
 ) -> Part:
-    kind, policy = kind_of(role), recipe.tree.policy
-    config: DraftConfig = kind.read_config(folder, _declared(source))
+    kind, policy, config = kind_of(role), recipe.tree.policy, read_drafter(role, source, folder)
+    if (cut := recipe.drafters.vocabulary) is not None:  # the build chooses them, by the target's tokenizer
+        config = narrowed(config, range(config.vocab_size), cut.size)
     refuse(recipe, config.body, f"the drafter in {folder}", target=False)
     if target is not None:
         kind.check(config, target, role, recipe.tree.block_size, folder)

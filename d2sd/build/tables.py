@@ -47,6 +47,8 @@ def show_plan(plan: Plan, output: Path) -> None:
     for part in plan.parts:
         line(part.name, part.source)
         line("", str(part.config))
+        if part.role is not None and (ids := part.draft_config.draft_vocabulary) is not None:
+            line("", f"drafts {len(ids):,} of {part.config.vocab_size:,} tokens")
         line("", f"licence: {part.licence}")
         if said := warning(part.name, part.licence):
             line("warning", said)
