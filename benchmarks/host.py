@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import fmean, median
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -31,10 +31,9 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.decode import Committed
-from d2sd.runtime.engine import Engine, Launched
+from d2sd.runtime.engine import Engine, Launched, Prepared
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request, bucket, power_of_two
-from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import DDTree, Off, Policy
 from d2sd.runtime.step_times import StepTimes
 from d2sd.runtime.text import TextStream
@@ -105,21 +104,11 @@ def make_engine(requests: int, pages: int) -> Engine:
     return engine
 
 
-def choose(engine: Engine, sequences: list[Sequence]) -> Policy:
-    """Choose the policy of a step as `Engine.prepare` does."""
-    selector = engine.selector
-    assert selector is not None
-    context, remaining = (fmean(n) for n in zip(*((s.cached, s.remaining) for s in sequences), strict=True))
-    for one in sequences:
-        one.acceptance = one.acceptance or selector.usual.request()
-        one.acceptance.read(one.tokens)
-    known = [one.acceptance for one in sequences]
-    return selector.choose(bucket(len(sequences)), 0.0, context, remaining, engine.runner.context.pending_rows, known)
-
-
 def time_parts(requests: int, pages: int) -> Mapping[str, float]:
     """Microseconds of each part of a step of so many requests with so many pages each."""
     engine, watch, inputs = make_engine(requests, pages), Stopwatch(), None
+    selector = engine.selector
+    assert selector is not None
     streams = [TextStream(_decode) for _ in range(requests)]
     gc.collect()
     for step in range(STEPS + WARM_UPS):
@@ -128,7 +117,7 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
             sequences = engine.scheduler.schedule().decode
         assert len(sequences) == requests
         with watch.part("choose"):
-            policy = choose(engine, sequences)
+            choice = engine.choose(selector, sequences)
         with watch.part("pack"):
             batch = Batch.pack(sequences, VOCABULARY, "meta")
         inputs = inputs or StaticInputs(batch, None, power_of_two(pages), "meta")
@@ -136,7 +125,7 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
             inputs.load(batch, Link.pack(sequences, len(batch.anchor), sequences), None)
         tokens = [[(7 * step + n + 13 * row) % VOCABULARY for n in range(COMMITTED)] for row in range(requests)]
         committed = [Committed(COMMITTED, 0, own, [], None) for own in tokens]
-        launched = Launched(sequences, policy, cast(Any, None), _given(committed), None)
+        launched = Launched(Prepared(sequences, choice.policy, batch, None, choice), cast(Any, None), _given(committed))
         with watch.part("retire"):
             engine.retire(launched)
         with watch.part("text"):

@@ -263,7 +263,7 @@ class Engine:
         name, choice = sequences[0].request.policy if alone else None, None
         policy = self.policy if name is None else self.choices[name]
         if self.selector is not None and name is None:
-            choice = self._choose(self.selector, sequences)
+            choice = self.choose(self.selector, sequences)
             policy = choice.policy
         rows = None if choice is None else choice.rows
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
@@ -273,7 +273,7 @@ class Engine:
             draft = policy.host_draft(self.runner, sequences, len(batch.anchor))
         return Prepared(sequences, policy, batch, draft, choice)
 
-    def _choose(self, selector: PolicySelector, sequences: list[Sequence]) -> Choice:
+    def choose(self, selector: PolicySelector, sequences: list[Sequence]) -> Choice:
         """Read what is new of the texts, and choose the policy of a step over them."""
         count = len(sequences)
         for s in sequences:
