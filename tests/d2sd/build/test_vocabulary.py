@@ -90,7 +90,7 @@ def test_a_bundle_says_what_is_drafted_and_is_lossless(recipe: Path, out: Path) 
 
 def test_ids_of_a_bundle_follow_the_texts(recipe: Path, out: Path) -> None:
     """The stage of a drafter is not taken from an earlier build with other texts."""
-    found = []
+    found = list[list[int]]()
     for text in ("w40", "w50"):
         write_texts(recipe, *[text] * 2)
         files = run(recipe if found else cut_and_path(recipe), out / "tiny")
