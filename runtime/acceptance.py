@@ -102,7 +102,7 @@ class Gains(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """What requests have shown."""
+    """Corrections that requests have shown, an entry each."""
 
     factor: Array  # [R] on the odds of drafts
     runs: Array  # [R, L], chances that the next 1, 2, … tokens are those behind a match; 0 without one
@@ -143,7 +143,7 @@ class Acceptance:
         return RequestAcceptance(self)
 
     def shown(self, requests: Sequence[RequestAcceptance], most: int) -> Shown:
-        """What each has shown, with runs of up to `most` tokens; without requests, one of which nothing is known."""
+        """Gather what each has shown, with runs of up to `most` tokens; without requests, one of which nothing is known."""
         if not requests:
             return Shown(np.array([self.drafts]), np.zeros((1, most)))
         factor = np.array([known.drafts for known in requests])
