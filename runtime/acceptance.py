@@ -143,7 +143,7 @@ class Acceptance:
         return RequestAcceptance(self)
 
     def shown(self, requests: Sequence[RequestAcceptance], most: int) -> Shown:
-        """Gather what each has shown, with runs of up to `most` tokens; without requests, one of which nothing is known."""
+        """Gather what each has shown, with runs of up to `most` tokens; without requests, of one that is unknown."""
         if not requests:
             return Shown(np.array([self.drafts]), np.zeros((1, most)))
         factor = np.array([known.drafts for known in requests])

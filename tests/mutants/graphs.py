@@ -45,13 +45,7 @@ MUTANTS = [
     ),
     Mutant("H4 one pinned buffer", INPUTS, "for _ in range(2)])", "for _ in range(1)])", ENGINES),
     Mutant("H5 buffers are not pinned", INPUTS, 'pin_memory=device.startswith("cuda")', "pin_memory=False", ENGINES),
-    Mutant(
-        "columns of a wider page table stay",
-        INPUTS,
-        "part[:, columns : host.columns] = 0",
-        "pass",
-        RECORDED,
-    ),
+    Mutant("columns of a wider page table stay", INPUTS, "part[:, columns : host.columns] = 0", "pass", RECORDED),
     Mutant(
         "the copy of the inputs waits",
         INPUTS,
