@@ -82,7 +82,7 @@ verify: .venv/demo
 	$(call fp32_bundle,$(BIN))
 	$(BIN)/python benchmarks/lossless.py $(FP32) --prompts $(PROMPTS) --out build/lossless
 
-## [24 min] kernels, engines and tests on a GPU, in three calls; CALL=1 is the first of them alone.
+## [30 min] kernels, engines and tests on a GPU, in five calls; CALL=1 is the first of them alone.
 ## benchmarks/gpu_pack.sh packs what a machine without an index lacks. DRY=1 runs all but the launches, without a GPU, in
 ## the environment of the tests
 gpu-suite: $(if $(DRY),.venv/dev)
@@ -121,7 +121,7 @@ trtllm: .venv/dev
 trtllm-sources: .venv/dev
 	D2SD_TRTLLM_SOURCES=$(abspath $(FROM)) $(BIN)/pytest -m "" $(addprefix tests/d2sd/integrations/trtllm/test_tree_,serving.py mutants.py sampling.py)
 
-## d2sd in a real Triton Inference Server, without a GPU: its wheel wants numpy 1, so an environment of its own, 1.5 GB
+## [10 min] d2sd in a real Triton Inference Server, without a GPU: its wheel wants numpy 1, so an environment of its own, 1.5 GB
 TRITON := build/triton
 triton-test: $(TRITON)/installed
 	$(TRITON)/env/bin/python -m pytest -p no:cacheprovider tests/d2sd/serve/triton
@@ -133,8 +133,8 @@ $(TRITON)/installed: pyproject.toml $(CONSTRAINTS)
 	  --editable ".[serve,structured,gguf,plots]" nvidia-pytriton==0.7.0 pytest pytest-timeout filelock
 	touch $@
 
-## the server behind OpenAI's SDK, LangChain, LlamaIndex, Instructor, LiteLLM and the Agents SDK: 470 MB in an environment
-## of their own, built in forty seconds
+## [2 min] the server behind OpenAI's SDK, LangChain, LlamaIndex, Instructor, LiteLLM and the Agents SDK: 470 MB in an environment
+## of their own
 CLIENTS := build/clients
 client-test: .venv/dev $(CLIENTS)/installed
 	D2SD_CLIENTS_PYTHON=$(abspath $(CLIENTS))/bin/python $(BIN)/pytest tests/d2sd/serve/openai/clients
@@ -144,7 +144,7 @@ $(CLIENTS)/installed: constraints/clients.txt
 	$(CLIENTS)/bin/python -m pip install --quiet --no-compile --requirement $<
 	touch $@
 
-## workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: eleven minutes, two environments of a gigabyte.
+## [11 min] workers behind NVIDIA Dynamo's frontend, killed, drained and overloaded: two environments of a gigabyte.
 ## KILLS=13 kills and drains 52 workers
 KILLS ?= 2
 DYNAMO_TESTS := -m pytest -p no:cacheprovider -rA tests/d2sd/serve/dynamo tests/deploy/test_dynamo.py

@@ -156,13 +156,14 @@ def write_arguments(path: Path, values: dict[str, Any], policy: str) -> None:
 def dynamo_command(values: dict[str, Any]) -> list[str]:
     """Return the words that start a worker of NVIDIA Dynamo (1.4 to 1.6) with a tree, in the bundle's folder.
 
-    Dynamo takes limits as options and the rest from the file; it has no option for a module, so d2sd starts it.
+    Dynamo takes limits as options and the rest from the file; it has no option for a module, so d2sd starts it. Modules
+    in the bundle's folder are not imported.
     """
     limits = {
         f"--{key.replace('_', '-')}": str(values[key]) for key in ("max_batch_size", "max_num_tokens", "max_seq_len")
     }
     options = {"--model-path": "target"} | limits | {"--extra-engine-args": f"{FOLDER}/{TREE}"}
-    start = [*ENVIRONMENT.split(), "python", "-m", "d2sd.integrations.trtllm", ".", "dynamo.trtllm"]
+    start = [*ENVIRONMENT.split(), "PYTHONSAFEPATH=1", "python", "-m", "d2sd.integrations.trtllm", ".", "dynamo.trtllm"]
     return [*start, *(word for pair in options.items() for word in pair)]
 
 

@@ -36,7 +36,7 @@ def show_stats(requests: Sequence[SequenceStats], engine: EngineStats, clock: Cl
     table = Table("statistic", "value", "meaning", title="speculation")
     row = table.add_row
     row("tau", f"{mean_tau(requests):.2f}", "tokens a step, bonus included: mean over requests")
-    row("tau by step", f"{total.tau:.2f}", f"the same over all {total.steps} steps")
+    row("tau by token", f"{total.tau:.2f}", f"the same over all {total.steps} steps")
     row("trees", ", ".join(f"{name}: {steps}" for name, steps in total.policies.most_common()), "steps by policy")
     accepted = total.joint_acceptance()
     row(

@@ -16,7 +16,7 @@ def summary(result: Result) -> Table:
     temperature = views.temperatures(result)[0]
     concurrency = views.concurrencies(result, temperature)[0]
     table = Table("policy", title=f"all sets, T = {temperature:g}, {concurrency} in flight", title_justify="left")
-    for heading in ("row budget", "rows/step", "tokens a step (τ)", "cost, in plain steps", "tokens/s", "speedup"):
+    for heading in ("row budget", "rows/step", "τ by token", "cost, in plain steps", "tokens/s", "speedup"):
         table.add_column(heading, justify="right")
     for line in views.widest(result, temperature, concurrency):
         cell, plain = views.pooled(result, line, temperature, concurrency)
@@ -29,7 +29,7 @@ def summary(result: Result) -> Table:
 
 def remarks(result: Result) -> Iterator[str]:
     """Yield the sentences below the table: when a policy pays, and whether the answers are plain decoding's."""
-    yield "A policy pays where its τ exceeds the cost of its step."
+    yield "A policy pays where its τ by token exceeds the cost of its step."
     if result.provenance.device == "cpu":
         yield (
             "A CPU pays for each verified row: small trees are worth it, for one or two requests, and `auto` chooses "

@@ -36,7 +36,7 @@ def build(
 
     For example:
 
-        d2sd build recipes/smollm2-135m.yaml --set limits.max_batch=4
+        d2sd-build recipes/smollm2-135m.yaml --set limits.max_batch=4
     """
     loaded = load_recipe(recipe, overrides)
     output = out or (loaded.path(loaded.output) if loaded.output else Path("bundles") / loaded.name)
@@ -55,5 +55,5 @@ def build(
 
     manifest = pipeline.build(loaded, output, fit=fit, progress=bar, finished=finished)
     if manifest.drafters and manifest.recipe.drafters.calibration is None:
-        click.echo(f"not calibrated: `auto` serves its largest tree until d2sd build {recipe} --calibrate", err=True)
+        click.echo(f"not calibrated: `auto` serves its largest tree until d2sd-build {recipe} --calibrate", err=True)
     click.echo(output)

@@ -56,7 +56,7 @@ def main() -> None:
 
     For example:
 
-        d2sd build recipes/smollm2-135m.yaml
+        d2sd-build recipes/smollm2-135m.yaml
     """
 
 

@@ -204,7 +204,7 @@ def test_a_build_calibrates(recipe: Path, tmp_path: Path) -> None:
     prompts, settings = recipe.with_name("prompts.jsonl"), ("--set", "drafters.second=null", "--set", "checks.count=1")
     plain = invoke("build", recipe, "--out", tmp_path / "plain", *settings)
     assert plain.exit_code == 0, plain.output
-    assert f"not calibrated: `auto` serves its largest tree until d2sd build {recipe} --calibrate" in plain.stderr
+    assert f"not calibrated: `auto` serves its largest tree until d2sd-build {recipe} --calibrate" in plain.stderr
     assert plain.stdout.splitlines() == [str(tmp_path / "plain")]
     whole = invoke("build", recipe, "--out", tmp_path / "whole", *settings, "--calibrate", "--prompts", prompts)
     assert whole.exit_code == 0, whole.output + repr(whole.exception)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from importlib.metadata import version
@@ -95,7 +96,7 @@ def test_every_help_has_an_example() -> None:
     for command in (main, *map(loaded, COMMANDS)):
         shown = invoke(command, "--help")
         assert shown.exit_code == 0
-        assert "      d2sd " in shown.output, command.name
+        assert re.search("^      d2sd[ -]", shown.output, re.M), command.name
 
 
 def imported(*arguments: object) -> set[str]:
