@@ -43,19 +43,11 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.fp8 import linear_names, make_fp8, round_to_fp8
+from d2sd.modeling.fp8 import make_fp8, round_to_fp8
 from d2sd.policies import DrafterRole
 
 Config = TypeVar("Config", bound=DraftConfig)
 Model = TypeVar("Model", bound=DraftModel)
-
-
-def _nothing(_model: DraftModel, _target: Decoder) -> None:
-    """Such a drafter shares nothing with the target but its tables."""
-
-
-def _same(name: str) -> str:
-    return name
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,12 +71,12 @@ class DrafterKind(Generic[Config, Model]):
     #: The part that is exported, of a drafter that is attached to its target.
     graph_body: Callable[[Model], nn.Module]
     #: Names of the layers that can be FP8.
-    fp8_layers: Callable[[Model], list[str]] = linear_names
+    fp8_layers: Callable[[Model], list[str]]
     #: Takes what a drafter shares with the target, whose layers are not packed yet; comes before any pass.
-    attach: Callable[[Model, Decoder], None] = _nothing
+    attach: Callable[[Model, Decoder], None]
     #: Names of tensors: of a file -> of the module, None where it is unused; and back.
-    our_name: Rename = _same
-    file_name: Callable[[str], str] = _same
+    our_name: Rename
+    file_name: Callable[[str], str]
 
     def shapes(self, config: Config, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a drafter's tensors."""

@@ -32,12 +32,9 @@ _STORED: dict[str, tuple[tuple[str, ...], int | None]] = {
     "unquantized": (("F32", "BF16", "F16"), None),
     "FP8": (("F8_E4M3",), 1),
     "FP4": (("U8",), 1),  # two numbers a byte
-    "integers": (("I32",), 4),
-    "shape": (("I64",), 8),
     "exponents": (("U8",), 1),
     "scale": (("F32", "BF16", "F16"), 4),
     "FP8 scale": (("F8_E4M3",), 1),
-    "group scale": (("F32", "BF16", "F16"), 4),
 }
 #: Last part of a tensor's name, another tensor of its layer where that decides, and how it is stored; the first row
 #: that holds.
@@ -46,19 +43,12 @@ _KINDS: tuple[tuple[str, str | None, str], ...] = (
     ("weight", "weight_scale", "FP8"),
     ("weight", "weight_scale_inv", "FP8"),
     ("weight_packed", "weight_global_scale", "FP4"),
-    ("weight_packed", None, "integers"),
     ("weight_scale", "weight_scale_2", "FP8 scale"),
     ("weight_scale", "weight_global_scale", "FP8 scale"),
-    ("weight_scale", "weight_packed", "group scale"),
-    ("weight_shape", None, "shape"),
     ("blocks", "scales", "FP4"),
     ("scales", "blocks", "exponents"),
-    ("scales", "qweight", "group scale"),
-    *((name, None, "integers") for name in ("weight_zero_point", "weight_g_idx", "qweight", "qzeros", "g_idx")),
     *((name, None, "scale") for name in ("weight_scale_inv", "weight_scale_2")),
 )
-#: Scales that may be zero: of a group of zeros.
-_MAY_BE_ZERO = ("FP8 scale", "group scale")
 
 _WHOLE: Mapping[str, Cut] = MappingProxyType({})
 
@@ -263,7 +253,7 @@ def read_tensors(
                 kind = stored_as(names[name], expected)
                 part, shape = cuts.get(names[name]), expected[names[name]]
                 tensor: Tensor = handle.get_tensor(name) if part is None else part.read(handle.get_slice(name))
-                if kind in ("unquantized", "scale", "group scale"):
+                if kind in ("unquantized", "scale"):
                     tensor = tensor.to(dtype if kind == "unquantized" else torch.float32)
                 check_values(tensor, kind, f"{file}: {name}")
                 # The number of a scale may be stored with fewer or more axes of size 1.
@@ -282,7 +272,7 @@ def check_values(tensor: Tensor, kind: str, where: str) -> None:
         raise CheckpointError("A tensor holds NaN or infinity.", where=where, expected=f"finite in {tensor.dtype}")
     if kind == "scale" and low <= 0:
         raise CheckpointError("A scale is not positive.", where=where, found=low.item())
-    if kind in _MAY_BE_ZERO and low < 0:
+    if kind == "FP8 scale" and low < 0:  # zero is that of a group of zeros
         raise CheckpointError("A scale is negative.", where=where, found=low.item())
 
 
