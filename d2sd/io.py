@@ -27,6 +27,8 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 #: Longest integer in JSON and YAML: transformers writes int(1e30), of 31 digits, for a tokenizer without a limit.
 MAX_DIGITS = 40
+#: Half of a pair, which stands for no character: Python joins the halves of whole ones.
+SURROGATE = re.compile("[\ud800-\udfff]")
 #: Names the run that a folder belongs to.
 MARKER = ".d2sd-run.json"
 
@@ -83,20 +85,14 @@ def parse_json(text: str, *, finite: bool = True) -> Any:
     digits, nesting deeper than `MAX_DEPTH`, strings with half a surrogate pair and, if `finite`, NaN and infinities.
     """
     as_float, constant = (_finite, _finite) if finite else (float, float)
-    try:
+    value, deep = None, True
+    with suppress(RecursionError):
         value = json.loads(text, parse_int=parse_int, parse_float=as_float, parse_constant=constant)
-    except RecursionError:
-        value = None
-        depth = MAX_DEPTH + 1
-    else:
-        depth = nesting(value, MAX_DEPTH)
-    if depth > MAX_DEPTH:
+        deep = nesting(value, MAX_DEPTH) > MAX_DEPTH
+    if deep:
         raise ValueError(f"it is nested more than {MAX_DEPTH} levels deep")
-    if "\\ud" in text.lower():
-        try:
-            json.dumps(value, ensure_ascii=False).encode("utf-8")
-        except UnicodeEncodeError:
-            raise ValueError("a string holds half a surrogate pair, which is not text") from None
+    if "\\ud" in text.lower() and SURROGATE.search(json.dumps(value, ensure_ascii=False)):
+        raise ValueError("a string holds half a surrogate pair, which is not text")
     return value
 
 
@@ -151,17 +147,16 @@ def atomic_write(path: Path) -> Iterator[Path]:
     with _naming(path):
         partial = path if _special(path) else _new_partial(path)
     try:
-        try:
-            yield partial
-        except OSError as error:
-            if error.filename not in (None, str(partial)):
-                raise  # an error of another file
-            raise OSError(error.errno, error.strerror or str(error), str(path)) from None
+        yield partial
         if partial != path:
             with _naming(path):
                 with partial.open("rb") as stream:
                     os.fsync(stream.fileno())
                 partial.replace(path.resolve())
+    except OSError as error:
+        if error.filename not in (None, str(partial)):
+            raise  # an error of another file, or one that names this one already
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from None
     finally:
         if partial != path:
             with suppress(OSError):  # usually renamed already

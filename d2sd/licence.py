@@ -23,14 +23,11 @@ def read_licence(folder: Path) -> str:
     return next((shortened(name) for name in _stated(folder) if name), NOT_STATED)
 
 
-def is_non_commercial(licence: str) -> bool:
-    """Whether a licence's name says that commercial use is not allowed."""
-    return _NON_COMMERCIAL.search(re.sub(r"[\s_]+", " ", licence.lower())) is not None
-
-
 def warning(model: str, licence: str) -> str | None:
     """A line about a model whose licence does not allow commercial use; None for others."""
-    return f"{model}: its licence, {licence}, does not allow commercial use" if is_non_commercial(licence) else None
+    if _NON_COMMERCIAL.search(re.sub(r"[\s_]+", " ", licence.lower())):
+        return f"{model}: its licence, {licence}, does not allow commercial use"
+    return None
 
 
 def _stated(folder: Path) -> Iterator[str]:

@@ -38,7 +38,7 @@ def read_turns(path: Path) -> list[tuple[str, list[str]]]:
 
 def last_prompts(path: Path, exclude: Path | None, count: int) -> list[str]:
     """The last `count` prompts whose ids are not in the file `exclude`; raises D2SDError if none is left."""
-    seen = read_ids(exclude) if exclude else set()
+    seen = {_id(row, where) for where, row in read_rows(exclude)} if exclude else set[str]()
     fresh = [text for name, text in read_prompts(path) if name not in seen][-count:]
     if not fresh:
         raise D2SDError("No prompt is left.", where=path, fix="name other prompts, or exclude fewer")
@@ -59,11 +59,6 @@ def read_documents(path: Path) -> list[tuple[str, dict[str, str]]]:
             )
         documents.append((_id(row, where), fields))
     return documents
-
-
-def read_ids(path: Path) -> set[str]:
-    """Return the ids of a JSONL file of {id, ...}; raises D2SDError naming file and line."""
-    return {_id(row, where) for where, row in read_rows(path)}
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

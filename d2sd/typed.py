@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from d2sd.errors import D2SDError, RequestError, shortened
-
-if TYPE_CHECKING:
-    from pydantic import TypeAdapter
 
 
 def plain(value: Any, depth: int = 1) -> Any:
@@ -28,8 +27,6 @@ def typed(value: Any, kind: Any, where: str, error: type[D2SDError] = RequestErr
 
     Nothing is converted: neither text to numbers nor bools to integers.
     """
-    from pydantic import ValidationError
-
     try:
         return _adapter(kind).validate_python(plain(value))
     except ValidationError as problem:
@@ -46,6 +43,4 @@ def named(value: object) -> str:
 
 @cache
 def _adapter(kind: Any) -> TypeAdapter[Any]:
-    from pydantic import ConfigDict, TypeAdapter
-
     return TypeAdapter(kind, config=ConfigDict(strict=True))

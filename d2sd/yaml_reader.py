@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.io import MAX_DEPTH, parse_int, read_text
+from d2sd.io import MAX_DEPTH, SURROGATE, parse_int, read_text
 
 #: Real recipes have 3 kB and 100 values.
 _MAX_BYTES, _MAX_VALUES = 1 << 20, 20_000
@@ -110,7 +110,7 @@ def _scalar(node: yaml.ScalarNode, kind: str) -> str | int | float | bool | None
     text: str = node.value
     spellings = {name: pattern for name, pattern, _ in _CORE}
     if kind == "str":
-        if "\0" in text or not _encodable(text):
+        if "\0" in text or SURROGATE.search(text):
             raise _fault(node, "a string holds a NUL or half a surrogate pair, which is not text")
         return text
     if kind not in spellings or not re.fullmatch(spellings[kind], text):  # a tag, such as !!int a
@@ -125,14 +125,6 @@ def _scalar(node: yaml.ScalarNode, kind: str) -> str | int | float | bool | None
         return int(text, 0) if text[:2] in ("0o", "0x") and len(text) <= 24 else parse_int(text)
     except ValueError as error:
         raise _fault(node, str(error)) from None
-
-
-def _encodable(text: str) -> bool:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:

@@ -6,7 +6,6 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Sequence
 from typing import Any
 
 import click
@@ -33,24 +32,17 @@ class Reporting(click.Command):
         attrs.setdefault("context_settings", {"help_option_names": ["-h", "--help"]})
         super().__init__(*args, **attrs)
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
         """Run the command and, if `standalone_mode`, exit the process, as `click.Command.main` does."""
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text
         if not standalone_mode:
-            return super().main(args, prog_name, complete_var, standalone_mode, **extra)
+            return super().main(*args, standalone_mode=False, **extra)
         show_warnings()
         with noting_interrupts() as interrupted:
             try:
-                code = super().main(args, prog_name, complete_var, False, **extra) or 0
+                code = super().main(*args, standalone_mode=False, **extra) or 0
                 sys.stdout.flush()
             except BaseException as error:
                 if isinstance(error, SystemExit):

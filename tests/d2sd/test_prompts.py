@@ -13,7 +13,7 @@ from click.testing import CliRunner, Result
 from d2sd.cli.main import main
 from d2sd.errors import D2SDError
 from d2sd.prompt_sets import present, prompt_sets
-from d2sd.prompts import read_documents, read_ids, read_prompts, read_turns
+from d2sd.prompts import last_prompts, read_documents, read_prompts, read_turns
 from tests.convert.helpers import write_project
 from tests.data import DATA
 
@@ -35,7 +35,9 @@ def test_prompts_turns_and_ids_are_read(tmp_path: Path) -> None:
     file = write(tmp_path, GOOD, "", '{"id": 7, "turns": ["one\u2028line"], "more": 1}')
     assert read_prompts(file) == [("a", "x y"), ("7", "one\u2028line")]
     assert read_turns(file)[0] == ("a", ["x y", "z"])
-    assert read_ids(file) == {"a", "7"}
+    seen = tmp_path / "seen.jsonl"
+    seen.write_text('{"id": "7"}\n', "utf-8")
+    assert last_prompts(file, seen, 2) == ["x y"]
 
 
 def test_documents_are_read_with_their_fields(tmp_path: Path) -> None:

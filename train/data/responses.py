@@ -119,14 +119,9 @@ def match_responses(prompts: Mapping[str, Sequence[int]], responses: Iterable[Re
 def append_response(out: TextIO, name: str, prompt_ids: Sequence[int], response_ids: Sequence[int]) -> None:
     """Append and flush one line; a response of fewer than two tokens is dropped."""
     if len(response_ids) < 2:
-        append_drop(out, name, EMPTY)
+        jsonl.append_row(out, {"id": name, "dropped": EMPTY})
     else:
         jsonl.append_row(out, {"id": name, "prompt_ids": list(prompt_ids), "answer_ids": list(response_ids)})
-
-
-def append_drop(out: TextIO, name: str, reason: str) -> None:
-    """Record that this prompt is finished, and why its response is not used."""
-    jsonl.append_row(out, {"id": name, "dropped": reason})
 
 
 def _lines(path: Path) -> Iterator[tuple[str, ResponseLine]]:

@@ -172,7 +172,7 @@ class ResponseGenerator:
             engine = make_engine(self.bundle, policy="off", device=self.dist.device)
             with (
                 self.progress(kind, len(mine)) as advance,
-                paced(self.work, kind, self.dist.size) if self.dist.is_main else nullcontext(_ignored) as count,
+                paced(self.work, kind, self.dist.size) if self.dist.is_main else nullcontext(lambda _: None) as count,
                 append_to(own_file(self.work, kind, self.dist.rank)) as out,
             ):
                 running = {engine.submit(requests[name]).id: name for name in mine}
@@ -228,7 +228,3 @@ def response_sampling(name: str, data: Data) -> SamplingParams:
     if data.sampled is None or number >= data.sampled.share * 2**32:
         return SamplingParams()
     return SamplingParams(data.sampled.temperature, seed=number)
-
-
-def _ignored(count: int) -> None:
-    """Does nothing: only the main process measures the speed."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
+
 import torch
 
 from d2sd.modeling.decoder import Decoder
@@ -33,7 +35,4 @@ def top2_margin(target: Decoder, tokens: list[int], sampling: SamplingParams | N
 
 def first_mismatch(answer: list[int], expected: list[int]) -> int | None:
     """Index of the first token that differs (or is missing in one of the two); None where the answers are equal."""
-    for index, (a, b) in enumerate(zip(answer, expected, strict=False)):
-        if a != b:
-            return index
-    return None if len(answer) == len(expected) else min(len(answer), len(expected))
+    return next((index for index, (a, b) in enumerate(zip_longest(answer, expected)) if a != b), None)

@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from d2sd.errors import D2SDError
-from d2sd.train.data.jsonl import append_to, own_file
+from d2sd.train.data.jsonl import append_row, append_to, own_file
 from d2sd.train.data.responses import (
     EMPTY,
     KIND,
     Response,
-    append_drop,
     append_response,
     finished_ids,
     match_responses,
@@ -185,7 +184,7 @@ def test_a_missing_file_has_no_responses(path: Path) -> None:
 def test_a_dropped_prompt_is_finished_says_why_and_is_no_answer(path: Path) -> None:
     write(path, "a")
     with append_to(path) as out:
-        append_drop(out, "b", "too long")
+        append_row(out, {"id": "b", "dropped": "too long"})
         append_response(out, "one token", [1, 2], [3])  # nothing follows its anchor
     assert finished_ids(path) == {"a": None, "b": "too long", "one token": EMPTY}
     assert json.loads(path.read_text().splitlines()[-1]) == {"id": "one token", "dropped": EMPTY}
