@@ -15,9 +15,8 @@ from d2sd.bundle.backends import aux_layer_ids
 from d2sd.bundle.load import Bundle
 from d2sd.errors import BuildError
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
-from d2sd.plugins.trees import Draft
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.policies import DrafterRole, trees_of
 from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, Session, graph_drafter
 from d2sd.runtime.engine import Engine
@@ -39,13 +38,12 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
     if recipe.precision == "bf16":
         return {"graphs": "not run: ONNX Runtime does not support bf16 on CPUs"}
     target = ShadowDecoder(bundle.target, aux_layer_ids(bundle), OnnxSession(folder / "target.onnx"))
-    drafters: dict[DrafterRole, ShadowDrafter] = {}
+    drafters: dict[DrafterRole, DraftModel] = {}
+    errors = {"target": target.errors}
     for role, plain_drafter in bundle.drafters.items():
         session = OnnxSession(folder / f"{role.folder}.onnx")
-        graph = graph_drafter(plain_drafter, session, recipe.limits.page_size)
-        drafters[role] = ShadowDrafter(plain_drafter, graph, role.folder)
-    models: dict[str, ShadowDecoder | ShadowDrafter] = {"target": target}
-    models |= {role.folder: drafter for role, drafter in drafters.items()}
+        drafters[role] = graph_drafter(plain_drafter, session, recipe.limits.page_size)
+        errors[role.folder] = shadow(drafters[role], plain_drafter, role.folder)
     tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.block_size)
     equal = {}
     for name in trees_of(drafters) or ["off"]:
@@ -53,8 +51,8 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         answers = [sequence.answer for sequence in Engine(runner, policy, Limits.of(recipe.limits)).generate(requests)]
         equal[name] = sum(answer == expected for answer, expected in zip(answers, plain, strict=True))
     figures: dict[str, Any] = {"prompts": len(requests), "equal_to_plain_decoding": equal}
-    for which, model in models.items():
-        relative = model.errors.relative()
+    for which, stats in errors.items():
+        relative = stats.relative()
         figures[which] = {output: float(f"{error:.2g}") for output, error in relative.items()}
         if recipe.fp8 is None and max(relative.values()) > _BOUND[recipe.precision]:
             raise BuildError(
@@ -117,38 +115,23 @@ class ShadowDecoder(GraphDecoder):
         return out
 
 
-class ShadowDrafter(DraftModel):
-    """Serves a drafter by its graph and compares the outputs with the drafter's."""
+def shadow(graph: DraftModel, plain: DraftModel, name: str) -> ErrorStats:
+    """The errors of a drafter's graph, whose outputs are compared with the drafter's from now on."""
+    errors, draft, keys_values = ErrorStats(name), graph.draft, graph.context_keys_values
 
-    def __init__(self, plain: DraftModel, graph: DraftModel, name: str) -> None:
-        super().__init__()
-        self.config, self.mask_token_id, self.draft_ids = plain.config, plain.mask_token_id, plain.draft_ids
-        self.has_context, self.pool = plain.has_context, plain.pool  # type: ignore[misc]
-        self._plain, self._graph, self.errors = plain, graph, ErrorStats(name)
-        self._draft, graph.draft = graph.draft, self._compared  # type: ignore[method-assign]
-
-    def draft_hidden(
-        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
-    ) -> Tensor:
-        return self._graph.draft_hidden(blocks, rows, pool, context, tables)
-
-    def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
-        return self._graph.logits(hidden, anchors, tables)
-
-    def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
-        return self._graph.conditioned(draft, hidden, blocks, temperature, width)
-
-    def _compared(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
-        """`draft` of the graph, compared with the drafter's."""
-        hidden, real = self._draft(x, rows, pool), _real(rows)
-        self.errors.compare("hidden", hidden[real], self._plain.draft(x, rows, pool)[real])
+    def compared(x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
+        hidden, real = draft(x, rows, pool), _real(rows)
+        errors.compare("hidden", hidden[real], plain.draft(x, rows, pool)[real])
         return hidden
 
-    def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, expected = (model.context_keys_values(features, positions) for model in (self._graph, self._plain))
-        for name, ours, theirs in zip("kv", outputs, expected, strict=True):
-            self.errors.compare(name, ours, theirs)
+    def compared_context(features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, expected = keys_values(features, positions), plain.context_keys_values(features, positions)
+        for kind, ours, theirs in zip("kv", outputs, expected, strict=True):
+            errors.compare(kind, ours, theirs)
         return outputs
+
+    graph.draft, graph.context_keys_values = compared, compared_context  # type: ignore[method-assign]
+    return errors
 
 
 def _real(rows: Rows | Chunks) -> Tensor:
