@@ -32,17 +32,17 @@ class Reporting(click.Command):
         attrs.setdefault("context_settings", {"help_option_names": ["-h", "--help"]})
         super().__init__(*args, **attrs)
 
-    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+    def main(self, *args: Any, **extra: Any) -> Any:
         """Run the command and, if `standalone_mode`, exit the process, as `click.Command.main` does."""
         for stream in (sys.stdout, sys.stderr):
             if hasattr(stream, "reconfigure"):
                 stream.reconfigure(errors="backslashreplace")  # a terminal without Unicode, a path that is not text
-        if not standalone_mode:
-            return super().main(*args, standalone_mode=False, **extra)
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
         show_warnings()
         with noting_interrupts() as interrupted:
             try:
-                code = super().main(*args, standalone_mode=False, **extra) or 0
+                code = super().main(*args, **extra | {"standalone_mode": False}) or 0
                 sys.stdout.flush()
             except BaseException as error:
                 if isinstance(error, SystemExit):
