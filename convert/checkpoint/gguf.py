@@ -63,17 +63,12 @@ def _stop_tokens(tokenizer: Any, end: int) -> list[int]:
     return ids
 
 
-def _name_version() -> None:
-    """Give the gguf module its version: transformers reads it there where Python 3.10 maps no distribution to it."""
+def _load(file: Path, loader: Any, **options: Any) -> Any:
     import gguf
 
-    if not hasattr(gguf, "__version__"):
+    if not hasattr(gguf, "__version__"):  # transformers reads it there where Python 3.10 maps no distribution to it
         gguf.__version__ = version("gguf")
-
-
-def _load(gguf: Path, loader: Any, **options: Any) -> Any:
-    _name_version()
     try:
-        return loader.from_pretrained(gguf.parent, gguf_file=gguf.name, local_files_only=True, **options)
+        return loader.from_pretrained(file.parent, gguf_file=file.name, local_files_only=True, **options)
     except Exception as error:  # a parser of foreign files: struct, numpy, KeyError, ValueError...
-        raise CheckpointError("The GGUF cannot be read.", where=gguf, found=error) from None
+        raise CheckpointError("The GGUF cannot be read.", where=file, found=error) from None

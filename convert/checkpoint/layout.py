@@ -203,18 +203,6 @@ def _check_rope(found: RopeConfig, expected: RopeConfig, where: Path) -> None:
     )
 
 
-def check_block_size(config: DraftConfig, block_size: int, where: Path) -> None:
-    """Refuse a drafter of another block size."""
-    if config.block_size != block_size:
-        raise CheckpointError(
-            "The drafter was trained for another block size.",
-            where=f"{where / 'config.json'}: block_size",
-            found=config.block_size,
-            expected=block_size,
-            fix=f"set tree.block_size to {config.block_size} in the recipe",
-        )
-
-
 def refuse_fp8(directory: Path, config: HFConfig, layers: Iterable[str], what: str, *, expected: str, fix: str) -> None:
     """Refuse a drafter with FP8 in one of `layers`, or of K/V."""
     quantization = read_drafter_quantization(directory, config)
