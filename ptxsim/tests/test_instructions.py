@@ -357,7 +357,7 @@ FLOATS: list[tuple[str, str, str, Callable[..., Any]]] = [
     ("cvt.rzi.s64.f64", "f64", "s64", to_64_bits),
     *(
         (f"setp.{n}.{k}", f"{k} {k}", "pred", f)
-        for k in ("f32", "bf16")
+        for k in ("f32", "bf16", "f16")
         for n, f in (
             ("ge", lambda a, b: a >= b),
             ("geu", lambda a, b: not a < b),
@@ -409,13 +409,14 @@ def test_a_product_of_64_bits_by_its_carry() -> None:
         assert machine.registers["%r5"][lane] == (x * y >> 32) + z + (low >> 32) & M32
 
 
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
 @pytest.mark.parametrize("name", ["eq", "nan"])
-def test_each_half_sets_a_predicate(name: str) -> None:
-    one, other = drawn("bf16", 0).astype(np.uint32), drawn("bf16", 1).astype(np.uint32)
+def test_each_half_sets_a_predicate(name: str, kind: str) -> None:
+    one, other = drawn(kind, 0).astype(np.uint32), drawn(kind, 1).astype(np.uint32)
     other[::3] = one[::3]
     low, high = one | other << np.uint32(16), other | other << np.uint32(16)
-    machine = run(f"setp.{name}.bf16x2 %p1|%p2, %r1, %r2;", {"%r1": low, "%r2": high}, threads=LANES)
-    for lane, (x, y) in enumerate(zip(decode("bf16", one), decode("bf16", other), strict=True)):
+    machine = run(f"setp.{name}.{kind}x2 %p1|%p2, %r1, %r2;", {"%r1": low, "%r2": high}, threads=LANES)
+    for lane, (x, y) in enumerate(zip(decode(kind, one), decode(kind, other), strict=True)):
         expected = [x == y, y == y] if name == "eq" else [np.isnan(x) or np.isnan(y), np.isnan(y)]
         assert [machine.registers["%p1"][lane], machine.registers["%p2"][lane]] == expected
 
@@ -516,8 +517,7 @@ ELSEWHERE |= {"griddepcontrol"}
 TESTED = {text.split()[0] for text, *_ in (*INTEGERS, *FLOATS)} | {
     "mad.lo.cc.u32",
     "madc.hi.u32",
-    "setp.eq.bf16x2",
-    "setp.nan.bf16x2",
+    *(f"setp.{name}.{kind}x2" for name in ("eq", "nan") for kind in ("bf16", "f16")),
 }
 
 
