@@ -53,7 +53,7 @@ step-files: .venv/dev
 ## [30 min] what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
-	$(BIN)/pytest -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
+	$(PYTEST) -v -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/test_readme.py
 
 ## [25 min] the README's commands as they are written, in new environments of every CPython found: a gigabyte each
 readme: .venv/dev
@@ -93,11 +93,11 @@ gpu-suite: $(if $(DRY),.venv/dev)
 kernels: .venv/dev
 	$(BIN)/python -m benchmarks.compile_kernels
 
-## [25 min] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
+## [1 h] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
 ## tensors, its launches, and whole days of requests that find every kernel compiled. Two versions of Triton that
 ## miscompile are installed to see them fail
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
-	$(BIN)/pytest -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
+	$(PYTEST) -v -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
 
 ## [45 min] does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
 ## checkout; MUTANTS="layer_ops H3" runs those with a part of this name or file

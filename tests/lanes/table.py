@@ -96,7 +96,7 @@ LANES = {
         "the kernels' PTX executed for four architectures, the step on fake CUDA tensors, its launches and bytes",
         ("ptx",),
         (*ENGINE, "ptxsim", "tests/ptx", "tests/cuda", "tests/runtime/test_warm_up.py", "tests/runtime/fake_day.py"),
-        minutes=20,
+        minutes=60,
     ),
     "dynamo-test": Lane(
         "workers behind Dynamo's frontend, killed, drained and overloaded",
