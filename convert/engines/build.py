@@ -27,6 +27,7 @@ from d2sd.helpers import python_command
 from d2sd.io import read_json
 from d2sd.plugins.cascade_attention.onnx import INPUTS
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
+from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
 from d2sd.progress import Progress, silent
 from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
@@ -62,6 +63,13 @@ class Report:
 def build_engine(job: Job) -> Report:
     """Build one engine. Raises `BuildError` with the message of the parser or the builder."""
     trt = find_tensorrt(job.builder)
+    if job.compute not in trt.targets:
+        raise BuildError(
+            f"{trt.name} does not build engines for this compute capability.",
+            where="engines.compute",
+            found=job.compute,
+            expected=", ".join(trt.targets),
+        )
     errors = ErrorLog(trt.module)
     if job.plugins:
         register(trt.module)
@@ -76,6 +84,9 @@ def build_engine(job: Job) -> Report:
         raise BuildError("TensorRT cannot parse the graph.", where=job.graph, found=message or errors.drain())
     layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
     _check_plugins(job, layers["PLUGIN_V3"])
+    for layer in (network.get_layer(i) for i in range(network.num_layers)):
+        if str(layer.type).endswith("PLUGIN_V3"):
+            _check_head_size(job, layer.get_input(0).shape[3])
     config = configure(trt, builder, job)
     blob = builder.build_serialized_network(network, config)
     if blob is None:
@@ -114,6 +125,17 @@ def _check_plugins(job: Job, plugin_layers: int) -> None:
             where=job.graph,
             found=f"{plugin_layers} plugin layers",
             expected=expected,
+        )
+
+
+def _check_head_size(job: Job, size: int) -> None:
+    """Check the head size here: TensorRT crashes when a plugin raises."""
+    if size % HEAD_STEP or size > LARGEST_HEAD:
+        raise BuildError(
+            "The attention kernels do not support this head size.",
+            where=job.graph,
+            found=size,
+            expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) ->
     return linked(tmp_path_factory.mktemp("graphs"), export_once("qwen3", torch.float16))
 
 
-def profile(graph: str, layers: int) -> Profile:
+def profile(graph: str, layers: int, size: int = 16) -> Profile:
     def of(*dims: tuple[int, int, int]) -> tuple[list[int], list[int], list[int]]:
         least, usual, most = (list(shape) for shape in zip(*dims, strict=True))
         return least, usual, most
@@ -53,7 +54,7 @@ def profile(graph: str, layers: int) -> Profile:
     }
     if graph == "drafter":
         shapes |= {"features": of(b, t, (64, 64, 64)), "feature_positions": of(b, t), "feature_len": of(b)}
-    fixed = [(n, n, n) for n in (PAGE, 2, 16)]
+    fixed = [(n, n, n) for n in (PAGE, 2, size)]
     return shapes | {f"{kind}_pages_{layer}": of(pages, *fixed) for kind in "kv" for layer in range(layers)}
 
 
@@ -135,6 +136,19 @@ def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
     config = configure(trt, builder, job(graphs, "target", LAYERS["target"]))
     assert not config.get_flag(flags.TF32)
     assert config.get_flag(flags.REQUIRE_USER_ALLOCATION)
+
+
+@pytest.mark.engines
+def test_heads_that_the_kernels_do_not_take(export_once: ExportOnce, tmp_path: Path) -> None:
+    for file in export_once("qwen2", torch.float32).folder.glob("target.*"):
+        shutil.copy(file, tmp_path)
+    with pytest.raises(BuildError, match=r"head size[\s\S]*found: 8"):
+        build_engines([job(tmp_path, "target", 3, profiles=[profile("target", 3, size=8)])], tmp_path / "scratch")
+
+
+def test_what_a_builder_cannot_build_for(graphs: Path) -> None:
+    with pytest.raises(BuildError, match=r"sm90[\s\S]*sm89"):
+        build_engine(job(graphs, "target", LAYERS["target"], compute="sm90"))
 
 
 def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
