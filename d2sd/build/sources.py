@@ -29,6 +29,12 @@ from d2sd.recipe import DrafterSource, PyPI, Recipe, RecipeFile, Source, Target
 _UNREADABLE = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, RuntimeError, ValueError)
 
 
+def sources_of(recipe: Recipe) -> list[Source]:
+    """Every source that a bundle is built from."""
+    named = (recipe.target, *recipe.drafters.sources.values(), recipe.drafters.calibration)
+    return [source for source in named if source is not None]
+
+
 def located(recipe: RecipeFile, source: Source) -> Path | None:
     """The file or folder of `source`; None if it has to be fetched first. Nothing is fetched or written.
 
@@ -75,8 +81,7 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
 
 def _downloads(recipe: Recipe) -> list[tuple[Source, Path]]:
     """The sources that are downloads of a hub, and their folders."""
-    named = (recipe.target, *recipe.drafters.sources.values(), recipe.drafters.calibration)
-    return [(source, recipe.path(source.path)) for source in named if source and source.repo and source.path]
+    return [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
 
 
 def download_lines(recipe: Recipe, source: Source) -> list[str]:

@@ -15,12 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 from d2sd.build.plan import GPUS, Plan, make_plan
-from d2sd.build.sources import located
+from d2sd.build.sources import located, sources_of
 from d2sd.bundle.load import load_bundle
 from d2sd.cli.main import main
 from d2sd.errors import RecipeError
 from d2sd.prompt_sets import prompt_sets
-from d2sd.recipe import Recipe, Source, load_recipe
+from d2sd.recipe import load_recipe
 from d2sd.shipped import find_recipe, shipped_names
 from d2sd.train_recipe import TrainRecipe, load_train_recipe
 from tests.convert.shrunken import CHECKPOINTS, write_headers, write_shrunken
@@ -36,12 +36,6 @@ BUILT = ["bf16", "fp8={}"]
 def second(name: str) -> str:
     """As the header says to add the trained second drafter."""
     return f"drafters.second.path=../checkpoints/{name}-pair/second"
-
-
-def sources_of(recipe: Recipe) -> list[Source]:
-    """Every source that a bundle is built from, the target's first."""
-    named = (recipe.target, *recipe.drafters.sources.values(), recipe.drafters.calibration)
-    return [source for source in named if source is not None]
 
 
 def lay_out(folder: Path) -> Path:
