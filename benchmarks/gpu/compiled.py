@@ -1,6 +1,6 @@
 """Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
 
-    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE]  # here, with tensors on the meta device
+    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide]]  # here, with tensors on the meta device
     python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
     python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
 
@@ -31,8 +31,9 @@ def relocate(folder: Path) -> int:
     groups = sorted(folder.glob("*/__grp__*.json"))
     for group in groups:
         found = json.loads(group.read_text())
-        found["child_paths"] = {name: str(group.parent / name) for name in found["child_paths"]}
-        group.write_text(json.dumps(found))
+        here = {name: str(group.parent / name) for name in found["child_paths"]}
+        if here != found["child_paths"]:  # others may be reading what is right
+            group.write_text(json.dumps(found | {"child_paths": here}))
     return len(groups)
 
 
@@ -149,6 +150,40 @@ def fill_engines(key: str, folder: Path) -> None:
                         engine.steps.graph_for(policy, Batch.dummy(*like))
 
 
+def fill_wide(key: str, folder: Path) -> None:
+    """Compile what engines of this bundle, widened, run for prompts and for greedy steps."""
+    import torch
+
+    from benchmarks.gpu.endtoend_worker import Worker
+    from benchmarks.gpu.wide import SIZES
+    from benchmarks.gpu.wide_speeds import FLIGHTS, METHODS, bundles
+    from d2sd.runtime.batch import Batch
+    from d2sd.runtime.request import buckets
+    from d2sd.runtime.sampling_params import SamplingParams
+    from d2sd.runtime.staging import Staging
+    from d2sd.runtime.warm_up import warm_up
+    from tests.runtime.meta_gpu import MetaCaptures, meta_gpu
+    from tests.runtime.specialisations import Specialisations
+
+    seen: Counter[str] = Counter()
+    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
+    with meta_gpu(Specialisations()), compiling(key, seen), torch.inference_mode(), on_meta:
+        for name, size in SIZES.items():
+            made = bundles(folder, size, "meta")
+            for kind, method, nodes in METHODS[name]:
+                if method.startswith("auto"):
+                    continue
+                print(f"{name} {kind} {method} {nodes}", file=sys.stderr)
+                engine = Worker.engine_of(made[kind], method, nodes, "meta", max(FLIGHTS[name]))
+                engine.runner.capture = MetaCaptures("meta")
+                engine.runner.staging = Staging("meta", engine.runner.capture.mark)
+                if method == "off":
+                    warm_up(engine.runner, engine.steps, engine.limits, ())
+                for batch in reversed(buckets(max(FLIGHTS[name]))):
+                    like = batch, 1, 0, engine.runner.vocab_size, "meta", SamplingParams()
+                    engine.steps.graph_for(engine.policy, Batch.dummy(*like))
+
+
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["key"]:
         from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
@@ -162,10 +197,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("cache", type=Path)
     parser.add_argument("--key", required=True)
     parser.add_argument("--bundle", type=Path, help="compile for engines of this bundle")
+    parser.add_argument("--wide", action="store_true", help="and of sizes that it is widened to")
     parser.add_argument("--only", default="", help="budgets whose names begin so")
     chosen = parser.parse_args(arguments)
     os.environ |= {"TRITON_CACHE_DIR": str(chosen.cache), "TRITON_STORE_BINARY_ONLY": "1"}
-    if chosen.bundle:
+    if chosen.bundle and chosen.wide:
+        fill_wide(chosen.key, chosen.bundle)
+    elif chosen.bundle:
         fill_engines(chosen.key, chosen.bundle)
     else:
         fill_budgets(chosen.key, chosen.only)

@@ -23,19 +23,17 @@ from typing import Any
 
 from benchmarks.gpu.brought import VARIABLE
 from benchmarks.gpu.cases import Case, Note, Skip
+from benchmarks.gpu.turns import turn
 
 RECIPE, SETS = "smollm2-135m", ("gsm8k", "humaneval", "mbpp", "mt_bench")
 #: Method and nodes; plain decoding is what the others are compared with.
 METHODS = (
     ("off", 1),
     ("chain", 8),
-    ("ddtree", 16),
     ("ddtree", 64),
     ("d2sd", 64),
-    ("hybrid", 16),
     ("hybrid", 64),
     ("auto", 64),
-    ("reanchor", 64),
     ("hybrid+lookup", 64),
     ("auto+lookup", 64),
 )
@@ -50,12 +48,16 @@ _PEERS = {1: 8, 8: 32, 32: 64}
 PROOF, PROOF_TOKENS, PROOF_FLIGHT = 48, 64, 8
 #: Most seconds until a worker is ready, or has served.
 _READY, _SERVED = 200.0, 90.0
-#: Seconds that the first worker may need until it times products, that transformers may need, and that fp32 will.
-_ALONE, _PEER, _PROOF = 40.0, 110.0, 80.0
+#: Seconds that transformers may need, and of all rounds.
+_PEER, _ROUNDS = 110.0, 130.0
 
 
 def cases(out: Path, until: float) -> Iterator[Case]:
     yield "endtoend/bf16", partial(speeds, out, until)
+
+
+def proof_cases(out: Path, until: float) -> Iterator[Case]:
+    """They time nothing."""
     yield "endtoend/fp32", partial(proof, out, until)
 
 
@@ -161,28 +163,24 @@ def started(out: Path, methods: Sequence[tuple[str, int]], precision: str, *, co
         "most": 2 if collect else max(FLIGHTS),
         "sampled": precision == "fp32",
     }
-    lock = out / f"products-{precision}.lock"
-    lock.unlink(missing_ok=True)
-    given["lock"] = str(lock)
-    names = {f"{method} {nodes}" if nodes > 8 else method: (method, nodes) for method, nodes in methods}
     found = {}
-    for name in sorted(names, key=lambda name: not name.startswith("hybrid")):
-        method, nodes = names[name]
+    for method, nodes in methods:
+        name = named(method, nodes)
         log = out / f"worker-{precision}-{name.replace(' ', '-')}.log"
         found[name] = Child("endtoend_worker", given | {"method": method, "nodes": nodes}, log)
-        end = time.time() + _ALONE
-        while len(found) == 1 and not lock.exists() and time.time() < end:
-            time.sleep(0.2)  # it has both drafters: when it times products, nothing else runs yet
-    return {name: found[name] for name in names}
+    return found
+
+
+def named(method: str, nodes: int) -> str:
+    """A method and the size of its trees."""
+    return f"{method} {nodes}" if nodes > 8 else method
 
 
 def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
     """Tokens a second in bf16, by method and requests in flight; all rounds, and the milliseconds of steps."""
     methods: Sequence[tuple[str, int]] = METHODS
-    until -= _PROOF
-    flights, tokens = FLIGHTS, TOKENS
     if collect:
-        methods, flights, tokens = (("off", 1), ("hybrid", 16)), {1: 1, 2: 2}, 6
+        methods = (("off", 1), ("hybrid", 16))
     children = started(out, methods, "bf16", collect=collect)
     if not collect:
         given = {"bundle": str(out / "bundle-bf16"), "requests": str(out / "requests.json"), "device": "cuda"}
@@ -195,36 +193,52 @@ def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dic
             most = _PEER if name == "transformers" else _READY
             ready[name] = child.hear(max(1.0, begun + most - time.time()))
         note(ready=ready, ready_s=time.time() - begun)
-        reference: dict[int, list[int]] = {}
-        for _ in range(2):
-            round_began = time.time()
-            for name, child in children.items():
-                is_peer = name == "transformers"
-                if is_peer and name in rows:  # once
-                    continue
-                asked = {str(n): count for n, count in (_PEERS if is_peer else flights).items()}
-                if "error" in ready[name] or time.time() > until - 15:
-                    continue
-                seconds = min(_SERVED, max(5.0, until - time.time()))
-                answer = child.ask(seconds, do="flights", at=asked, tokens=tokens)
-                row = rows.setdefault(name, {"rounds": []})
-                if "error" in answer:
-                    row["error"] = answer["error"]
-                    continue
-                row["device_ms"] = answer["device_ms"]
-                row["rounds"].append([_served(found, reference) for found in answer["result"]])
-                note(methods=rows)
-            if time.time() + (time.time() - round_began) > until:
-                break
-        off = children["off"]
-        flights_of = [one for row in rows.values() for flight in row["rounds"] for one in flight]
-        found = [(p, tuple(tokens)) for one in flights_of for p, tokens in one.pop("different", [])]
-        different = list(dict.fromkeys(found))[:80]
-        gaps = off.ask(40, do="gaps", cases=different) if different and not collect else {"result": []}
+        with turn(alone=True) as waited:
+            note(waited_s=waited)
+            gaps = _rounds(children, ready, rows, min(until, time.time() + _ROUNDS), note, collect=collect)
     finally:
         for child in children.values():
             child.close()
-    return {"ready": ready, "methods": rows, "gaps": gaps.get("result", gaps)}
+    return {"ready": ready, "methods": rows, "gaps": gaps}
+
+
+def _rounds(
+    children: dict[str, Child],
+    ready: dict[str, dict[str, Any]],
+    rows: dict[str, Any],
+    until: float,
+    note: Note,
+    *,
+    collect: bool,
+) -> object:
+    """Let one after the other serve, twice while time is left, into `rows`; gives the gaps of logits where bf16 differs."""
+    flights, tokens = ({1: 1, 2: 2}, 6) if collect else (FLIGHTS, TOKENS)
+    reference: dict[int, list[int]] = {}
+    for _ in range(2):
+        round_began = time.time()
+        for name, child in children.items():
+            is_peer = name == "transformers"
+            if is_peer and name in rows:  # once
+                continue
+            asked = {str(n): count for n, count in (_PEERS if is_peer else flights).items()}
+            if "error" in ready[name] or time.time() > until - 15:
+                continue
+            seconds = min(_SERVED, max(5.0, until - time.time()))
+            answer = child.ask(seconds, do="flights", at=asked, tokens=tokens)
+            row = rows.setdefault(name, {"rounds": []})
+            if "error" in answer:
+                row["error"] = answer["error"]
+                continue
+            row["device_ms"] = answer["device_ms"]
+            row["rounds"].append([_served(found, reference) for found in answer["result"]])
+            note(methods=rows)
+        if time.time() + (time.time() - round_began) > until:
+            break
+    flights_of = [one for row in rows.values() for flight in row["rounds"] for one in flight]
+    found = [(p, tuple(tokens)) for one in flights_of for p, tokens in one.pop("different", [])]
+    different = list(dict.fromkeys(found))[:80]
+    gaps = children["off"].ask(40, do="gaps", cases=different) if different and not collect else {"result": []}
+    return gaps.get("result", gaps)
 
 
 def _served(found: dict[str, Any], reference: dict[int, list[int]]) -> dict[str, Any]:
@@ -255,10 +269,28 @@ def proof(out: Path, until: float, note: Note, *, collect: bool = False) -> dict
     """Answers in fp32 that differ from plain decoding's, at T = 0 and T = 1; raises where one does."""
     methods: Sequence[tuple[str, int]] = PROVEN
     count, tokens = PROOF, PROOF_TOKENS
+    found: dict[str, Any] = {"compared": 0, "different": {}, "errors": {}}
     if collect:
         methods, count, tokens = (("off", 1), ("hybrid", 64)), 2, 6
+    with turn(alone=False):
+        _compare(out, methods, count, tokens, found, note, collect=collect)
+    if found["different"]:
+        raise RuntimeError(f"answers differ: {found['different']}")
+    return found
+
+
+def _compare(
+    out: Path,
+    methods: Sequence[tuple[str, int]],
+    count: int,
+    tokens: int,
+    found: dict[str, Any],
+    note: Note,
+    *,
+    collect: bool,
+) -> None:
+    """Fill `found` with what differs, at T = 0 and T = 1."""
     children = started(out, methods, "fp32", collect=collect)
-    found: dict[str, Any] = {"compared": 0, "different": {}, "errors": {}}
     try:
         begun = time.time()
         for name, child in children.items():
@@ -285,6 +317,3 @@ def proof(out: Path, until: float, note: Note, *, collect: bool = False) -> dict
     finally:
         for child in children.values():
             child.close()
-    if found["different"]:
-        raise RuntimeError(f"answers differ: {found['different']}")
-    return found

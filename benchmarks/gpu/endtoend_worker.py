@@ -3,12 +3,11 @@
     python -m benchmarks.gpu.endtoend_worker '{"bundle": ..., "method": "hybrid", "nodes": 64, "requests": FILE, ...}'
 
 It makes the engine and compiles and captures all that greedy and sampled requests need, says that it is ready, and
-then does what each line says, while no other process uses the GPU.
+then does what each line says, while no other process uses the GPU. Products are PyTorch's.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import sys
 import time
@@ -25,10 +24,9 @@ import torch
 from benchmarks.gpu.steps import in_a_row
 from d2sd.build.validate.near_ties import top2_margin
 from d2sd.bundle import product_times
-from d2sd.bundle.load import load_bundle
+from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import forecasts, make_engine
 from d2sd.plugins.compilations import watch_compilations
-from d2sd.recipe import Method
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
@@ -40,34 +38,16 @@ from d2sd.runtime.warm_up import warm_up
 _CONTEXT = 256
 
 
-_choose_products = product_times.choose_products
-
-
-def one_at_a_time(lock: Path, *given: Any) -> None:
-    """`choose_products` while no other worker does: the first one times them, the others read what it kept."""
-    with lock.open("w") as held:
-        fcntl.flock(held, fcntl.LOCK_EX)
-        _choose_products(*given)
-
-
 class Worker:
     """An engine and the requests that it can be asked for."""
 
-    def __init__(self, given: dict[str, Any]) -> None:
+    def __init__(self, given: dict[str, Any], bundle: Bundle | None = None) -> None:
         self.given, self.began = given, time.perf_counter()
         self.prompts = json.loads(Path(given["requests"]).read_text())
-        self.bundle = load_bundle(Path(given["bundle"]), verify=False)
+        self.bundle = bundle or load_bundle(Path(given["bundle"]), verify=False)
         self.compiled = 0
-        nodes, most = given["nodes"], given["most"]
-        with patch.object(product_times, "choose_products", partial(one_at_a_time, Path(given["lock"]))):
-            self.engine = make_engine(
-                self.bundle,
-                policy=cast("Method", given["method"]),
-                lookup=False,
-                row_budget=nodes if nodes > 1 else None,
-                device=given["device"],
-                max_batch=most,
-            )
+        most = given["most"]
+        self.engine = self.engine_of(self.bundle, given["method"], given["nodes"], given["device"], most)
         self.loaded = time.perf_counter()
         with torch.inference_mode():
             warm_up(self.engine.runner, self.engine.steps, self.engine.limits, ())  # prompts
@@ -76,6 +56,14 @@ class Worker:
         if given["sampled"]:
             self.run(self._requests(most, 4, SamplingParams(1.0, seed=1)), most)
         self.device_ms: dict[str, float] = {} if self.engine.selector else self.steps()
+
+    @staticmethod
+    def engine_of(bundle: Bundle, method: str, nodes: int, device: str, most: int) -> Engine:
+        """An engine for up to `most` requests; `nodes` 1: as the recipe has it."""
+        given: dict[str, Any] = {"policy": method, "row_budget": nodes} if nodes > 1 else {"policy": method}
+        # Other processes use the GPU now: forms of products could not be told apart.
+        with patch.object(product_times, "choose_products", lambda *_: None):
+            return make_engine(bundle, lookup=False, device=device, max_batch=most, **given)
 
     def _compiled(self, name: str) -> None:
         self.compiled += 1
@@ -100,7 +88,7 @@ class Worker:
 
     def flights(self, at: dict[str, int], tokens: int) -> list[dict[str, Any]]:
         """Serve the first `at[n]` prompts with n in flight, for each n."""
-        if self.engine.selector is not None:  # measured now, while nothing else runs
+        if self.engine.selector is not None and not self.device_ms:  # measured now, while nothing else runs
             selector, file = self.engine.selector, self.bundle.calibration
             assert file is not None
             self.engine.enable_auto(selector.policies, forecasts(file))

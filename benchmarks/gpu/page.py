@@ -44,6 +44,9 @@ def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
                 "",
                 host(methods),
             ]
+    for key, row in rows.items():
+        if key.startswith("wide/") and row.get("methods"):
+            lines += ["", f"## The pair widened to {key.removeprefix('wide/').upper()}", "", wide(row["methods"])]
     if steps := {key: row for key, row in rows.items() if key.startswith("budgets/") and "graph_ms" in row}:
         lines += ["", "## Captured steps: milliseconds by requests in flight, in brackets what was predicted"]
         lines += ["", budgets(steps, environment["device"])]
@@ -69,6 +72,31 @@ def pair(methods: dict[str, Any]) -> str:
 
     lines = [(_policy(name), f"{found[name][sizes[0]]['tau']:.2f}", *cells(name)) for name in found]
     return line_table(["policy", "tau", *map(str, sizes)], lines)
+
+
+def wide(methods: dict[str, Any]) -> str:
+    """Tokens a second and times plain decoding's of each kind of drafters and policy; a captured step in milliseconds and
+    in plain steps.
+    """
+    found = flights(methods)
+    sizes, plain = _sizes(found), f"bf16 {PLAIN}"
+
+    def cells(name: str) -> Iterator[str]:
+        for size in sizes:
+            one, base = (found.get(which, {}).get(size) for which in (name, plain))
+            if one is None:
+                yield NONE
+                continue
+            times = f" ({one['tokens_per_s'] / base['tokens_per_s']:.2f})" if base and name != plain else ""
+            step, least = (methods.get(which, {}).get("device_ms", {}).get(str(size)) for which in (name, plain))
+            told = f"; {step:.2f} ms ({step / least:.2f})" if step and least else ""
+            yield f"{one['tokens_per_s']:,.0f}{times}, tau {one['tau']:.2f}{told}"
+
+    lines = []
+    for name in found:
+        kind, _, method = name.partition(" ")
+        lines.append((f"{_policy(method)}, {'FP8' if kind == 'mixed' else kind}", *cells(name)))
+    return line_table(["policy, drafters", *map(str, sizes)], lines)
 
 
 def host(methods: dict[str, Any]) -> str:

@@ -68,6 +68,8 @@ PARTS = {
     "budgets": Part(1, 400, launches=False),  # its lists of products launch nothing
     "bundles": Part(2, 200, kernels=False, launches=False),
     "endtoend": Part(2, 450, launches=False),  # its processes launch them
+    "proof": Part(2, 450, launches=False),  # the same
+    "wide": Part(2, 450, launches=False),  # dry, on a CPU, none
     "checks": Part(3, 110, timed=False),
     "replay": Part(3, 40, timed=False),
     "layers": Part(3, 90, timed=False),
@@ -91,6 +93,8 @@ ANYWHERE = ("probe",)
 #: What other modules than those of their names have.
 ELSEWHERE = {
     "bundles": ("endtoend", "bundle_cases"),
+    "proof": ("endtoend", "proof_cases"),
+    "wide": ("wide_speeds", "cases"),
     "checks": ("kernels", "check_cases"),
     "times": ("kernels", "time_cases"),
     "flex": ("kernels", "flex_cases"),
@@ -184,7 +188,7 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     module, name = ELSEWHERE.get(part, (part, "cases"))
     make = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
     given: dict[str, tuple[Any, ...]] = {"probe": (engines,)}
-    given |= dict.fromkeys(("pytest", "training", "bundles", "endtoend"), (out, until))
+    given |= dict.fromkeys(("pytest", "training", "bundles", "endtoend", "proof", "wide"), (out, until))
     return make(*given.get(part, ()))  # type: ignore[no-any-return]
 
 

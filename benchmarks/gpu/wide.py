@@ -142,7 +142,7 @@ def _fill(small: nn.Module, large: nn.Module, places: _Places) -> None:
         elif isinstance(module, nn.Linear) and name != "lm_head":
             _fill_linear(name, module, cast("nn.Linear | Fp8Linear | None", other), places)
             if isinstance(other, Fp8Linear) or (other is None and getattr(small, IN_FP8, False)):
-                _round(name, large, module, cast("Fp8Linear | None", other))
+                _round(name, large, module, other)
         elif other is not None and hasattr(module, "successor_projection"):
             for key in ("predecessor_projection", "successor_projection"):  # of embeddings, divided by their RMS
                 weight, scaled = getattr(module, key), places.ratio * getattr(other, key).float()

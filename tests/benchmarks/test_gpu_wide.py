@@ -48,7 +48,8 @@ def committed(bundle: Bundle, policy: PolicyName) -> list[tuple[list[int], Any]]
 def test_a_widened_pair_commits_what_the_small_one_does(policy: PolicyName, head: str | None) -> None:
     small = pair(head=HEADS[head] if head else None)
     large = widened(small, SIZE, "cpu")
-    assert large.target.config.body.hidden_size == 112 and len(large.target.layers) == 5
+    assert large.target.config.body.hidden_size == 112
+    assert len(large.target.layers) == 5
     expected = committed(small, policy)
     assert policy == "off" or sum(sum(k * n for k, n in stats.items()) for _, stats in expected) > 0
     assert committed(large, policy) == expected
@@ -61,7 +62,8 @@ def test_fp8_layers_keep_their_numbers() -> None:
     large = widened(small, SIZE, "cpu")
     first, again = (one.drafters[DrafterRole.FIRST] for one in (small, large))
     own, wide = (cast("Fp8Linear", one.get_submodule("layers.1.self_attn.v_proj")) for one in (first, again))
-    assert torch.equal(wide.dequantized()[:16, :32], own.dequantized()) and float(wide.input_scale) == 0.25
+    assert torch.equal(wide.dequantized()[:16, :32], own.dequantized())
+    assert float(wide.input_scale) == 0.25
     assert isinstance(again.get_submodule("layers.2.mlp.up_proj"), Fp8Linear)
     assert committed(large, "hybrid") == committed(small, "hybrid")
 
@@ -71,5 +73,5 @@ def test_every_layer_has_weights_to_read() -> None:
     for model in (large.target, *large.drafters.values()):
         for name in linear_names(model):
             if not name.endswith(("v_proj", "up_proj")):
-                weight = model.get_submodule(name).weight
-                assert (weight != 0).float().mean() > 0.3, name
+                weight = cast("torch.Tensor", model.get_submodule(name).weight)
+                assert weight.count_nonzero() > 0.3 * weight.numel(), name

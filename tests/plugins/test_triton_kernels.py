@@ -25,7 +25,7 @@ def files(*, large: bool) -> list[str]:
 
 def run(paths: list[str], which: str, interpreted: bool = True) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", which, *paths],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--timeout=0", "-m", which, *paths],
         cwd=FOLDER.parents[2],
         env=os.environ | {"TRITON_INTERPRET": str(int(interpreted))},
         capture_output=True,

@@ -1,0 +1,121 @@
+"""Tokens a second of SmolLM2's pair, widened to the sizes of Qwen3-8B and Qwen3-32B, by policy and requests in flight.
+
+At its own size a step of this pair is launches. At these a step is reading weights, as for users, and the pair's
+answers and acceptance are what they are: `benchmarks.gpu.wide`. Drafters are in bf16, and in FP8 behind a bf16 target
+("mixed"), with the input scales that a build of the recipe with `fp8: {target: false}` found.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.cases import Case, Note
+from benchmarks.gpu.endtoend import TOKENS, named
+from benchmarks.gpu.endtoend_worker import Worker
+from benchmarks.gpu.turns import turn
+from benchmarks.gpu.wide import SIZES, Size, widened
+from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.modeling.fp8 import round_to_fp8
+
+#: Kind of drafters, method and nodes, in the order in which they are timed.
+METHODS = {
+    "8b": (
+        ("bf16", "off", 1),
+        ("mixed", "ddtree", 64),
+        ("mixed", "hybrid", 64),
+        ("mixed", "chain", 8),
+        ("mixed", "d2sd", 64),
+        ("bf16", "ddtree", 64),
+        ("bf16", "hybrid", 64),
+        ("bf16", "chain", 8),
+        ("bf16", "d2sd", 64),
+        ("mixed", "hybrid+lookup", 64),
+        ("mixed", "ddtree+lookup", 64),
+        ("mixed", "ddtree", 128),
+        ("mixed", "hybrid", 128),
+        ("mixed", "auto", 64),
+    ),
+    "32b": (
+        ("bf16", "off", 1),
+        ("mixed", "ddtree", 64),
+        ("mixed", "hybrid", 64),
+        ("mixed", "chain", 8),
+        ("mixed", "d2sd", 64),
+        ("bf16", "ddtree", 64),
+        ("bf16", "hybrid", 64),
+    ),
+}
+#: Requests in flight -> prompts.
+FLIGHTS = {"8b": {1: 16, 2: 16, 4: 32}, "32b": {1: 8, 2: 8}}
+#: Dry, on a CPU.
+_SMALL = Size(640, 1600, 15, 5, 31, 5)
+#: Input scale of each layer of each drafter, by the drafter's folder.
+SCALES = Path(__file__).with_name("fp8_inputs.json")
+
+
+def cases(out: Path, until: float) -> Iterator[Case]:
+    for size in METHODS:
+        yield f"wide/{size}", partial(speeds, size, out, until)
+
+
+def rounded(bundle: Bundle) -> Bundle:
+    """The bundle with FP8 drafters."""
+    drafters, scales = dict(bundle.drafters), json.loads(SCALES.read_text("utf-8"))
+    for role, drafter in drafters.items():
+        drafters[role] = deepcopy(drafter)
+        round_to_fp8(drafters[role], scales[role.folder])
+    return replace(bundle, drafters=drafters)
+
+
+def bundles(folder: Path, size: Size, device: str) -> dict[str, Bundle]:
+    """The widened pair with drafters of both kinds; one target."""
+    small = load_bundle(folder, verify=False)
+    wide = widened(small, size, device)
+    return {"bf16": wide, "mixed": widened(rounded(small), size, device, wide.target)}
+
+
+def speeds(name: str, out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+    """Tokens a second, tokens a step, and milliseconds of captured steps, by kind, method and requests in flight."""
+    device, size, methods, flights = "cuda", SIZES[name], METHODS[name], FLIGHTS[name]
+    if collect:
+        device, size, methods, flights = "cpu", _SMALL, (("bf16", "off", 1), ("mixed", "hybrid", 64)), {1: 1}
+    begun = time.time()
+    made = bundles(out / "bundle-bf16", size, device)
+    note(widened_s=time.time() - begun, parameters=sum(p.numel() for p in made["bf16"].target.parameters()))
+    given = {"requests": str(out / "requests.json"), "device": device, "most": max(flights), "sampled": False}
+    workers, rows, failed = {}, {}, {}
+    for kind, method, nodes in methods:
+        key = f"{kind} {named(method, nodes)}"
+        try:
+            workers[key] = Worker(given | {"method": method, "nodes": nodes}, made[kind])
+        except Exception as error:
+            failed[key] = f"{type(error).__name__}: {error}"[:300]
+    note(ready_s=time.time() - begun, failed=failed)
+    answers: list[list[int]] = []
+    with turn(alone=True) as waited:
+        note(waited_s=waited)
+        for key, worker in workers.items():
+            if time.time() > until - 5:
+                break
+            if device == "cuda":
+                torch.cuda.synchronize()
+            if worker.engine.selector is None and device == "cuda":
+                worker.device_ms = worker.steps()
+            found = worker.flights({str(n): count for n, count in flights.items()}, 6 if collect else TOKENS)
+            for one in found:
+                mine = one.pop("answers")
+                answers = answers or mine
+                same = [a == b for a, b in zip(mine, answers, strict=False)]
+                one |= {"equal": sum(same), "answers": len(same), "tokens_per_s": one["tokens"] / one["seconds"]}
+            rows[key] = {"rounds": [found], "device_ms": worker.device_ms}
+            note(methods=rows)
+    return {"methods": rows, "failed": failed, "memory_gb": torch.cuda.max_memory_allocated() / 1e9}
