@@ -1,6 +1,6 @@
 """Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
 
-    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide]]  # here, with tensors on the meta device
+    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide]]  # here, on meta tensors
     python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
     python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
 

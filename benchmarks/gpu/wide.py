@@ -87,7 +87,8 @@ def _drafter(small: Drafter, target: Decoder, size: Size, device: str) -> Drafte
 
 def _body(small: BodyConfig, size: Size, layers: int) -> BodyConfig:
     assert not small.beyond_llama, f"widens dense layers alone, not {small.beyond_llama}"
-    assert not (small.qkv_bias or small.o_bias), "widens layers without biases"
+    assert not small.qkv_bias, "widens layers without biases"
+    assert not small.o_bias, "widens layers without biases"
     return replace(
         small,
         hidden_size=size.hidden,
