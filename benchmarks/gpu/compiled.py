@@ -17,13 +17,20 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
+
+if TYPE_CHECKING:
+    from d2sd.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+
+    #: Of a bundle, by method, nodes, device and batch.
+    MakeEngine = Callable[[Bundle, str, int, str, int], Engine]
 
 
 def relocate(folder: Path) -> int:
@@ -108,80 +115,76 @@ def fill_products(key: str, seen: Counter[str]) -> None:
 
 def fill_engines(key: str, folder: Path) -> None:
     """Compile what engines of this bundle run for prompts and for greedy and sampled steps, up to 32 requests."""
-    import torch
-
     from benchmarks.gpu.endtoend import METHODS
+    from benchmarks.gpu.endtoend_worker import Worker
     from d2sd.bundle.load import load_bundle
-    from d2sd.bundle.serving import auto_policies, candidate_policies, make_engine
-    from d2sd.runtime.batch import Batch
-    from d2sd.runtime.request import buckets
-    from d2sd.runtime.sampling_params import SamplingParams
-    from d2sd.runtime.staging import Staging
-    from d2sd.runtime.warm_up import warm_up
-    from tests.runtime.meta_gpu import MetaCaptures, meta_gpu
-    from tests.runtime.specialisations import Specialisations
 
-    seen: Counter[str] = Counter()
     bundle = load_bundle(folder, verify=False)
-    tree = bundle.recipe.tree.model_copy(update={"lookup": True})
-    names = auto_policies(bundle.draft_configs, bundle.calibration)
-    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
-    with meta_gpu(Specialisations()), compiling(key, seen), torch.inference_mode(), on_meta:
-        for method, nodes in METHODS:
-            if method.startswith("auto"):
-                continue
+    names = [named for named in METHODS if not named[0].startswith("auto")]
+    if bundle.recipe.precision == "bf16":
+        names += [named for named in METHODS if named[0] == "auto+lookup"]
+    with _on_meta(key):
+        for method, nodes in names:
             print(f"{method} {nodes}", file=sys.stderr)
-            more: dict[str, Any] = {"row_budget": nodes} if nodes > 1 else {}
-            engine = make_engine(bundle, policy=method, lookup=False, device="meta", max_batch=32, **more)  # type: ignore[arg-type]
-            engine.runner.capture = MetaCaptures("meta")
-            engine.runner.staging = Staging("meta", engine.runner.capture.mark)
-            if method == "off":
-                warm_up(engine.runner, engine.steps, engine.limits, ())
-            policies = [engine.policy]
-            if method == "hybrid+lookup" and bundle.recipe.precision == "bf16":
-                for copies in (False, True):
-                    asked = tree.model_copy(update={"lookup": copies})
-                    policies += candidate_policies(asked, 64, names, bundle.drafters)
-                    engine.allow(policies)
-            for policy in policies:
-                for size in reversed(buckets(32)):
-                    for kind in (SamplingParams(), SamplingParams(1.0)):
-                        like = size, 1, 0, engine.runner.vocab_size, "meta", kind
-                        engine.steps.graph_for(policy, Batch.dummy(*like))
+            _fill(bundle, Worker.engine_of, method, nodes, 32, sampled=True)
 
 
 def fill_wide(key: str, folder: Path) -> None:
     """Compile what engines of this bundle, widened, run for prompts and for greedy steps."""
-    import torch
-
     from benchmarks.gpu.endtoend_worker import Worker
     from benchmarks.gpu.wide import SIZES
     from benchmarks.gpu.wide_speeds import FLIGHTS, METHODS, bundles
+
+    with _on_meta(key):
+        for name, size in SIZES.items():
+            made = bundles(folder, size, "meta")
+            for kind, method, nodes in METHODS[name]:
+                print(f"{name} {kind} {method} {nodes}", file=sys.stderr)
+                _fill(made[kind], Worker.engine_of, method, nodes, max(FLIGHTS[name]), sampled=False)
+
+
+@contextmanager
+def _on_meta(key: str) -> Iterator[None]:
+    import torch
+
+    from tests.runtime.meta_gpu import meta_gpu
+    from tests.runtime.specialisations import Specialisations
+
+    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
+    with meta_gpu(Specialisations()), compiling(key, Counter()), torch.inference_mode(), on_meta:
+        yield
+
+
+def _fill(bundle: Bundle, make: MakeEngine, method: str, nodes: int, most: int, *, sampled: bool) -> None:
+    """Let an engine with recorded captures make its steps; `auto` chooses nothing here, but has all its policies."""
+    from d2sd.bundle.serving import auto_policies, candidate_policies
     from d2sd.runtime.batch import Batch
     from d2sd.runtime.request import buckets
     from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.runtime.staging import Staging
     from d2sd.runtime.warm_up import warm_up
-    from tests.runtime.meta_gpu import MetaCaptures, meta_gpu
-    from tests.runtime.specialisations import Specialisations
+    from tests.runtime.meta_gpu import MetaCaptures
 
-    seen: Counter[str] = Counter()
-    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
-    with meta_gpu(Specialisations()), compiling(key, seen), torch.inference_mode(), on_meta:
-        for name, size in SIZES.items():
-            made = bundles(folder, size, "meta")
-            for kind, method, nodes in METHODS[name]:
-                if method.startswith("auto"):
-                    continue
-                print(f"{name} {kind} {method} {nodes}", file=sys.stderr)
-                engine = Worker.engine_of(made[kind], method, nodes, "meta", max(FLIGHTS[name]))
-                engine.runner.capture = MetaCaptures("meta")
-                engine.runner.staging = Staging("meta", engine.runner.capture.mark)
-                if method == "off":
-                    warm_up(engine.runner, engine.steps, engine.limits, ())
-                for batch in reversed(buckets(max(FLIGHTS[name]))):
-                    like = batch, 1, 0, engine.runner.vocab_size, "meta", SamplingParams()
-                    engine.steps.graph_for(engine.policy, Batch.dummy(*like))
+    auto, _, copies = method.partition("+")
+    named = method.replace("auto", "hybrid")
+    engine = make(bundle, named, nodes, "meta", most)
+    engine.runner.capture = MetaCaptures("meta")
+    engine.runner.staging = Staging("meta", engine.runner.capture.mark)
+    policies = [engine.policy]
+    if method == "off":
+        warm_up(engine.runner, engine.steps, engine.limits, ())
+    if auto == "auto":
+        names = auto_policies(bundle.draft_configs, bundle.calibration)
+        for lookup in (False, True) if copies else (False,):
+            tree = bundle.recipe.tree.model_copy(update={"lookup": lookup})
+            policies += candidate_policies(tree, 64, names, bundle.drafters)
+        engine.allow(policies)
+    kinds = [SamplingParams(), SamplingParams(1.0)] if sampled else [SamplingParams()]
+    for policy in policies:
+        for size in reversed(buckets(most)):
+            for kind in kinds:
+                like = size, 1, 0, engine.runner.vocab_size, "meta", kind
+                engine.steps.graph_for(policy, Batch.dummy(*like))
 
 
 def main(arguments: list[str]) -> None:

@@ -211,7 +211,7 @@ def _rounds(
     *,
     collect: bool,
 ) -> object:
-    """Let one after the other serve, twice if there is time, into `rows`; gives the gaps of logits where bf16 differs."""
+    """Let one after the other serve, twice if there is time, into `rows`; gives the gaps where bf16 differs."""
     flights, tokens = ({1: 1, 2: 2}, 6) if collect else (FLIGHTS, TOKENS)
     reference: dict[int, list[int]] = {}
     for _ in range(2):

@@ -75,9 +75,7 @@ def pair(methods: dict[str, Any]) -> str:
 
 
 def wide(methods: dict[str, Any]) -> str:
-    """Tokens a second and times plain decoding's of each kind of drafters and policy; a captured step in milliseconds and
-    in plain steps.
-    """
+    """Tokens a second, and times plain decoding's, of each policy; a captured step in milliseconds and plain steps."""
     found = flights(methods)
     sizes, plain = _sizes(found), f"bf16 {PLAIN}"
 
