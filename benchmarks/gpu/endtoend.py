@@ -49,7 +49,7 @@ PROOF, PROOF_TOKENS, PROOF_FLIGHT = 48, 64, 8
 #: Most seconds until a worker is ready, or has served.
 _READY, _SERVED = 200.0, 90.0
 #: Seconds that transformers may need, and of all rounds.
-_PEER, _ROUNDS = 110.0, 130.0
+_PEER, _ROUNDS = 110.0, 100.0
 
 
 def cases(out: Path, until: float) -> Iterator[Case]:

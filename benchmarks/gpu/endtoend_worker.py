@@ -12,7 +12,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,9 @@ class Worker:
         self.run(self._requests(most, 4, SamplingParams()), most)
         if given["sampled"]:
             self.run(self._requests(most, 4, SamplingParams(1.0, seed=1)), most)
-        self.device_ms: dict[str, float] = {} if self.engine.selector else self.steps()
+        self.device_ms: dict[str, float] = {}
+        if self.engine.selector is None:
+            self.steps(buckets(most))  # captures them
 
     @staticmethod
     def engine_of(bundle: Bundle, method: str, nodes: int, device: str, most: int) -> Engine:
@@ -76,10 +78,10 @@ class Worker:
         self.say(ready=True, load_s=self.loaded - self.began, warm_s=now - self.loaded, compiled=self.compiled)
 
     @torch.inference_mode()
-    def steps(self) -> dict[str, float]:
+    def steps(self, sizes: Iterable[int]) -> dict[str, float]:
         """Milliseconds of a captured step by batch size, replayed in a row: what the device alone needs."""
         engine, found = self.engine, dict[str, float]()
-        for size in reversed(buckets(engine.limits.max_batch)):
+        for size in sorted(sizes, reverse=True):
             batch = _dummy_batch(engine.runner, engine.limits, size, _CONTEXT)
             graph = engine.steps.graph_for(engine.policy, batch)
             if graph is not None:
@@ -88,10 +90,13 @@ class Worker:
 
     def flights(self, at: dict[str, int], tokens: int) -> list[dict[str, Any]]:
         """Serve the first `at[n]` prompts with n in flight, for each n."""
-        if self.engine.selector is not None and not self.device_ms:  # measured now, while nothing else runs
-            selector, file = self.engine.selector, self.bundle.calibration
+        selector, file = self.engine.selector, self.bundle.calibration
+        if selector is None and not self.device_ms:  # measured now, while nothing else runs
+            self.device_ms = self.steps(map(int, at))
+        elif selector is not None and not self.device_ms:
             assert file is not None
             self.engine.enable_auto(selector.policies, forecasts(file))
+            assert self.engine.selector is not None
             times = self.engine.selector.times.seconds
             self.device_ms = {f"{policy} x{size}": 1000 * seconds for (policy, size), seconds in times.items()}
         found = []

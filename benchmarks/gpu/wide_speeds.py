@@ -34,15 +34,13 @@ METHODS = {
         ("mixed", "hybrid", 64),
         ("mixed", "chain", 8),
         ("mixed", "d2sd", 64),
+        ("mixed", "auto", 64),
         ("bf16", "ddtree", 64),
         ("bf16", "hybrid", 64),
-        ("bf16", "chain", 8),
-        ("bf16", "d2sd", 64),
-        ("mixed", "hybrid+lookup", 64),
-        ("mixed", "ddtree+lookup", 64),
         ("mixed", "ddtree", 128),
         ("mixed", "hybrid", 128),
-        ("mixed", "auto", 64),
+        ("mixed", "ddtree+lookup", 64),
+        ("mixed", "hybrid+lookup", 64),
     ),
     "32b": (
         ("bf16", "off", 1),
@@ -54,8 +52,8 @@ METHODS = {
         ("bf16", "hybrid", 64),
     ),
 }
-#: Requests in flight -> prompts.
-FLIGHTS = {"8b": {1: 16, 2: 16, 4: 32}, "32b": {1: 8, 2: 8}}
+#: Requests in flight -> prompts, and tokens of context that an engine has room for.
+FLIGHTS, CONTEXT = {"8b": {1: 16, 4: 32}, "32b": {1: 8, 2: 8}}, 1024
 #: Dry, on a CPU.
 _SMALL = Size(640, 1600, 15, 5, 31, 5)
 #: Input scale of each layer of each drafter, by the drafter's folder.
@@ -78,7 +76,10 @@ def rounded(bundle: Bundle) -> Bundle:
 
 def bundles(folder: Path, size: Size, device: str) -> dict[str, Bundle]:
     """The widened pair with drafters of both kinds; one target."""
-    small = load_bundle(folder, verify=False)
+    loaded = load_bundle(folder, verify=False)
+    limits = loaded.recipe.limits.model_copy(update={"max_context": CONTEXT})
+    recipe = loaded.recipe.model_copy(update={"limits": limits})
+    small = replace(loaded, manifest=loaded.manifest.model_copy(update={"recipe": recipe}))
     wide = widened(small, size, device)
     return {"bf16": wide, "mixed": widened(rounded(small), size, device, wide.target)}
 
@@ -106,10 +107,6 @@ def speeds(name: str, out: Path, until: float, note: Note, *, collect: bool = Fa
         for key, worker in workers.items():
             if time.time() > until - 5:
                 break
-            if device == "cuda":
-                torch.cuda.synchronize()
-            if worker.engine.selector is None and device == "cuda":
-                worker.device_ms = worker.steps()
             found = worker.flights({str(n): count for n, count in flights.items()}, 6 if collect else TOKENS)
             for one in found:
                 mine = one.pop("answers")
