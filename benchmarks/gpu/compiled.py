@@ -1,6 +1,7 @@
 """Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
 
     python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE]  # here, with tensors on the meta device
+    python -m benchmarks.gpu.compiled CACHE --key KEY --training TARGET  # the bundle in a training's work folder
     python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
     python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
 
@@ -149,6 +150,44 @@ def fill_engines(key: str, folder: Path) -> None:
                         engine.steps.graph_for(policy, Batch.dummy(*like))
 
 
+def fill_training(key: str, folder: Path) -> None:
+    """Compile what a training runs with the target in this folder: its engine for answers, and the head's kernels."""
+    import torch
+
+    from d2sd.bundle.load import load_bundle
+    from d2sd.bundle.serving import make_engine
+    from d2sd.runtime.batch import Batch
+    from d2sd.runtime.request import buckets
+    from d2sd.runtime.sampling_params import SamplingParams
+    from d2sd.runtime.staging import Staging
+    from d2sd.runtime.warm_up import warm_up
+    from d2sd.train.objectives.head_triton import gradient_triton, stats_triton
+    from tests.runtime.meta_gpu import MetaCaptures, meta_gpu
+    from tests.runtime.specialisations import Specialisations
+
+    seen: Counter[str] = Counter()
+    bundle = load_bundle(folder, verify=False)
+    on_meta = patch("d2sd.bundle.backends.check_device", lambda device: None)
+    with compiling(key, seen):
+        rows, columns = 64, 1024  # of a step: columns are a multiple of 16
+        logits = [torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+        correction = torch.empty(columns, device="meta")
+        ids = [torch.empty(rows, dtype=torch.long, device="meta") for _ in range(2)]
+        numbers = [torch.empty(rows, device="meta") for _ in range(5)]
+        stats_triton(logits[0], logits[1], correction, ids[0], ids[1])
+        norms, slopes = (numbers[0], numbers[1]), (numbers[2], numbers[3], numbers[4])
+        gradient_triton(logits[0], logits[1], correction, ids[0], ids[1], norms, slopes, torch.bfloat16)
+    with meta_gpu(Specialisations()), compiling(key, seen), torch.inference_mode(), on_meta:
+        engine = make_engine(bundle, policy="off", device="meta")
+        engine.runner.capture = MetaCaptures("meta")
+        engine.runner.staging = Staging("meta", engine.runner.capture.mark)
+        warm_up(engine.runner, engine.steps, engine.limits, ())
+        for size in reversed(buckets(engine.limits.max_batch)):
+            for kind in (SamplingParams(), SamplingParams(1.0)):
+                like = size, 1, 0, engine.runner.vocab_size, "meta", kind
+                engine.steps.graph_for(engine.policy, Batch.dummy(*like))
+
+
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["key"]:
         from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
@@ -162,10 +201,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("cache", type=Path)
     parser.add_argument("--key", required=True)
     parser.add_argument("--bundle", type=Path, help="compile for engines of this bundle")
+    parser.add_argument("--training", type=Path, help="compile for a training with the target in this bundle")
     parser.add_argument("--only", default="", help="budgets whose names begin so")
     chosen = parser.parse_args(arguments)
     os.environ |= {"TRITON_CACHE_DIR": str(chosen.cache), "TRITON_STORE_BINARY_ONLY": "1"}
-    if chosen.bundle:
+    if chosen.training:
+        fill_training(chosen.key, chosen.training)
+    elif chosen.bundle:
         fill_engines(chosen.key, chosen.bundle)
     else:
         fill_budgets(chosen.key, chosen.only)
