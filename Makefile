@@ -243,7 +243,7 @@ train: .venv/demo
 ablation: .venv/demo
 	$(BIN)/python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --work $(TRAINING) --prompts $(PROMPTS) --out build/ablation
 
-## [9 min] train on a GPU without a package index; benchmarks/train_gpu.sh lists the preparation
+## [9 min] train on a GPU without a package index, for 500 seconds; benchmarks/train_gpu.sh lists the preparation
 train-gpu:
 	sh benchmarks/train_gpu.sh train
 

@@ -58,7 +58,7 @@ case $1 in
     sleep 5
     ;;
 train)
-    (flock -s 9 && sh benchmarks/train_gpu.sh background "$TRAINING" "$RUN/training") 9>"$D2SD_GPU_TURNS"
+    (flock -s 9 && RUN="$RUN/training" sh benchmarks/train_gpu.sh train "$TRAINING") 9>"$D2SD_GPU_TURNS"
     ;;
 builds)
     suite pair --parts bundles --until 9e9
@@ -81,11 +81,11 @@ builds)
     wait $measured
     kill $harvester
     harvest
+    cat "$RUN"/training/work/answers*.jsonl | gzip >"$OUT/answers.jsonl.gz"
     tail -n 30 "$RUN"/*.log
     ;;
 6)
     mkdir -p "$OUT"
-    sh "$RUN/repo/benchmarks/train_gpu.sh" results "$OUT"
-    OUT=$(cd "$OUT" && pwd) && harvest
+    RUN="$RUN/training" sh "$RUN/repo/benchmarks/train_gpu.sh" results "$OUT"
     ;;
 esac

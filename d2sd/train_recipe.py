@@ -219,6 +219,9 @@ class TrainSettings(Part):
 
     #: Number of optimizer steps.
     steps: Positive
+    #: Seconds from the first step on, after which the training ends if not all steps are taken; the learning rate falls
+    #: with whichever is further. Each run then ends in other bytes, and one that resumes has all seconds again.
+    seconds: Above0 | None = None
     #: The training loss.
     objective: Objective
     #: Sequences per step, over all processes.
@@ -254,8 +257,8 @@ class TrainSettings(Part):
 class FirstSettings(TrainSettings):
     """Additional settings of a first drafter's training."""
 
-    #: A trained drafter in the DFlash layout to start from, in place of the target's last layers; a quarter of the
-    #: usual learning rate keeps what it has learnt.
+    #: A trained drafter in the DFlash layout to start from, in place of the target's last layers, of any block size; a
+    #: quarter of the usual learning rate keeps what it has learnt.
     start: DrafterSource | None = None
 
 
@@ -297,6 +300,9 @@ class PairSettings(Part):
     candidates: Annotated[int, Field(ge=2)] = 16
     #: Number of optimizer steps.
     steps: Positive
+    #: Seconds from the first step on, after which the training ends if not all steps are taken; the learning rate falls
+    #: with whichever is further. Each run then ends in other bytes, and one that resumes has all seconds again.
+    seconds: Above0 | None = None
     #: Sequences per step.
     batch: Positive = 8
     #: Blocks per sequence, at random anchors.

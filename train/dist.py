@@ -26,10 +26,12 @@ class Dist:
 
     @staticmethod
     def init() -> Dist:
-        """Join the process group; each process gets one GPU if CUDA is available."""
+        """Join the process group; each process gets one GPU if CUDA is available, or shares one if there are fewer."""
         cuda = torch.cuda.is_available()
         size = int(os.environ.get("WORLD_SIZE", "1"))
-        local = int(os.environ.get("LOCAL_RANK", "0"))
+        gpus = torch.cuda.device_count() if cuda else 1
+        local = int(os.environ.get("LOCAL_RANK", "0")) % gpus
+        shared = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > gpus  # what NCCL refuses
         device = f"cuda:{local}" if cuda else "cpu"
         if cuda:
             torch.cuda.set_device(local)
@@ -37,7 +39,7 @@ class Dist:
             return Dist(device=device)
         if not distributed.is_initialized():
             # gloo as well as nccl: a long barrier on the CPU does not occupy a GPU
-            distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=_TIMEOUT)
+            distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda and not shared else "gloo", timeout=_TIMEOUT)
         return Dist(distributed.get_rank(), size, device)
 
     def destroy(self) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,9 +25,11 @@ from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
-from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, save_state
+from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, reached, save_state
 from d2sd.train_recipe import SecondSettings, TrainSettings
 
+#: Waits for a step's metrics.
+Told = Callable[[], dict[str, float]]
 #: report(step, metrics): loss, gradient norm, learning rate, each term of the loss.
 Report = Callable[[int, dict[str, float]], None]
 
@@ -35,6 +40,21 @@ class Drawn:
 
     batches: list[tuple[Packed, PrefixDraws | None]]  # of each micro-batch
     candidates: Candidates
+
+
+def on_host(values: Tensor) -> Callable[[], list[float]]:
+    """Begin to copy them to the host; what is returned waits for them, and not for later work."""
+    if not values.is_cuda:
+        return values.tolist
+    copied = values.to("cpu", non_blocking=True)
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+
+    def wait() -> list[float]:
+        done.synchronize()
+        return cast("list[float]", copied.tolist())
+
+    return wait
 
 
 class Trainer:
@@ -56,6 +76,7 @@ class Trainer:
         self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
         self.dist = dist or Dist()
         self.step = 0
+        self.reached: float = 0  # of `steps`, whether they were taken or their time has passed
         assert settings.batch % self.dist.size == 0, "the caller runs Dist.check first"
         self._head, self._embedding = target.head.detach(), target.embedding.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
@@ -79,21 +100,35 @@ class Trainer:
 
         A step is saved after its evaluation, so a run that is killed while evaluating evaluates again.
         """
-        settings = self.settings
+        settings, begun = self.settings, None
         self.step = load_state(folder, self.drafter, self._optimizer, self._identity)
-        while self.step < settings.steps:
-            metrics = self.dist.mean(self._update())
+        self.reached = self.step
+        waiting: deque[tuple[int, Told]] = deque()
+        while self.reached < settings.steps:
+            told = self._update()
             self.step += 1
-            if self.dist.is_main:
-                report(self.step, metrics)
-            last = self.step == settings.steps
-            if evaluate is not None and (last or self.step % settings.evaluate_every == 0):
+            begun = begun or time.monotonic()  # the first step compiles
+            # of all processes, whose drafters stay the same
+            self.reached = self.dist.mean({"place": reached(settings, self.step, begun)})["place"]
+            last = self.reached == settings.steps
+            evaluating = evaluate is not None and (last or self.step % settings.evaluate_every == 0)
+            saving = last or self.step % settings.save_every == 0
+            waiting.append((self.step, told))
+            # A GPU works on a step while the next one is launched, and is not waited for.
+            while len(waiting) > (self._head.is_cuda and not evaluating and not saving):
+                step, told = waiting.popleft()
+                metrics = self.dist.mean(told())
+                if self.dist.is_main:
+                    report(step, metrics)
+            if evaluate is not None and evaluating:
                 evaluate(self.step)
-            if self.dist.is_main and (last or self.step % settings.save_every == 0):
-                save_state(folder, self.step, self.drafter, self._optimizer, self._identity)
+            if self.dist.is_main and saving:
+                step = settings.steps if last else self.step
+                save_state(folder, step, self.drafter, self._optimizer, self._identity)
         self.dist.barrier()
 
-    def _update(self) -> dict[str, float]:
+    def _update(self) -> Told:
+        """Launch a step."""
         settings = self.settings
         drawn = self._drawn()
         sequences = sum(len(packed.tokens) for packed, _ in drawn.batches)
@@ -109,15 +144,20 @@ class Trainer:
             for name, value in {"loss": loss, **terms}.items():
                 total[name] = total.get(name, 0.0) + value.detach() * share
         total["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip)
-        rate = settings.learning_rate * rate_factor(settings, self.step)
+        rate = settings.learning_rate * rate_factor(settings, self.reached)
         self._optimizer.update(rate)
-        metrics = dict(zip(total, torch.stack([value.float() for value in total.values()]).tolist(), strict=True))
+        values = torch.stack([value.float() for value in total.values()])
+        return partial(self._told, self.step, rate, list(total), on_host(values))
+
+    def _told(self, step: int, rate: float, names: list[str], values: Callable[[], list[float]]) -> dict[str, float]:
+        """Wait for a step, and return what it says. Raises D2SDError if it is not finite."""
+        metrics = dict(zip(names, values(), strict=True))
         if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient norm"])):
-            names = ", ".join(self._names(self._draws.numbers(self.step)))
+            responses = ", ".join(self._names(self._draws.numbers(step)))
             raise D2SDError(
                 "the loss is not finite",
-                where=f"step {self.step + 1}",
-                found=f"loss {metrics['loss']}, gradient norm {metrics['gradient norm']}, responses {names}",
+                where=f"step {step + 1}",
+                found=f"loss {metrics['loss']}, gradient norm {metrics['gradient norm']}, responses {responses}",
                 fix="lower the learning rate, or look for damaged responses",
             )
         return metrics | {"learning rate": rate}

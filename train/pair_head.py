@@ -13,6 +13,7 @@ slot whose token is likely none of the candidates stays modest.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -33,7 +34,7 @@ from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.head import Head
 from d2sd.train.objectives.loss import Candidates, first_rejections
-from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, save_state
+from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, reached, save_state
 from d2sd.train_recipe import PairSettings, SecondSettings
 
 # Shape letters: B sequences, A blocks of each, G block size γ, N slots that are trained, M candidates of a slot, E
@@ -115,7 +116,8 @@ class PairTrainer:
     def run(self, folder: Path, report: Callable[[int, float], None]) -> None:
         """Train to the last step, saving to `folder`; `report(step, loss)` after each."""
         self.step = load_state(folder, self.head, self._optimizer, self._identity)
-        while self.step < self.settings.steps:
+        place, begun = float(self.step), None
+        while place < self.settings.steps:
             numbers = self._draws.numbers(self.step)
             slots = self._of(self.data, [self._draws.index(n) for n in numbers], numbers)
             loss = self._loss(slots)
@@ -125,11 +127,15 @@ class PairTrainer:
                 raise D2SDError(
                     "the loss is not finite", where=f"step {self.step + 1}", found=value, fix="lower the learning rate"
                 )
-            self._optimizer.update(self.settings.learning_rate * rate_factor(self.settings, self.step))
+            self._optimizer.update(self.settings.learning_rate * rate_factor(self.settings, place))
             self.step += 1
+            begun = begun or time.monotonic()  # the first step compiles
+            place = reached(self.settings, self.step, begun)
             report(self.step, value)
-            if self.step == self.settings.steps or self.step % self.settings.save_every == 0:
-                save_state(folder, self.step, self.head, self._optimizer, self._identity)
+            last = place == self.settings.steps
+            if last or self.step % self.settings.save_every == 0:
+                step = self.settings.steps if last else self.step
+                save_state(folder, step, self.head, self._optimizer, self._identity)
         self.head.requires_grad_(False)
 
     @torch.no_grad()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -77,7 +78,14 @@ class Optimizer:
             owners[parameter].state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
 
 
-def rate_factor(settings: TrainSettings | PairSettings, step: int) -> float:
+def reached(settings: TrainSettings | PairSettings, step: int, begun: float) -> float:
+    """How far a training is, in steps: those taken or, if it is more, the share of its seconds since `begun`."""
+    if settings.seconds is None:
+        return step
+    return min(settings.steps, max(step, settings.steps * (time.monotonic() - begun) / settings.seconds))
+
+
+def rate_factor(settings: TrainSettings | PairSettings, step: float) -> float:
     """Factor of the learning rate in a step: linear warm-up, then cosine decay to 5 %."""
     warm = max(1, round(settings.warmup * settings.steps))
     if step < warm:

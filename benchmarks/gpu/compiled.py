@@ -1,6 +1,7 @@
 """Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
 
     python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide]]  # here, on meta tensors
+    python -m benchmarks.gpu.compiled CACHE --key KEY --training TARGET  # the bundle in a training's work folder
     python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
     python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
 
@@ -187,6 +188,28 @@ def _fill(bundle: Bundle, make: MakeEngine, method: str, nodes: int, most: int, 
                 engine.steps.graph_for(policy, Batch.dummy(*like))
 
 
+def fill_training(key: str, folder: Path) -> None:
+    """Compile what a training runs with the target in this folder: its engine for answers, and the head's kernels."""
+    import torch
+
+    from benchmarks.gpu.endtoend_worker import Worker
+    from d2sd.bundle.load import load_bundle
+    from d2sd.train.objectives.head_triton import gradient_triton, stats_triton
+
+    with compiling(key, Counter()):
+        rows, columns = 64, 1024  # of a step: columns are a multiple of 16
+        logits = [torch.empty(rows, columns, dtype=torch.bfloat16, device="meta") for _ in range(2)]
+        correction = torch.empty(columns, device="meta")
+        ids = [torch.empty(rows, dtype=torch.long, device="meta") for _ in range(2)]
+        numbers = [torch.empty(rows, device="meta") for _ in range(5)]
+        stats_triton(logits[0], logits[1], correction, ids[0], ids[1])
+        norms, slopes = (numbers[0], numbers[1]), (numbers[2], numbers[3], numbers[4])
+        gradient_triton(logits[0], logits[1], correction, ids[0], ids[1], norms, slopes, torch.bfloat16)
+    bundle = load_bundle(folder, verify=False)
+    with _on_meta(key):
+        _fill(bundle, Worker.engine_of, "off", 1, bundle.recipe.limits.max_batch, sampled=True)
+
+
 def main(arguments: list[str]) -> None:
     if arguments[:1] == ["key"]:
         from triton.runtime.cache import triton_key  # type: ignore[import-untyped]
@@ -201,10 +224,13 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--key", required=True)
     parser.add_argument("--bundle", type=Path, help="compile for engines of this bundle")
     parser.add_argument("--wide", action="store_true", help="and of sizes that it is widened to")
+    parser.add_argument("--training", type=Path, help="compile for a training with the target in this bundle")
     parser.add_argument("--only", default="", help="budgets whose names begin so")
     chosen = parser.parse_args(arguments)
     os.environ |= {"TRITON_CACHE_DIR": str(chosen.cache), "TRITON_STORE_BINARY_ONLY": "1"}
-    if chosen.bundle and chosen.wide:
+    if chosen.training:
+        fill_training(chosen.key, chosen.training)
+    elif chosen.bundle and chosen.wide:
         fill_wide(chosen.key, chosen.bundle)
     elif chosen.bundle:
         fill_engines(chosen.key, chosen.bundle)

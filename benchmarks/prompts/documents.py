@@ -46,6 +46,7 @@ OTHERS = {
     "dstc8-schema-guided-dialogue": "e852981ae34990f4358979625854259302feaa78",
     "factbook.json": "8662a8b17a784841ab4528631b04090eb2f183eb",
     "pubmedqa": "1cbae8e92f72f20c8d3747cbb3bf5bc53554d997",
+    "Python": "f5988cc09713315817df6a7e327e258013a94440",  # of TheAlgorithms
     "xquad": "7d30520c717524000f0d9d2f9c10a069acd9d285",
 }
 #: Number of passages kept of the books, beside those with a question: as many as the recipes use.
@@ -54,6 +55,11 @@ PASSAGES = 7200
 SHORTEST, LONGEST = 90, 280
 #: Elements of a paragraph that are no running text.
 _SKIPPED = {"footnote", "media", "figure", "note", "table", "math"}
+
+#: A Python function outside of classes, up to the end of its docstring.
+_FUNCTION = re.compile(
+    r'^def (?P<name>\w+)\((?:[^"\n]|\n(?=    |\)))*?\)[^\n"]*:\n    r?"""(?P<told>.*?)"""', re.MULTILINE | re.DOTALL
+)
 
 Row = dict[str, str]
 
@@ -309,6 +315,18 @@ def tools(folder: Path) -> Iterator[Row]:
         }
 
 
+def functions(folder: Path) -> Iterator[Row]:
+    """Signatures of Python functions with their docstring, examples in it, as a user shows what is to be written."""
+    repository = Repository(folder, "Python", OTHERS["Python"])
+    for path in repository.paths:
+        if not path.endswith(".py"):
+            continue
+        for function in _FUNCTION.finditer(repository.text(path)):
+            text, told = function[0], function["told"]
+            if 8 <= len(told.split()) <= 150 and len(text) <= 1200 and "http" not in text:
+                yield {"id": f"algorithms/{path.removesuffix('.py')}/{function['name']}", "text": text}
+
+
 def _slots(service: Any, intent: Any, draw: random.Random) -> list[Any]:
     """The slots of the intent: all required ones and some others."""
     optional = sorted(intent["optional_slots"])
@@ -358,6 +376,7 @@ FILES: dict[str, Callable[[Path], Iterable[Row]]] = {
     "countries.jsonl": countries,
     "dialogues.jsonl": dialogues,
     "tools.jsonl": tools,
+    "functions.jsonl": functions,
 }
 
 

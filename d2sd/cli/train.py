@@ -21,8 +21,14 @@ from d2sd.train_recipe import load_train_recipe
 @click.option(
     "--out", type=FilePath, required=True, help="Folder of the trained pair: an empty one, or this recipe's own."
 )
+@click.option(
+    "--only",
+    type=click.Choice(["answers", "drafters"]),
+    help="answers: write the target's responses, also in several processes on one GPU. drafters: train with those there"
+    " are, without evaluation and calibration, which a run without --only adds.",
+)
 @click.option("--plan", is_flag=True, help="Print the stages, their progress, sizes and times; do nothing.")
-def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
+def train(recipe: Path, work: Path | None, out: Path, only: str | None, plan: bool) -> None:
     """Train the drafters that RECIPE names.
 
     The stages are responses of the target, their features, first drafter, second drafter, evaluation. An interrupted
@@ -40,6 +46,7 @@ def train(recipe: Path, work: Path | None, out: Path, plan: bool) -> None:
         return
     dist = Dist.init()
     try:
-        Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo).all()
+        run = Run(loaded, work, out, dist, bar if dist.is_main else silent, click.echo)
+        {None: run.all, "answers": run.answers, "drafters": run.drafters}[only]()
     finally:
         dist.destroy()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.prompts.documents import Repository, _book
+from benchmarks.prompts.documents import _FUNCTION, Repository, _book
 
 LONG = "Sleep restores the energy that animals spend during the day in winter. " * 8
 MODULE = f"""<document xmlns="http://cnx.rice.edu/cnxml"><title>Sleep</title><content>
@@ -31,3 +31,33 @@ def test_passages_and_questions_of_a_module() -> None:
     assert second["title"] == "Dreams"
     assert second["text"] == f"Dreams occur in every phase.\n{LONG}Psychologists interpret dreams as wishes."
     assert second["question"] == "Why do psychologists interpret dreams as wishes?"
+
+
+CODE = '''def first(
+    x: int, y: float = 0.5
+) -> list[int]:
+    """Adds.
+
+    >>> first(1)
+    """
+    return []
+
+
+class A:
+    def method(self) -> None:
+        """Is none of them."""
+
+
+def bare(x):
+    return x
+
+
+async def other() -> None:
+    """Is not found."""
+'''
+
+
+def test_functions_end_with_their_docstring() -> None:
+    (found,) = _FUNCTION.finditer(CODE)
+    assert found["name"] == "first"
+    assert found[0] == CODE.split("\n    return []")[0]

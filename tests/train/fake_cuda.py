@@ -103,7 +103,8 @@ def watched(role: DrafterRole) -> Watch:
     }
     trainer._drawn = lambda: drawn  # type: ignore[method-assign]
     triton = patch.object(head_module, "_triton", lambda: kernels)
-    with mode, patch.multiple(Tensor, **values), triton, (watch := Watch()):
+    host = patch.object(loop, "on_host", lambda values: values.tolist)
+    with mode, patch.multiple(Tensor, **values), triton, host, (watch := Watch()):
         trainer._update()
     return watch
 

@@ -68,9 +68,9 @@ def test_a_step_on_a_gpu_is_a_step_on_a_cpu(kind: str) -> None:
         drafter = new_drafter(None if first is None else 0.9).to(device)
         chosen = settings(optimizer="muon", on_correction=0.25, objective={"slots": "dpace", "ce": 0.3, "kl": 0.7})
         made = Trainer(decoder, drafter, data, chosen, first)
-        said.append(made._update())
+        said.append(made._update()())
         made.step += 1
-        said.append(made._update())
+        said.append(made._update()())
     assert said[2] == pytest.approx(said[0], rel=1e-3)
     assert said[3] == pytest.approx(said[1], rel=1e-2), "Muon rounds to bf16"
 

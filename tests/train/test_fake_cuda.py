@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.mark.slow
 def test_nothing_crosses_in_a_step(once: Once) -> None:
-    """But one number: a second drafter's loss fills a column with a constant."""
     folder = once("cuda-guard", guard.build)
     if torch.version.cuda is not None or (folder / "failed").exists():
         pytest.skip("fake CUDA tensors need PyTorch for CPUs, and a compiler for their device guard")
@@ -34,6 +33,5 @@ def test_nothing_crosses_in_a_step(once: Once) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     first, second, flex = (json.loads(line) for line in done.stdout.splitlines())
-    assert first["crossing"] == flex["crossing"] == {}
-    assert second["crossing"] == {"waits": 1}
+    assert first["crossing"] == second["crossing"] == flex["crossing"] == {}
     assert all(found["operators"] > 500 for found in (first, second, flex))

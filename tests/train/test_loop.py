@@ -7,6 +7,7 @@ import json
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -207,6 +208,28 @@ def test_learning_rate_warms_up_then_falls_to_a_twentieth() -> None:
     assert rates[10:] == sorted(rates[10:], reverse=True)
 
 
+def test_a_training_ends_when_its_seconds_have_passed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate falls with the time, which is counted from the end of the first step on, and a run behind it is over."""
+    times = iter([5.0, 5.0, 6.0, 9.0, 13.0, 15.0])  # begun, and after each step
+    made = trainer(steps=100, seconds=10.0, warmup=0.0, learning_rate=1.0)
+    places: list[float] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("d2sd.train.loop.time", SimpleNamespace(monotonic=lambda: next(times)))
+        patch.setattr("d2sd.train.state.time", SimpleNamespace(monotonic=lambda: next(times)))
+        rates = []
+
+        def report(step: int, values: dict[str, float]) -> None:
+            rates.append(values["learning rate"])
+            places.append(made.reached)
+
+        made.run(tmp_path, report)
+    assert places == [1, 10, 40, 80, 100]
+    assert rates == [rate_factor(made.settings, place) for place in (0, *places[:-1])]
+    again = trainer(steps=100, seconds=10.0, warmup=0.0, learning_rate=1.0)
+    assert told(again, tmp_path) == []
+    assert torch.equal(parameters(again), parameters(made))
+
+
 def test_the_scheduled_rate_is_what_a_step_takes(tmp_path: Path) -> None:
     """AdamW's first step moves every weight that has a gradient by the rate itself, and its decay by rate × decay."""
     made = trainer(steps=1, warmup=0.0, weight_decay=0.0, learning_rate=1e-3)
@@ -262,7 +285,7 @@ def test_a_step_is_the_mean_of_its_sequences_clipped(tmp_path: Path) -> None:
     mean = torch.stack(losses).mean()
     gradient = torch.cat([g.flatten() for g in torch.autograd.grad(mean, list(made.drafter.parameters()))])
     made._optimizer._parts = [torch.optim.SGD(made.drafter.parameters(), lr=9.0)]
-    said = made._update()
+    said = made._update()()
     assert said["loss"] == pytest.approx(float(mean.detach()), rel=1e-5)
     norm = float(gradient.norm())
     assert said["gradient norm"] == pytest.approx(norm, rel=1e-5)

@@ -64,9 +64,8 @@ def draw_prefixes(count: int, block_size: int, base: float, generator: torch.Gen
 
 def first_errors(drafted: Tensor, tokens: Tensor) -> Tensor:
     """First slot >= 1 where the draft [A, G] differs from the real tokens [A, G]; γ if none differs. Returns [A]."""
-    wrong = drafted != tokens
-    wrong[:, 0] = False
-    return torch.where(wrong.any(1), wrong.int().argmax(1), tokens.shape[1])
+    wrong = drafted[:, 1:] != tokens[:, 1:]
+    return torch.where(wrong.any(1), wrong.int().argmax(1) + 1, tokens.shape[1])
 
 
 @dataclass(frozen=True, slots=True)

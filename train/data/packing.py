@@ -39,6 +39,7 @@ class Packed:
     features: Tensor  # [B, S, n·E]
     target_hidden: Tensor  # [B, A, G, E]: the target's hidden state that predicts each slot, row p - 1 for position p
     real: Tensor  # [N] int64, the rows of features [B·S] that are tokens: the others are padding
+    drafted: Tensor  # [N] int64, the slots of [B·A·G] inside the sequence and behind the anchor
     lengths: tuple[int, ...]  # [B], tokens of each sequence
 
     def to(self, device: torch.device) -> Packed:
@@ -80,7 +81,10 @@ def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor]
     known = hidden.flatten(0, 1)[moved(before, hidden.device)]
     features = pad_sequence([sequence.features for sequence in sequences], batch_first=True)
     real = (torch.arange(longest) < lengths[:, None]).flatten().nonzero()[:, 0]
-    return Packed(positions, blocks, drawn & (positions <= last), features, known, real, tuple(lengths.tolist()))
+    inside = drawn & (positions <= last)
+    behind = inside & (torch.arange(block_size) > 0)
+    drafted = behind.flatten().nonzero()[:, 0]
+    return Packed(positions, blocks, inside, features, known, real, drafted, tuple(lengths.tolist()))
 
 
 def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> Attend:

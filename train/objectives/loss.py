@@ -95,7 +95,7 @@ class BlockLoss(nn.Module):
         size = packed.tokens.shape[-1]
         slots = torch.arange(size, device=visible.device)
         used = ((slots >= visible[..., None]) & packed.inside).flatten(0, 1)  # [B·A, G]
-        rows = used.flatten().nonzero()[:, 0]  # before the drafter: the device is waited for here
+        rows = rows_of(packed, used)
         kind = trained_kind(self.drafter)
         hidden = kind.hidden(self.drafter, self._embedding, packed, visible)
         added = None
@@ -115,6 +115,13 @@ class BlockLoss(nn.Module):
             *(column.new_zeros(used.numel()).index_copy(0, rows, column).view_as(used) for column in stats)
         )
         return objective(blocks, labels, visible.flatten(), used, self.wanted)
+
+
+def rows_of(packed: Packed, used: Tensor) -> Tensor:
+    """The slots whose logits are taken: those `used [B·A, G]`. On a GPU all behind the anchor, of which visible ones
+    have no weight: which are used is known there alone, and the host does not wait for it.
+    """
+    return packed.drafted if used.is_cuda else used.flatten().nonzero()[:, 0]
 
 
 @torch.no_grad()

@@ -77,17 +77,20 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
     for role, source in recipe.ready.items():
         _check_ready(recipe, role, obtained(recipe, source), target)
     if recipe.first is not None and recipe.first.start is not None:
-        _check_ready(recipe, DrafterRole.FIRST, obtained(recipe, recipe.first.start), target)
+        _check_ready(recipe, DrafterRole.FIRST, obtained(recipe, recipe.first.start), target, start=True)
 
 
-def _check_ready(recipe: TrainRecipe, role: DrafterRole, folder: Path, target: DecoderConfig) -> None:
+def _check_ready(
+    recipe: TrainRecipe, role: DrafterRole, folder: Path, target: DecoderConfig, *, start: bool = False
+) -> None:
+    """`start`: it is trained further, in blocks of any size."""
     geometry = recipe.drafter
     assert geometry is not None, "validated"
     ready = DFLASH.read_config(folder)
     DFLASH.check(ready, target, role, ready.block_size, folder)
     for key, found, expected in (
         ("num_hidden_layers", ready.body.num_layers, geometry.layers),
-        ("block_size", ready.block_size, geometry.block_size),
+        ("block_size", ready.block_size, ready.block_size if start else geometry.block_size),
         ("dflash_config.mask_token_id", ready.mask_token_id, geometry.mask_token_id),
         ("dflash_config.target_layer_ids", list(ready.target_layer_ids), geometry.target_layer_ids),
     ):
@@ -120,11 +123,13 @@ def load_ready(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
 
 
 def load_start(recipe: TrainRecipe) -> Drafter:
-    """The drafter that the first one starts from: fp32, CPU, full vocabulary. Call `check_geometry` first."""
+    """The drafter that the first one starts from: fp32, CPU, full vocabulary, the recipe's blocks. Call
+    `check_geometry` first.
+    """
     assert recipe.first is not None
     assert recipe.first.start is not None
     before = DFLASH.load(obtained(recipe, recipe.first.start), torch.float32)
-    drafter = Drafter(replace(before.config, draft_vocabulary=None, head=None))
+    drafter = Drafter(replace(before.config, draft_vocabulary=None, head=None, block_size=recipe.block_size))
     weights = before.state_dict()
     drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})
     return drafter

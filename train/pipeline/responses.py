@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, RootModel
 
@@ -24,6 +25,7 @@ from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.progress import Progress
 from d2sd.prompts import read_documents, read_prompts, read_turns
+from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
@@ -32,12 +34,13 @@ from d2sd.train.data import prompts, responses
 from d2sd.train.data.decontaminate import PromptFilter
 from d2sd.train.data.documents import document_turns
 from d2sd.train.data.jsonl import append_to, own_file
-from d2sd.train.data.prompts import Job, Turn, append_turn, plan_prompts, take_turns
+from d2sd.train.data.prompts import Job, Turn, append_turn, order, plan_prompts, take_turns
 from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.log import Say, paced
 from d2sd.train_recipe import Data, TrainRecipe
 
+Item = TypeVar("Item")
 #: Appends the outcome of a finished request to the process's file.
 Append = Callable[[TextIO, str, Sequence], None]
 #: Placeholder for the user's turn, to find the text that the chat template puts before it.
@@ -79,7 +82,7 @@ _Settings = RootModel[dict[str, JsonValue]]
 _FIX = "restore the recipe's data, or train into another --work folder"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ResponseGenerator:
     """Generates the target's responses to the recipe's prompts."""
 
@@ -95,34 +98,60 @@ class ResponseGenerator:
 
         An engine may repack the weights that it runs: afterwards the bundle's target can only serve.
         """
-        data = self.recipe.data
+        jobs, reasons = self._jobs()
+        planned = len(jobs) + reasons.total()
+        requests = self._requests(jobs)
+        self._answer(dict(self._share(list(requests.items()))))
+        if self.dist.is_main:
+            reasons.update(["longer than data.max_prompt_tokens"] * (len(jobs) - len(requests)))
+            reasons.update(reason for name, reason in finished_ids(self.work).items() if reason and name in requests)
+            for reason, count in reasons.most_common():
+                self.say(f"prompts left out: {count:,} ({reason})")
+            write_json(self.work / SCREENED, {"planned": planned, "asked": len(requests), "left out": dict(reasons)})
+        return match_responses({name: request.prompt for name, request in requests.items()}, self._read())
+
+    def write(self) -> None:
+        """Write the responses, for which each process prepares its own prompts alone."""
+        self._answer(self._requests(self._share(self._jobs()[0])))
+
+    def written(self) -> list[Response]:
+        """Those on disk, in the order of the plan; prompts that are not answered are left out."""
         self._check_settings()
-        excluded = [turn for path in data.exclude for _, turns in read_turns(self.recipe.path(path)) for turn in turns]
+        return sorted(self._read(), key=lambda response: order(response.id))
+
+    def _jobs(self) -> tuple[list[Job], Counter[str]]:
+        """The prompts to answer, with the turns that are written here if they are not on disk; and why others are not,
+        with the number of each reason.
+        """
+        self._check_settings()
+        paths = self.recipe.data.exclude
+        excluded = [turn for path in paths for _, turns in read_turns(self.recipe.path(path)) for turn in turns]
         jobs = planned_jobs(self.recipe)
-        planned = len(jobs)
         self._write_turns([job for job in take_turns(jobs, self.work)[0] if job.kind is not None])
         jobs, unwritten = take_turns(jobs, self.work)
         jobs, screened = PromptFilter(excluded, self._markers()).judge(jobs)
-        requests = self._requests(jobs)
+        return jobs, Counter([*unwritten.values(), *screened.values()])
+
+    def _answer(self, requests: Mapping[str, Request]) -> None:
+        """Run this process's requests that are not answered on disk."""
         done = finished_ids(self.work)
 
         def append(out: TextIO, name: str, sequence: Sequence) -> None:
             append_response(out, name, sequence.request.prompt, sequence.answer)
 
         self._run(responses.KIND, {name: request for name, request in requests.items() if name not in done}, append)
-        if self.dist.is_main:
-            reasons = Counter([*unwritten.values(), *screened.values()])
-            reasons.update(["longer than data.max_prompt_tokens"] * (len(jobs) - len(requests)))
-            reasons.update(reason for name, reason in finished_ids(self.work).items() if reason and name in requests)
-            for reason, count in reasons.most_common():
-                self.say(f"prompts left out: {count:,} ({reason})")
-            write_json(self.work / SCREENED, {"planned": planned, "asked": len(requests), "left out": dict(reasons)})
-        answers = read_responses(
+
+    def _read(self) -> list[Response]:
+        data = self.recipe.data
+        return read_responses(
             self.work,
             vocab_size=self.bundle.target.config.vocab_size,
             max_tokens=data.max_prompt_tokens + data.max_new_tokens,
         )
-        return match_responses({name: request.prompt for name, request in requests.items()}, answers)
+
+    def _share(self, items: list[Item]) -> list[Item]:
+        """This process's part."""
+        return items[self.dist.rank :: self.dist.size]
 
     def _check_settings(self) -> None:
         """Raise D2SDError if the responses on disk were generated with other settings than the recipe's."""
@@ -152,7 +181,8 @@ class ResponseGenerator:
             write_json(path, then | now)
 
     def _write_turns(self, jobs: list[Job]) -> None:
-        by_name = {job.id: job for job in jobs}
+        by_name = {job.id: job for job in self._share(jobs)}
+        before = self._before_turns() if by_name else ""
 
         def append(out: TextIO, name: str, sequence: Sequence) -> None:
             if sequence.finish == "stop":  # at a stop token, or at the recipe's `end`
@@ -161,15 +191,14 @@ class ResponseGenerator:
             else:
                 append_turn(out, Turn(id=name, dropped="turn not finished within max_tokens"))
 
-        self._run(prompts.KIND, {job.id: self._opening(job) for job in jobs}, append)
+        self._run(prompts.KIND, {name: self._opening(job, before) for name, job in by_name.items()}, append)
 
     def _run(self, kind: str, requests: dict[str, Request], append: Append) -> None:
-        """Run this process's share of `requests`, appending each to its file as it ends."""
+        """Run this process's `requests`, appending each to its file as it ends."""
         self.dist.barrier()
-        mine = list(requests)[self.dist.rank :: self.dist.size]
-        mine.sort(key=lambda name: len(requests[name].prompt))  # batches are padded to the longest prompt
+        mine = sorted(requests, key=lambda name: len(requests[name].prompt))  # batches are padded to the longest prompt
         if mine:
-            engine = make_engine(self.bundle, policy="off", device=self.dist.device)
+            engine = self._engine
             with (
                 self.progress(kind, len(mine)) as advance,
                 paced(self.work, kind, self.dist.size) if self.dist.is_main else nullcontext(lambda _: None) as count,
@@ -184,6 +213,11 @@ class ResponseGenerator:
                             count(1)
         self.dist.barrier()
 
+    @cached_property
+    def _engine(self) -> Engine:
+        """For turns and responses: on a GPU it takes seconds to start."""
+        return make_engine(self.bundle, policy="off", device=self.dist.device)
+
     def _requests(self, jobs: list[Job]) -> dict[str, Request]:
         """Requests by job id, without those whose prompt is too long."""
         data, requests = self.recipe.data, {}
@@ -195,17 +229,21 @@ class ResponseGenerator:
                 advance(1)
         return requests
 
-    def _opening(self, job: Job) -> Request:
-        """A request that completes the opening of a user turn."""
-        kind, tokenizer = job.kind, self.bundle.tokenizer
-        assert kind is not None
+    def _before_turns(self) -> str:
+        """Return what the chat template puts before a user's turn."""
+        tokenizer = self.bundle.tokenizer
         if not tokenizer.chat_template:
             raise D2SDError("self-written turns need a chat template; the target has none", where="data.self_written")
         turns = [{"role": "user", "content": _SPLIT}]
         template = self.bundle.recipe.target.template
         text = render_chat(tokenizer, turns, template, f"{self.bundle.path}: chat_template", generation_prompt=False)
-        before = text.split(_SPLIT)[0]
-        ids = tokenizer(before + job.text, add_special_tokens=False).input_ids
+        return text.split(_SPLIT)[0]
+
+    def _opening(self, job: Job, before: str) -> Request:
+        """A request that completes the opening of a user turn, behind what the template puts `before` it."""
+        kind = job.kind
+        assert kind is not None
+        ids = self.bundle.tokenizer(before + job.text, add_special_tokens=False).input_ids
         sampling = SamplingParams(kind.temperature, seed=zlib.crc32(job.id.encode()))
         stops = frozenset(self.bundle.stop_token_ids)
         return Request(tuple(ids), kind.max_tokens, sampling, stops, () if kind.end is None else (kind.end,))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import json
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -66,18 +66,37 @@ class Run:
 
     def all(self) -> None:
         """Run all stages: from the prompts to a folder of drafters that a bundle's recipe can name."""
-        with exclusive(self.work / "lock", wait=False) if self.dist.is_main else nullcontext():
+        with self._locked():
             self._stages()
 
-    def _stages(self) -> None:
+    def answers(self) -> None:
+        """Write the responses alone. More processes may share a GPU for it than for the other stages."""
+        with self._locked():
+            self._responses(self._target()).write()
+
+    def drafters(self) -> None:
+        """Train with the responses there are, and leave the evaluation and the calibration to a later run."""
+        with self._locked():
+            self._stages(alone=True)
+
+    def _locked(self) -> AbstractContextManager[object]:
+        return exclusive(self.work / "lock", wait=False) if self.dist.is_main else nullcontext()
+
+    def _responses(self, bundle: Bundle) -> ResponseGenerator:
+        return ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say)
+
+    def _stages(self, *, alone: bool = False) -> None:
         bundle = self._target()
         check_geometry(self.recipe, bundle.target.config)  # raises D2SDError before hours of work
         for role, settings in self.recipe.trained.items():
             self.dist.check(settings.batch, f"{role.key}.batch")
         if self.dist.is_main:
             self._begin()
-        responses = ResponseGenerator(self.recipe, bundle, self.work, self.dist, self.progress, self.say).all()
-        bundle = load_bundle(self.work / "target", verify=False)  # reloaded, since the engine repacked the weights
+        if alone:
+            responses = self._responses(bundle).written()
+        else:
+            responses = self._responses(bundle).all()
+            bundle = load_bundle(self.work / "target", verify=False)  # the engine repacked the weights
         bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
         unseen = data
@@ -91,7 +110,7 @@ class Run:
             self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         ready = drafters.get(DrafterRole.FIRST)
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
-        training = Training(self, bundle.target, held_out, data, vocabulary, evaluator)
+        training = Training(self, bundle.target, held_out, data, vocabulary, None if alone else evaluator)
         before = weights_digest(bundle.target)
         for role, settings in self.recipe.trained.items():
             drafters[role] = training.train(role, settings, drafters)
@@ -101,7 +120,7 @@ class Run:
                 drafters[role] = training.train_head(role, self.recipe.head, drafters, unseen)
                 self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         assert weights_digest(bundle.target) == before, "training changed the target"
-        if self.dist.is_main:
+        if self.dist.is_main and not alone:
             finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
             self.draw_curves()
             self.say(self._next(drafters.keys()), err=True)
@@ -188,7 +207,7 @@ class Training:
     held_out: TrainingData
     data: TrainingData
     vocabulary: tuple[int, ...] | None
-    evaluator: Evaluator
+    evaluator: Evaluator | None  # None: drafters are not evaluated
 
     def train(self, role: DrafterRole, settings: TrainSettings, before: Mapping[DrafterRole, DraftModel]) -> DraftModel:
         """Train the drafter of a place, after those `before` it: from the target, or, on prefixes, from the first."""
@@ -202,11 +221,13 @@ class Training:
         KINDS[role].attach(drafter.to(self.run.dist.device), self.target)
         drafters = {**before, role: drafter}
 
+        evaluator = self.evaluator
+
         def evaluated(method: PolicyName) -> Evaluation:
+            assert evaluator is not None
             used = {each: drafters[each] for each in FACTS[method].drafters}
-            dtype = self.evaluator.dtype
-            written = {each: as_written(drafter, self.vocabulary, dtype) for each, drafter in used.items()}
-            return self.evaluator.evaluate(method, written)
+            written = {each: as_written(drafter, self.vocabulary, evaluator.dtype) for each, drafter in used.items()}
+            return evaluator.evaluate(method, written)
 
         baseline = cache(evaluated)
 
@@ -284,15 +305,16 @@ class Training:
         kept_for = second is not None and second.rejections == "matched" and isinstance(settings, FirstSettings)
         kept_at = kept_steps(settings.steps) if kept_for else set[int]()
         with self.run.progress(f"training {name}", settings.steps) as advance:
-            shown = 0
+            shown, passed = 0, 0.0
 
             def report(step: int, metrics: dict[str, float]) -> None:
-                nonlocal shown
+                nonlocal shown, passed
                 advance(step - shown)  # the first report after a resume includes the earlier steps
-                shown = step
                 log.add_step(step, metrics)
-                if step in kept_at:
-                    keep(self.run.work / name, step, drafter)
+                due = [at for at in kept_at if max(step - 1, passed) < at <= trainer.reached]
+                if due:
+                    keep(self.run.work / name, max(due), drafter)
+                shown, passed = step, trainer.reached
 
             def evaluate(step: int) -> None:
                 if self.run.dist.is_main:
@@ -303,5 +325,5 @@ class Training:
                     log.restart_clock()
                 self.run.dist.barrier()
 
-            trainer.run(self.run.work / name, report, evaluate)
+            trainer.run(self.run.work / name, report, evaluate if self.evaluator is not None else None)
             advance(settings.steps - shown)  # all steps if an earlier run had finished

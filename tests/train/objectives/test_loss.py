@@ -97,6 +97,26 @@ def test_learns_from_the_slots_behind_what_it_sees(least: int, monkeypatch: pyte
     assert not packed.inside[1, 2:].any(), "and padded ones"
 
 
+def test_logits_of_visible_slots_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU takes them too; one of them forbids its label."""
+    data, drafter = exact_features(greedy_responses()), new_drafter()
+    packed = pack_blocks([data[0], data[1]], [torch.arange(4, 20), torch.tensor([17, 19])], BLOCK)
+    visible = 1 + torch.arange(packed.tokens[..., 0].numel()).view(2, -1) % (BLOCK - 1)
+    rejected = packed.tokens.gather(-1, visible[..., None])[..., 0]
+    wanted = Objective(slots="dpace", ce=0.3, kl=0.7, focal=0.5, chain=4)
+
+    def found() -> list[Tensor]:
+        loss = BlockLoss(drafter, EMBEDDING, wanted)
+        terms = loss(packed, visible, rejected.roll(1, 1), whole_vocabulary())
+        total = torch.stack(list(terms.values())).sum()
+        return [*terms.values(), *torch.autograd.grad(total, list(drafter.parameters()))]
+
+    used = found()
+    monkeypatch.setattr("d2sd.train.objectives.loss.rows_of", lambda packed, used: packed.drafted)
+    for one, other in zip(used, found(), strict=True):
+        torch.testing.assert_close(other, one, rtol=1e-5, atol=1e-6)
+
+
 def test_blocks_that_show_all_they_have_cost_nothing() -> None:
     """Two anchors at the end of an answer, three tokens shown: no slot is left, in a whole step."""
     data, drafter = exact_features(greedy_responses()), new_drafter()

@@ -83,7 +83,7 @@ def test_matched_needs_a_trained_first(project: Path) -> None:
 
 @pytest.mark.slow
 def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another draft vocabulary than it has."""
+    """With another draft vocabulary and another block size than it has."""
     drafter = tiny_drafter(tiny_decoder().config, mask_token_id=63, target_layer_ids=(0, 1))
     start = Drafter(replace(drafter.config, draft_vocabulary=tuple(range(9)))).bfloat16()
     (project / "start").mkdir()
@@ -91,15 +91,17 @@ def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.Mo
     layers = start.config.body.num_layers
     edit(project, "first", SETTINGS | {"start": {"path": "start"}})
     edit(project, "drafter.layers", layers)
+    edit(project, "drafter.block_size", start.config.block_size + 2)
     edit(project, "drafter.draft_vocab_size", 12)
     made = noted(monkeypatch)
     trained(project)
     stored = DFLASH.load(project / "start", torch.float32).state_dict()
     began = made[0].began  # type: ignore[attr-defined]
     assert all(torch.equal(began[name], stored[name]) for name in stored)
-    vocabulary = DFLASH.read_config(project / "out" / "first").draft_vocabulary
-    assert vocabulary is not None
-    assert len(vocabulary) == 12
+    config = DFLASH.read_config(project / "out" / "first")
+    assert config.block_size == start.config.block_size + 2
+    assert config.draft_vocabulary is not None
+    assert len(config.draft_vocabulary) == 12
 
 
 def test_kinds_of_prefixes() -> None:
