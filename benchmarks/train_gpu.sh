@@ -69,7 +69,7 @@ start() {
 status() {
     cat "$RUN/train.log"
     for log in first second; do [ ! -e "$RUN/work/$log.jsonl" ] || tail -n 1 "$RUN/work/$log.jsonl"; done
-    ls "$RUN"/train.done "$RUN"/train.failed 2>/dev/null || echo "not ended"
+    for end in done failed; do [ ! -e "$RUN/train.$end" ] || echo "train.$end"; done
 }
 
 results() {

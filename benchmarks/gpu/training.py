@@ -242,7 +242,7 @@ def pack(folder: Path, out: Path) -> list[Path]:
             tar.add(path, f"out/{path.name}")
         logs = io.BytesIO()
         with tarfile.open(fileobj=logs, mode="w:gz", compresslevel=6) as inner:
-            for path in [*folder.glob("*.log"), *folder.glob("*.yaml"), *folder.glob("train.*")]:
+            for path in sorted({*folder.glob("*.log"), *folder.glob("*.yaml"), *folder.glob("train.*")}):
                 inner.add(path, path.name)
             for name in ("first.jsonl", "second.jsonl", "pace.jsonl", "asked.json"):
                 if (folder / "work" / name).exists():
