@@ -3,18 +3,18 @@
 #
 #   with an index:   make data FROM=...; for pack in triton weights compiled training; do sh benchmarks/gpu_pack.sh pack $pack; done
 #   there, call 1:   sh benchmarks/gpu_calls.sh 1   # brings triton/1
-#          2, 3, 4:  sh benchmarks/gpu_calls.sh 2   # bring weights/1, 2 and 3, and what is small; 4 begins to train and to build
-#          5:        sh benchmarks/gpu_calls.sh 5   # is the fp32 proof meanwhile, then tokens a second
-#          6:        sh benchmarks/gpu_calls.sh 6   # brings home what was trained
+#          2, 3, 4:  sh benchmarks/gpu_calls.sh 2   # bring weights/1, 2 and 3, and what is small; 4 begins to build bundles
+#          5:        sh benchmarks/gpu_calls.sh 5   # is fp32 lossless, and tokens a second; five minutes
+#          6:        sh benchmarks/gpu_calls.sh 6   # trains a pair in the seconds that are left, and brings it home
 #
-# `packs N` names the folders that call N brings. What runs is a copy of call 1's checkout, in RUN, in sessions of its
-# own. Training and proof share the GPU; what is timed waits for both (benchmarks/gpu/turns.py). Figures are in OUT.
+# `packs N` names the folders that call N brings. What runs is a copy of call 1's checkout, in RUN. What is timed waits
+# until nothing else uses the GPU (benchmarks/gpu/turns.py). Figures are in OUT. Calls 1 to 4 took 61 s on 2026-11-27.
 set -eu
 cd "$(dirname "$0")/.."
 RUN=${RUN:-$HOME/.cache/d2sd-gpu/run} OUT=${OUT:-build/gpu}
 PACKS=${PACKS:-build/packs}
-SECONDS_LEFT=${SECONDS_LEFT:-560} # of call 5
-TRAINING=${TRAINING:-330}         # seconds
+SECONDS_LEFT=${SECONDS_LEFT:-330} # of call 5
+TRAINING=${TRAINING:-400}         # seconds of call 6
 export D2SD_GPU_TURNS="$RUN/turns"
 
 packs() {
@@ -28,11 +28,6 @@ packs() {
 suite() { # FOLDER ARGUMENTS...
     name=$1 && shift
     sh benchmarks/gpu_suite.sh --out "$RUN/$name" "$@" >>"$RUN/$name.log" 2>&1 || echo "$name: exit status $?" >>"$RUN/$name.log"
-}
-
-# A copy of this script in a session of its own, which outlives the call.
-behind() {
-    setsid sh "$RUN/repo/benchmarks/gpu_calls.sh" "$1" </dev/null >>"$RUN/$1.out" 2>&1 &
 }
 
 harvest() {
@@ -53,12 +48,9 @@ case $1 in
 2 | 3) ;;
 4)
     cd "$RUN/repo" && sh benchmarks/gpu_pack.sh unpack
-    behind train
-    behind builds
-    sleep 5
-    ;;
-train)
-    (flock -s 9 && RUN="$RUN/training" sh benchmarks/train_gpu.sh train "$TRAINING") 9>"$D2SD_GPU_TURNS"
+    # in a session of its own, which outlives the call
+    setsid sh "$RUN/repo/benchmarks/gpu_calls.sh" builds </dev/null >>"$RUN/builds.out" 2>&1 &
+    sleep 2
     ;;
 builds)
     suite pair --parts bundles --until 9e9
@@ -71,6 +63,8 @@ builds)
     (while sleep 5; do harvest; done) &
     harvester=$!
     while [ ! -e "$RUN/built" ] && [ "$(left)" -gt 60 ]; do sleep 1; done
+    # Better to know at once than to wait for what cannot be measured.
+    [ -e "$RUN/pair/bundle-bf16/manifest.json" ] || { harvest && cat "$RUN"/pair/build-*.log && exit 1; }
     for part in proof endtoend wide; do
         name=$part
         [ "$part" != endtoend ] || name=pair
@@ -81,11 +75,11 @@ builds)
     wait $measured
     kill $harvester
     harvest
-    cat "$RUN"/training/work/answers*.jsonl | gzip >"$OUT/answers.jsonl.gz"
-    tail -n 30 "$RUN"/*.log
+    for log in pair proof wide; do tail -n 3 "$RUN/$log.log"; done
     ;;
 6)
-    mkdir -p "$OUT"
-    RUN="$RUN/training" sh "$RUN/repo/benchmarks/train_gpu.sh" results "$OUT"
+    mkdir -p "$OUT" && OUT=$(cd "$OUT" && pwd) && cd "$RUN/repo" && export RUN="$RUN/training"
+    sh benchmarks/train_gpu.sh train "$TRAINING"
+    sh benchmarks/train_gpu.sh results "$OUT"
     ;;
 esac

@@ -112,7 +112,7 @@ def matched(
     states |= {step: drafter for step, drafter in earlier.items()}  # noqa: C416, of another key type
     found = {step: mean_right(drafter, target, data, settings) for step, drafter in states.items()}
     step = min(found, key=lambda step: abs(found[step] - wanted))
-    which = "the trained one" if step is None else f"the one of step {step:,}"
+    which = "the trained one" if step is None else f"the one at step {step:,} of its schedule"
     return states[step], (
         f"right tokens of the first drafter: {wanted:.3f} on held-out responses, {found[None]:.3f} on training ones; "
         f"rejections are those of {which}, {found[step]:.3f}"
