@@ -56,7 +56,7 @@ def widened(bundle: Bundle, size: Size, device: str, target: Decoder | None = No
     """The bundle with models of this size on `device`; `target` is one that was widened before."""
     small = bundle.target
     drafters: dict[DrafterRole, DraftModel] = {}
-    with torch.inference_mode():
+    with torch.no_grad():
         if target is None:
             target = _target(small, size, device)
         for role, drafter in bundle.drafters.items():

@@ -93,6 +93,7 @@ def test_a_stopped_drafter_is_written_as_it_was_saved(tmp_path: Path) -> None:
 def test_what_there_is_is_carried_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In parts that are joined to one archive; without answers where they do not fit."""
     monkeypatch.setattr(training, "PART", 30_000)
+    monkeypatch.setattr(training, "ALL", 130_000)
     folder = tmp_path / "run"
     (folder / "out" / "first").mkdir(parents=True)
     (folder / "work").mkdir()
