@@ -64,7 +64,7 @@ builds)
     harvester=$!
     while [ ! -e "$RUN/built" ] && [ "$(left)" -gt 60 ]; do sleep 1; done
     # Better to know at once than to wait for what cannot be measured.
-    [ -e "$RUN/pair/bundle-bf16/manifest.json" ] || { harvest && cat "$RUN"/pair/build-*.log && exit 1; }
+    [ -e "$RUN/pair/bundle-bf16/manifest.json" ] || { kill $harvester; harvest; tail -n 5 "$RUN/pair.log"; exit 1; }
     for part in proof endtoend wide; do
         name=$part
         [ "$part" != endtoend ] || name=pair
