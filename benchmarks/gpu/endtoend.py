@@ -58,7 +58,7 @@ def cases(out: Path, until: float) -> Iterator[Case]:
 
 def proof_cases(out: Path, until: float) -> Iterator[Case]:
     """They time nothing."""
-    yield "endtoend/fp32", partial(proof, out, until)
+    yield "proof/fp32", partial(proof, out, until)
 
 
 def bundle_cases(out: Path, until: float) -> Iterator[Case]:

@@ -54,7 +54,7 @@ FLAGS = {
             "--executor",
         ),
     },
-    "train": {"recipe", "--work", "--out", "--plan"},
+    "train": {"recipe", "--work", "--out", "--only", "--plan"},
     "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},
     "trtllm": set(),
     "worker": {
