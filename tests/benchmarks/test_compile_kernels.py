@@ -15,6 +15,12 @@ from benchmarks.ahead_of_time import Compiled, bind, compile_kernel
 from tests.plugins.cases import kernels
 
 
+@pytest.fixture(autouse=True)
+def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a lane keeps is not a test's to change."""
+    monkeypatch.setattr(compile_kernels, "KEPT", tmp_path / "kept.json")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "argument"),
@@ -32,7 +38,7 @@ def test_nothing_compiled_is_no_success() -> None:
     assert compile_kernels.main(["--only", "no such kernel"]) == 1
 
 
-def test_what_has_not_changed_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_not_changed_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch is compiled again if its sources, arguments or rules differ, or if it broke a rule."""
     seen, bad = list[str](), [1]
 
@@ -42,7 +48,6 @@ def test_what_has_not_changed_is_left_out(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setenv("WORKERS", "1")
     monkeypatch.setattr(compile_kernels, "checked", checked)
-    monkeypatch.setattr(compile_kernels, "KEPT", tmp_path / "kept.json")
     one, again = "merge 8x16 to 64", ["--only", "merge 8x16 to 64"]
     assert compile_kernels.main(again) == 1
     bad[0] = 0
