@@ -128,6 +128,20 @@ def without(ptx: str, left_out: int) -> Edit:
     return lambda name, given: mutant if given == ptx else given
 
 
+#: Barriers that order nothing which others do not: the compiler looks at addresses, not at warps.
+SPARE = {
+    ("drafts", 80): 2,
+    ("drafts", 90): 2,
+    ("tree rule", 80): 2,
+    ("tree rule", 90): 1,
+    ("tree rule of tiles", 80): 1,
+    ("tree rule of tiles", 90): 2,
+    ("exact tree rule", 80): 1,
+    ("exact tree rule", 90): 1,
+    ("chunk rule", 90): 1,
+}
+
+
 @pytest.mark.parametrize(
     ("name", "capability"),
     [
@@ -139,9 +153,8 @@ def without(ptx: str, left_out: int) -> Edit:
     ],
 )
 def test_every_barrier_is_needed(name: str, capability: int, small: Callable[[str], None]) -> None:
-    """Left out one at a time, each is a fault: warps meet in shared memory, those of trees in global memory too. The
-    compiler looks at addresses, not at warps, so that one in ten of its barriers may order nothing that other ones do
-    not: all results are right without it.
+    """Left out one at a time, each is a fault: warps meet in shared memory, those of trees in global memory too. All
+    results are right without those of `SPARE`.
     """
     with executed_as_ptx(capability) as launches:
         small(name)
@@ -161,4 +174,4 @@ def test_every_barrier_is_needed(name: str, capability: int, small: Callable[[st
             assert "race: " in str(fault)  # noqa: PT017, a fault is what most of them are
         else:
             spare.append(line)
-    assert 10 * len(spare) <= 9 + len(barriers), spare
+    assert len(spare) == SPARE.get((name, capability), 0), spare
