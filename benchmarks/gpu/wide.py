@@ -124,7 +124,6 @@ class _Places:
         #: Rows of queries: of those that are there, and of all whose K/V head is; the latter have outputs.
         self.queries = torch.cat([torch.arange(head * index, head * (index + 1)) for index in heads])
         self.answering = head * group * small.num_kv_heads
-        self.values = head * small.num_kv_heads
         self.gates = small.intermediate_size
 
 
