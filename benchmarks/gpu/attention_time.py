@@ -45,9 +45,9 @@ class Case:
     def splits(self) -> int:
         """The number that the launcher chooses."""
         properties = SimpleNamespace(multi_processor_count=H100.processors)
-        shape = self.batch, self.rows, HEADS, SIZE, KV_HEADS, ITEM, CONTEXT + ROOM
+        shape = launch.Shape(self.rows, HEADS, KV_HEADS, SIZE, ITEM, CAPABILITY, self.fp8, bounded=False)
         with patch.object(torch.cuda, "get_device_properties", lambda _: properties):
-            return launch._splits(*shape, torch.device("cpu"), CAPABILITY, fp8=self.fp8, bounded=False)
+            return launch._splits(shape, self.batch, CONTEXT + ROOM, torch.device("cpu"))
 
     def tile(self) -> TileConfig:
         packed = self.rows * HEADS // KV_HEADS

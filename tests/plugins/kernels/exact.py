@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -40,6 +41,16 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     assert DEVICE == "cpu"
     monkeypatch.setattr(exact, "SPAN", 64)
     exact.attention_constants.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter multiplies by NumPy's BLAS, whose sums depend on a row's place in its tile on some processors."""
+
+    def matmul(a: Any, b: Any, dtype: Any) -> Any:
+        return np.einsum("mk,kn->mn", a.astype(dtype), b.astype(dtype))
+
+    monkeypatch.setattr(np, "matmul", matmul)
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
