@@ -95,9 +95,9 @@ kernels: .venv/dev
 
 ## [1 h] what is proven without a GPU (docs/proofs.md): the kernels' PTX executed for four architectures, the step on fake CUDA
 ## tensors, its launches, and whole days of requests that find every kernel compiled. Two versions of Triton that
-## miscompile are installed to see them fail
+## miscompile are installed to see them fail. Executions are kept in build/ptx: those of unchanged kernels are not run again
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
-	$(PYTEST) -v -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
+	PTXSIM_KEPT=$(abspath build/ptx) $(PYTEST) -v -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
 
 ## [45 min] does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
 ## checkout; MUTANTS="layer_ops H3" runs those with a part of this name or file

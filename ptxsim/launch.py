@@ -9,6 +9,7 @@ Triton specialises a kernel by its arguments as it does on a GPU. ptxas is left 
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget  # type: ignore[import-untyped]
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
-from ptxsim.machine import Machine
+from ptxsim import machine, transfers
+from ptxsim.kept import FOLDER, Ended, kept, key_of
 from ptxsim.memory import FAR, GlobalMemory, Placed
 from ptxsim.program import execute, prepare
 
@@ -80,7 +82,7 @@ def executed_as_ptx(
             ptx = edit(kernel.__name__, compiled.asm["ptx"]) if edit else compiled.asm["ptx"]
             shape = grid(given) if callable(grid) else tuple(grid)
             values = {name: given[name] for name in names}
-            machine = _launch(
+            ended = _launch(
                 ptx,
                 shape,
                 values,
@@ -91,9 +93,8 @@ def executed_as_ptx(
                 dependent=compiled.metadata.launch_pdl,
                 sparse=sparse or {},
             )
-            cycles = None if machine.clock is None else machine.clock.cycles
             dependent = compiled.metadata.launch_pdl
-            launches.append(Launch(kernel.__name__, ptx, machine.counts, machine.executed, cycles, dependent))
+            launches.append(Launch(kernel.__name__, ptx, ended.counts, ended.executed, ended.cycles, dependent))
         return compiled
 
     target = GPUTarget("cuda", capability, 32)
@@ -102,7 +103,7 @@ def executed_as_ptx(
         get_current_stream=lambda device: 0,
         get_current_device=lambda: capability,  # Triton keeps what it compiled by device
     )
-    with triton.knobs.runtime.scope():
+    with triton.knobs.runtime.scope(), _results_begin_as_nan():
         triton.knobs.runtime.add_stages_inspection_hook = _without_ptxas
         JITFunction.run = run
         triton.runtime.driver.set_active(fake)
@@ -110,6 +111,17 @@ def executed_as_ptx(
             yield launches
         finally:
             JITFunction.run, triton.runtime.driver._active = original, active
+
+
+@contextmanager
+def _results_begin_as_nan() -> Iterator[None]:
+    """Memory that is only allocated has one content: NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # `torch.utils.deterministic.fill_uninitialized_memory`
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _flat(given: dict[str, Any]) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def _launch(
     timed: bool,
     dependent: bool,
     sparse: Sparse,
-) -> Machine:
+) -> Ended:
     regions = _regions({name: value for name, value in values.items() if isinstance(value, Tensor)})
     parts = [
         (region, number * FAR + region.start % 256 if region.storage in sparse else None, *part)
@@ -156,21 +168,35 @@ def _launch(
         for part in region.parts(sparse)
     ]
     placed = [region.placed(written, first, stop, far) for region, far, first, stop in parts]
-    placed += [
-        Placed(name, np.frombuffer(data, np.uint8), False) for name, data in prepare(ptx).kernel.constants.items()
-    ]
-    memory = GlobalMemory(placed)
-    addresses = {
-        name: memory.address(number) - first + tensor.data_ptr() - region.start
+    offsets = {
+        name: (number, tensor.data_ptr() - region.start - first)
         for number, (region, _, first, _) in enumerate(parts)
         for name, tensor in region.tensors.items()
     }
-    arguments = [addresses[name] if name in addresses else int(value) for name, value in values.items()]
-    arguments += [0, 0]  # scratch memory, never touched
-    machine = execute(ptx, grid, arguments, memory, shared, limit, timed=timed, dependent=dependent)
-    for number, (region, _, first, stop) in enumerate(parts):
-        region.bytes()[first:stop] = memory.data(number)
-    return machine
+    arguments = {name: offsets[name] if name in offsets else int(value) for name, value in values.items()}
+
+    def run() -> Ended:
+        constants = prepare(ptx).kernel.constants.items()
+        memory = GlobalMemory(
+            [*placed, *(Placed(name, np.frombuffer(data, np.uint8), False) for name, data in constants)]
+        )
+        words = [
+            memory.address(value[0]) + value[1] if isinstance(value, tuple) else value for value in arguments.values()
+        ]
+        words += [0, 0]  # scratch memory, never touched
+        ran = execute(ptx, grid, words, memory, shared, limit, timed=timed, dependent=dependent)
+        cycles = None if ran.clock is None else ran.clock.cycles
+        return Ended([memory.data(number) for number in range(len(parts))], ran.counts, ran.executed, cycles)
+
+    writable = [bool(np.any(tensor.writable)) for tensor in placed]
+    if os.environ.get(FOLDER) and not (timed or sparse or machine.CHOOSE or transfers.TURN != 1):
+        ended = kept(key_of(ptx, placed, grid, arguments, shared, limit, dependent), run, writable)
+    else:
+        ended = run()
+    for (region, _, first, stop), data, one in zip(parts, ended.memory, writable, strict=True):
+        if one:
+            region.bytes()[first:stop] = data
+    return ended
 
 
 @dataclass
@@ -185,6 +211,11 @@ class _Region:
     def storage(self) -> int:
         """Its address."""
         return next(iter(self.tensors.values())).untyped_storage().data_ptr()
+
+    @property
+    def shift(self) -> int:
+        """Its address modulo 256 on a GPU, where storages begin at multiples of it; Triton saw the host's modulo 16."""
+        return (self.start - self.storage + self.storage % 16) % 256
 
     def parts(self, sparse: Sparse) -> list[tuple[int, int]]:
         """First byte and the first behind, of what exists."""
@@ -205,7 +236,7 @@ class _Region:
             self._numbers(tensor, used)
             if name in written:
                 self._numbers(tensor, writable)
-        return Placed(" ".join(self.tensors), self.bytes().copy(), writable, self.start % 256, used)
+        return Placed(" ".join(self.tensors), self.bytes().copy(), writable, self.shift, used)
 
     def bytes(self) -> Any:
         """As a NumPy array of the same memory."""
@@ -233,4 +264,4 @@ def _regions(tensors: dict[str, Tensor]) -> list[_Region]:
             found[-1].tensors[name] = tensor
         else:
             found.append(_Region(start, stop, {name: tensor}))
-    return found
+    return sorted(found, key=lambda region: min(map([*tensors].index, region.tensors)))  # not as the host has them
