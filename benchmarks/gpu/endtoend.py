@@ -42,6 +42,8 @@ PROVEN = (("off", 1), ("chain", 8), ("ddtree", 64), ("d2sd", 64), ("hybrid", 64)
 #: In flight -> prompts, of 64.
 FLIGHTS = {1: 16, 2: 32, 4: 32, 8: 64, 16: 64, 32: 64}
 PROMPTS, TOKENS = 64, 128
+#: The prompts of a dry run, which needs no sets.
+DRY = ["The capital of France is", "def fibonacci(n):", "Once upon a time", "Water boils at"]
 #: The same of transformers, which takes longer.
 _PEERS = {1: 8, 8: 32, 32: 64}
 #: fp32: prompts, tokens and requests in flight.
@@ -130,7 +132,7 @@ def build(out: Path, until: float, note: Note, *, collect: bool = False) -> dict
         found[precision] = process.wait(timeout=max(1.0, until - time.time()))
     if any(found.values()):
         raise RuntimeError(f"a build failed: {found}; see build-*.log")
-    sets = prompts(4 if collect else PROMPTS)
+    sets = DRY if collect else prompts(PROMPTS)
     (out / "requests.json").write_text(json.dumps(encoded(out / "bundle-bf16", sets)))
     return {"build_s": time.time() - begun, "prompts": len(sets)}
 
@@ -195,6 +197,8 @@ def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dic
             most = _PEER if name == "transformers" else _READY
             ready[name] = child.hear(max(1.0, begun + most - time.time()))
         note(ready=ready, ready_s=time.time() - begun)
+        if collect and any("error" in one for one in ready.values()):
+            raise RuntimeError(f"a worker did not start: {ready}")
         with turn(alone=True) as waited:
             note(waited_s=waited)
             gaps = _rounds(children, ready, rows, min(until, time.time() + _ROUNDS), note, collect=collect)
