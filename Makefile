@@ -84,8 +84,9 @@ verify: .venv/demo
 
 ## [30 min] kernels, engines and tests on a GPU, in five calls; CALL=1 is the first of them alone.
 ## benchmarks/gpu_pack.sh packs what a machine without an index lacks. DRY=1 runs all but the launches, without a GPU, in
-## the environment of the tests
+## the environment of the tests, from the beginning
 gpu-suite: $(if $(DRY),.venv/dev)
+	$(if $(DRY),$(if $(CALL),,rm -rf build/gpu/dry))
 	$(if $(DRY),PYTHON=$(abspath $(BIN))/python) sh benchmarks/gpu_suite.sh $(if $(DRY),--dry) $(if $(CALL),--call $(CALL))
 
 ## [1 h] compile the Triton kernels for every architecture as they are served, without a GPU; checks resources, and in the
