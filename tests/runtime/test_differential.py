@@ -40,6 +40,12 @@ def test_a_rejected_token_that_is_broken_ends_no_answer(monkeypatch: pytest.Monk
     assert not differing(range(6_000_205, 6_000_206))
 
 
+def test_rounding_may_decide_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens 5e-7 from each other, of which the filters keep one."""
+    monkeypatch.setattr(library, "available", lambda: False)
+    assert not differing(range(2050, 2051))
+
+
 def _filters_of_all(scaled: Tensor, sampling: Sampling) -> Tensor:
     """min-p of the whole batch for each of its rows."""
     least = scaled.amax(-1, keepdim=True) + sampling.min_p.max().log()
@@ -52,8 +58,13 @@ def _select_nothing(self: TokenBias, rows: Tensor) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["filters", "bias", "not finite"])
-def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("fault", "compiled"),
+    [("filters", True), ("filters", False), ("bias", True), ("bias", False), ("not finite", True)],
+)
+def test_a_fault_is_found(fault: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not compiled:
+        monkeypatch.setattr(library, "available", lambda: False)
     if fault == "filters":
         monkeypatch.setattr("d2sd.plugins.choice.reference.apply_filters", _filters_of_all)
     elif fault == "bias":
