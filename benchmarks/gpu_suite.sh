@@ -34,6 +34,7 @@ if [ -d "$weights" ]; then
     cp -r "$weights/models" "$weights/data" "$tree/"
     export D2SD_CACHE="${D2SD_CACHE:-$weights/cache}"
 fi
+[ ! -d "$KEEP/flex/unpacked" ] || cp -r "$KEEP/flex/unpacked/models" "$tree/"
 if [ -d "$compiled" ]; then
     PYTHONPATH="$tree" $PYTHON -m benchmarks.gpu.compiled relocate "$compiled"
     export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$compiled}"

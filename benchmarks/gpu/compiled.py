@@ -1,6 +1,6 @@
 """Fills a cache of Triton for a GPU machine, without a GPU: compilers take half of the first minutes there.
 
-    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide]]  # here, on meta tensors
+    python -m benchmarks.gpu.compiled CACHE --key KEY [--bundle BUNDLE [--wide | --exact]]  # here, on meta tensors
     python -m benchmarks.gpu.compiled CACHE --key KEY --training TARGET  # the bundle in a training's work folder
     python -m benchmarks.gpu.compiled key                # by the Triton and the Python of that machine: its KEY
     python -m benchmarks.gpu.compiled relocate CACHE     # there: entries name their files by whole paths
@@ -114,15 +114,17 @@ def fill_products(key: str, seen: Counter[str]) -> None:
                             form.call(x, each)
 
 
-def fill_engines(key: str, folder: Path) -> None:
+def fill_engines(key: str, folder: Path, *, exact: bool) -> None:
     """Compile what engines of this bundle run for prompts and for greedy and sampled steps, up to 32 requests."""
-    from benchmarks.gpu.endtoend import METHODS
-    from benchmarks.gpu.endtoend_worker import Worker
+    from benchmarks.gpu.endtoend import FLEX, METHODS
+    from benchmarks.gpu.endtoend_worker import Worker, in_mode
     from d2sd.bundle.load import load_bundle
+    from d2sd.policies import DrafterRole
 
-    bundle = load_bundle(folder, verify=False)
-    names = [named for named in METHODS if not named[0].startswith("auto")]
-    if bundle.recipe.precision == "bf16":
+    bundle = in_mode(load_bundle(folder, verify=False), exact=exact)
+    with_flex = DrafterRole.FLEX in bundle.drafters
+    names = [named for named in (FLEX if with_flex else METHODS) if not named[0].startswith("auto")]
+    if bundle.recipe.precision == "bf16" and not with_flex:
         names += [named for named in METHODS if named[0] == "auto+lookup"]
     with _on_meta(key):
         for method, nodes in names:
@@ -134,14 +136,14 @@ def fill_wide(key: str, folder: Path) -> None:
     """Compile what engines of this bundle, widened, run for prompts and for greedy steps."""
     from benchmarks.gpu.endtoend_worker import Worker
     from benchmarks.gpu.wide import SIZES
-    from benchmarks.gpu.wide_speeds import FLIGHTS, METHODS, bundles
+    from benchmarks.gpu.wide_speeds import METHODS, bundles, flights_of
 
     with _on_meta(key):
         for name, size in SIZES.items():
             made = bundles(folder, size, "meta")
             for kind, method, nodes in METHODS[name]:
                 print(f"{name} {kind} {method} {nodes}", file=sys.stderr)
-                _fill(made[kind], Worker.engine_of, method, nodes, max(FLIGHTS[name]), sampled=False)
+                _fill(made[kind], Worker.engine_of, method, nodes, max(flights_of(name, method)), sampled=False)
 
 
 @contextmanager
@@ -224,6 +226,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--key", required=True)
     parser.add_argument("--bundle", type=Path, help="compile for engines of this bundle")
     parser.add_argument("--wide", action="store_true", help="and of sizes that it is widened to")
+    parser.add_argument("--exact", action="store_true", help="with batch-invariant steps")
     parser.add_argument("--training", type=Path, help="compile for a training with the target in this bundle")
     parser.add_argument("--only", default="", help="budgets whose names begin so")
     chosen = parser.parse_args(arguments)
@@ -233,7 +236,7 @@ def main(arguments: list[str]) -> None:
     elif chosen.bundle and chosen.wide:
         fill_wide(chosen.key, chosen.bundle)
     elif chosen.bundle:
-        fill_engines(chosen.key, chosen.bundle)
+        fill_engines(chosen.key, chosen.bundle, exact=chosen.exact)
     else:
         fill_budgets(chosen.key, chosen.only)
         fill_products(chosen.key, Counter())

@@ -25,7 +25,13 @@ from benchmarks.gpu.brought import VARIABLE
 from benchmarks.gpu.cases import Case, Note, Skip
 from benchmarks.gpu.turns import turn
 
-RECIPE, SETS = "smollm2-135m", ("gsm8k", "humaneval", "mbpp", "mt_bench")
+SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
+#: Bundle -> recipe and what is set in it.
+BUNDLES = {
+    "bf16": ("smollm2-135m", "precision=bf16"),
+    "fp32": ("smollm2-135m", "precision=fp32"),
+    "flex": ("smollm2-135m-flex", "precision=bf16"),
+}
 #: Method and nodes; plain decoding is what the others are compared with.
 METHODS = (
     ("off", 1),
@@ -37,8 +43,12 @@ METHODS = (
     ("hybrid+lookup", 64),
     ("auto+lookup", 64),
 )
-#: In fp32, where answers are equal or wrong.
 PROVEN = (("off", 1), ("chain", 8), ("ddtree", 64), ("d2sd", 64), ("hybrid", 64), ("reanchor", 64), ("auto+lookup", 64))
+FLEX = (("off", 1), ("flex", 8), ("flex_tree", 64))
+#: What is timed, by name: a bundle and its policies.
+SPEEDS = {"bf16": ("bf16", METHODS), "flexdraft": ("flex", FLEX)}
+#: Where answers are equal or wrong: a bundle, its policies, and whether its steps are batch-invariant.
+PROOFS = {"fp32": ("fp32", PROVEN, False), "exact": ("bf16", PROVEN, True), "flexdraft": ("flex", FLEX, True)}
 #: In flight -> prompts, of 64.
 FLIGHTS = {1: 16, 2: 32, 4: 32, 8: 64, 16: 64, 32: 64}
 PROMPTS, TOKENS = 64, 128
@@ -49,23 +59,33 @@ _PEERS = {1: 8, 8: 32, 32: 64}
 #: fp32: prompts, tokens and requests in flight.
 PROOF, PROOF_TOKENS, PROOF_FLIGHT = 48, 64, 8
 #: Most seconds until a worker is ready, or has served.
-_READY, _SERVED = 200.0, 90.0
+_READY, _SERVED = 150.0, 90.0
 #: Seconds that transformers may need, and of all rounds.
 _PEER, _ROUNDS = 110.0, 100.0
 
 
 def cases(out: Path, until: float) -> Iterator[Case]:
-    yield "endtoend/bf16", partial(speeds, out, until)
+    yield "endtoend/bf16", partial(speeds, "bf16", out, until)
 
 
 def proof_cases(out: Path, until: float) -> Iterator[Case]:
     """They time nothing."""
-    yield "proof/fp32", partial(proof, out, until)
+    yield "proof/fp32", partial(proof, "fp32", out, until)
+
+
+def exact_cases(out: Path, until: float) -> Iterator[Case]:
+    """Answers of batch-invariant steps in bf16."""
+    yield "proof/exact", partial(proof, "exact", out, until)
+
+
+def flexdraft_cases(out: Path, until: float) -> Iterator[Case]:
+    yield "proof/flexdraft", partial(proof, "flexdraft", out, until)
+    yield "endtoend/flexdraft", partial(speeds, "flexdraft", out, until)
 
 
 def bundle_cases(out: Path, until: float) -> Iterator[Case]:
     """They need no GPU, and may be built while it is busy."""
-    yield "bundles/both", partial(build, out, until)
+    yield "bundles/all", partial(build, out, until)
 
 
 class Child:
@@ -114,27 +134,29 @@ class Child:
 
 
 def build(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
-    """Both bundles side by side, and the token ids of the prompts."""
+    """All bundles side by side, and the token ids of the prompts."""
     begun, found = time.time(), {}
-    command = [sys.executable, "-c", "from d2sd.cli.main import main; main()", "build", f"recipes/{RECIPE}.yaml"]
-    command += ["--set", "limits.prefill_chunk=512", "--set", "limits.max_batch=32"]
+    command = [sys.executable, "-c", "from d2sd.cli.main import main; main()", "build"]
+    more = ["--set", "limits.prefill_chunk=512", "--set", "limits.max_batch=32"]
     # The GPU answers more below: on 16 slow cores, checks of 4 answers took both builds more than two minutes.
-    command += ["--set", "checks.count=1", "--set", "checks.tokens=2", "--set", "checks.fit=warn"]
+    more += ["--set", "checks.count=1", "--set", "checks.tokens=2", "--set", "checks.fit=warn"]
     few = os.environ | {"OMP_NUM_THREADS": "4"}
     running = {}
-    for precision in ("bf16", "fp32"):
-        folder = out / f"bundle-{precision}"
+    for name, (recipe, setting) in BUNDLES.items():
+        folder = out / f"bundle-{name}"
         if not (folder / "manifest.json").exists():
-            log = (out / f"build-{precision}.log").open("w")
-            more = ["--set", f"precision={precision}", "--out", str(folder)]
-            running[precision] = subprocess.Popen([*command, *more], stdout=log, stderr=subprocess.STDOUT, env=few)
-    for precision, process in running.items():
-        found[precision] = process.wait(timeout=max(1.0, until - time.time()))
+            log = (out / f"build-{name}.log").open("w")
+            given = [*command, f"recipes/{recipe}.yaml", *more, "--set", setting, "--out", str(folder)]
+            running[name] = subprocess.Popen(given, stdout=log, stderr=subprocess.STDOUT, env=few)
+    for name, process in running.items():
+        found[name] = process.wait(timeout=max(1.0, until - time.time()))
+        if name == "bf16" and not found[name]:
+            sets = DRY if collect else prompts(PROMPTS)
+            (out / "requests.json").write_text(json.dumps(encoded(out / "bundle-bf16", sets)))
+    note(build_s=time.time() - begun)
     if any(found.values()):
         raise RuntimeError(f"a build failed: {found}; see build-*.log")
-    sets = DRY if collect else prompts(PROMPTS)
-    (out / "requests.json").write_text(json.dumps(encoded(out / "bundle-bf16", sets)))
-    return {"build_s": time.time() - begun, "prompts": len(sets)}
+    return {}
 
 
 def prompts(count: int) -> list[str]:
@@ -158,20 +180,21 @@ def encoded(bundle: Path, texts: Sequence[str]) -> dict[str, Any]:
     return {"ids": [list(one.prompt) for one in requests], "stop": sorted(loaded.stop_token_ids)}
 
 
-def started(out: Path, methods: Sequence[tuple[str, int]], precision: str, *, collect: bool) -> dict[str, Child]:
-    """A worker for each method, all of them compiling, by name."""
+def started(
+    out: Path, bundle: str, methods: Sequence[tuple[str, int]], *, collect: bool, **more: bool
+) -> dict[str, Child]:
+    """A worker for each method, all of them compiling, by name; `more` of what `endtoend_worker` reads."""
     given: dict[str, Any] = {
-        "bundle": str(out / f"bundle-{precision}"),
+        "bundle": str(out / f"bundle-{bundle}"),
         "requests": str(out / "requests.json"),
         "device": "cpu" if collect else "cuda",
         "most": 2 if collect else max(FLIGHTS),
-        "sampled": precision == "fp32",
     }
     found = {}
     for method, nodes in methods:
-        name = named(method, nodes)
-        log = out / f"worker-{precision}-{name.replace(' ', '-')}.log"
-        found[name] = Child("endtoend_worker", given | {"method": method, "nodes": nodes}, log)
+        name, kind = named(method, nodes), "-exact" if more["exact"] else ""
+        log = out / f"worker-{bundle}{kind}-{name.replace(' ', '-')}.log"
+        found[name] = Child("endtoend_worker", given | more | {"method": method, "nodes": nodes}, log)
     return found
 
 
@@ -180,23 +203,24 @@ def named(method: str, nodes: int) -> str:
     return f"{method} {nodes}" if nodes > 8 else method
 
 
-def speeds(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+def speeds(kind: str, out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
     """Tokens a second in bf16, by method and requests in flight; all rounds, and the milliseconds of steps."""
-    methods: Sequence[tuple[str, int]] = METHODS
+    bundle, methods = SPEEDS[kind]
     if collect:
-        methods = (("off", 1), ("hybrid", 16))
-    children = started(out, methods, "bf16", collect=collect)
-    if not collect:
-        given = {"bundle": str(out / "bundle-bf16"), "requests": str(out / "requests.json"), "device": "cuda"}
-        children["transformers"] = Child("endtoend_peer", given, out / "worker-transformers.log", own_triton=True)
+        methods = (methods[0], methods[-1])
+    children: dict[str, Child] = {}
     rows: dict[str, Any] = {}
     try:
-        begun = time.time()
-        ready = {}
-        for name, child in children.items():
-            most = _PEER if name == "transformers" else _READY
-            ready[name] = child.hear(max(1.0, begun + most - time.time()))
-        note(ready=ready, ready_s=time.time() - begun)
+        with turn(alone=False):
+            begun, ready = time.time(), {}
+            children |= started(out, bundle, methods, collect=collect, sampled=False, exact=False)
+            if kind == "bf16" and not collect:
+                given = {"bundle": str(out / "bundle-bf16"), "requests": str(out / "requests.json"), "device": "cuda"}
+                children["transformers"] = Child("endtoend_peer", given, out / "worker-peer.log", own_triton=True)
+            for name, child in children.items():
+                most = _PEER if name == "transformers" else _READY
+                ready[name] = child.hear(max(1.0, begun + most - time.time()))
+            note(ready=ready, ready_s=time.time() - begun)
         if collect and any("error" in one for one in ready.values()):
             raise RuntimeError(f"a worker did not start: {ready}")
         with turn(alone=True) as waited:
@@ -271,32 +295,25 @@ def _first(answer: Sequence[int], expected: Sequence[int]) -> int | None:
     return next((place for place, (a, b) in enumerate(both) if a != b), min(len(answer), len(expected)))
 
 
-def proof(out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
-    """Answers in fp32 that differ from plain decoding's, at T = 0 and T = 1; raises where one does."""
-    methods: Sequence[tuple[str, int]] = PROVEN
+def proof(kind: str, out: Path, until: float, note: Note, *, collect: bool = False) -> dict[str, Any]:
+    """Answers that differ from plain decoding's of one request, at T = 0 and T = 1; raises where one does."""
+    bundle, methods, exact = PROOFS[kind]
     count, tokens = PROOF, PROOF_TOKENS
     found: dict[str, Any] = {"compared": 0, "different": {}, "errors": {}}
     if collect:
-        methods, count, tokens = (("off", 1), ("hybrid", 64)), 2, 6
+        methods, count, tokens = (methods[0], methods[-1]), 2, 6
     with turn(alone=False):
-        _compare(out, methods, count, tokens, found, note, collect=collect)
+        children = started(out, bundle, methods, collect=collect, sampled=True, exact=exact)
+        _compare(children, count, tokens, found, note, collect=collect)
     if found["different"]:
         raise RuntimeError(f"answers differ: {found['different']}")
     return found
 
 
 def _compare(
-    out: Path,
-    methods: Sequence[tuple[str, int]],
-    count: int,
-    tokens: int,
-    found: dict[str, Any],
-    note: Note,
-    *,
-    collect: bool,
+    children: dict[str, Child], count: int, tokens: int, found: dict[str, Any], note: Note, *, collect: bool
 ) -> None:
     """Fill `found` with what differs, at T = 0 and T = 1."""
-    children = started(out, methods, "fp32", collect=collect)
     try:
         begun = time.time()
         for name, child in children.items():

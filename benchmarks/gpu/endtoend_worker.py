@@ -38,13 +38,19 @@ from d2sd.runtime.warm_up import warm_up
 _CONTEXT = 256
 
 
+def in_mode(bundle: Bundle, *, exact: bool) -> Bundle:
+    """The bundle with batch-invariant steps, or without."""
+    recipe = bundle.recipe.model_copy(update={"exact": exact})
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
+
+
 class Worker:
     """An engine and the requests that it can be asked for."""
 
     def __init__(self, given: dict[str, Any], bundle: Bundle | None = None) -> None:
         self.given, self.began = given, time.perf_counter()
         self.prompts = json.loads(Path(given["requests"]).read_text())
-        self.bundle = bundle or load_bundle(Path(given["bundle"]), verify=False)
+        self.bundle = bundle or in_mode(load_bundle(Path(given["bundle"]), verify=False), exact=given["exact"])
         self.compiled = 0
         most = given["most"]
         self.engine = self.engine_of(self.bundle, given["method"], given["nodes"], given["device"], most)

@@ -22,7 +22,9 @@ from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
 
 PLAIN = "off"
-KINDS = ("bf16", "mixed", "fp8")
+KINDS = {"bf16": "The real pair", "flexdraft": "FlexDraft"}
+#: Of a widened pair.
+_DRAFTERS = {"bf16": "bf16", "mixed": "FP8", "mixed-16": "FP8 in blocks of 16"}
 #: Stages of the host, in the order of a step; the rest of a step's time is the choice, packing and reading.
 STAGES = ("prefill", "decode", "retire")
 
@@ -35,9 +37,9 @@ def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
         "",
         f"{told}; commit {environment['commit']}.",
     ]
-    for kind in KINDS:
+    for kind, pair_of in KINDS.items():
         if methods := rows.get(f"endtoend/{kind}", {}).get("methods"):
-            lines += ["", f"## The real pair in {kind}: tokens a second, and times plain decoding's", "", pair(methods)]
+            lines += ["", f"## {pair_of} in bf16: tokens a second, and times plain decoding's", "", pair(methods)]
             lines += [
                 "",
                 "Milliseconds of the host a step: " + ", ".join(STAGES) + ", and all else.",
@@ -93,7 +95,7 @@ def wide(methods: dict[str, Any]) -> str:
     lines = []
     for name in found:
         kind, _, method = name.partition(" ")
-        lines.append((f"{_policy(method)}, {'FP8' if kind == 'mixed' else kind}", *cells(name)))
+        lines.append((f"{_policy(method)}, {_DRAFTERS[kind]}", *cells(name)))
     return line_table(["policy, drafters", *map(str, sizes)], lines)
 
 

@@ -67,9 +67,12 @@ PARTS = {
     "ceilings": Part(1, 40, kernels=False, launches=False),
     "budgets": Part(1, 400, launches=False),  # its lists of products launch nothing
     "bundles": Part(2, 200, kernels=False, launches=False),
-    "endtoend": Part(2, 450, launches=False),  # its processes launch them
-    "proof": Part(2, 450, launches=False),  # the same
-    "wide": Part(2, 450, launches=False),  # dry, on a CPU, none
+    "endtoend": Part(2, 550, launches=False),  # its processes launch them
+    "proof": Part(2, 550, launches=False),  # the same
+    "proof_exact": Part(2, 550, launches=False),
+    "flexdraft": Part(2, 550, launches=False),
+    "wide_8b": Part(2, 550, launches=False),  # dry, on a CPU, none
+    "wide_32b": Part(2, 550, launches=False),  # the same
     "checks": Part(3, 110, timed=False),
     "replay": Part(3, 40, timed=False),
     "layers": Part(3, 90, timed=False),
@@ -89,12 +92,15 @@ PARTS = {
 }
 CALLS = (1, 2, 3, 4, 5)
 #: Parts that run, or report why not, without a CUDA device.
-ANYWHERE = ("probe",)
+ANYWHERE = ("probe", "bundles")
 #: What other modules than those of their names have.
 ELSEWHERE = {
     "bundles": ("endtoend", "bundle_cases"),
     "proof": ("endtoend", "proof_cases"),
-    "wide": ("wide_speeds", "cases"),
+    "proof_exact": ("endtoend", "exact_cases"),
+    "flexdraft": ("endtoend", "flexdraft_cases"),
+    "wide_8b": ("wide_speeds", "cases_8b"),
+    "wide_32b": ("wide_speeds", "cases_32b"),
     "checks": ("kernels", "check_cases"),
     "times": ("kernels", "time_cases"),
     "flex": ("kernels", "flex_cases"),
@@ -188,7 +194,8 @@ def cases_of(part: str, out: Path, engines: Path, until: float) -> Iterable[Case
     module, name = ELSEWHERE.get(part, (part, "cases"))
     make = getattr(importlib.import_module(f"benchmarks.gpu.{module}"), name)
     given: dict[str, tuple[Any, ...]] = {"probe": (engines,)}
-    given |= dict.fromkeys(("pytest", "training", "bundles", "endtoend", "proof", "wide"), (out, until))
+    served = [name for name, one in PARTS.items() if one.call == 2]
+    given |= dict.fromkeys(("pytest", "training", *served), (out, until))
     return make(*given.get(part, ()))  # type: ignore[no-any-return]
 
 

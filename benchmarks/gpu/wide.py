@@ -52,17 +52,28 @@ class Size:
 SIZES = {"8b": Size(4096, 12288, 64, 16, 36, 5), "32b": Size(5120, 25600, 128, 16, 64, 5)}
 
 
-def widened(bundle: Bundle, size: Size, device: str, target: Decoder | None = None) -> Bundle:
-    """The bundle with models of this size on `device`; `target` is one that was widened before."""
+def widened(
+    bundle: Bundle, size: Size, device: str, target: Decoder | None = None, block_size: int | None = None
+) -> Bundle:
+    """The bundle with models of this size on `device`; `target` is one that was widened before. With another
+    `block_size` than they were trained for, drafters are used without their calibration, which is of their slots.
+    """
     small = bundle.target
     drafters: dict[DrafterRole, DraftModel] = {}
     with torch.no_grad():
         if target is None:
             target = _target(small, size, device)
         for role, drafter in bundle.drafters.items():
-            drafters[role] = _drafter(cast("Drafter", drafter), target, size, device)
+            drafters[role] = _drafter(cast("Drafter", drafter), target, size, device, block_size)
             kind_of(role).attach(drafters[role], target)
-    return replace(bundle, target=target, drafters=drafters)
+    large = replace(bundle, target=target, drafters=drafters)
+    return large if block_size is None else _in_blocks(large, block_size)
+
+
+def _in_blocks(bundle: Bundle, block_size: int) -> Bundle:
+    recipe = bundle.manifest.recipe
+    recipe = recipe.model_copy(update={"tree": recipe.tree.model_copy(update={"block_size": block_size})})
+    return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}), calibration=None)
 
 
 def _target(small: Decoder, size: Size, device: str) -> Decoder:
@@ -76,9 +87,14 @@ def _target(small: Decoder, size: Size, device: str) -> Decoder:
     return large
 
 
-def _drafter(small: Drafter, target: Decoder, size: Size, device: str) -> Drafter:
+def _drafter(small: Drafter, target: Decoder, size: Size, device: str, block_size: int | None) -> Drafter:
     body = _body(small.config.body, size, size.drafter_layers)
-    config = replace(small.config, body=body, num_target_layers=target.config.body.num_layers)
+    config = replace(
+        small.config,
+        body=body,
+        num_target_layers=target.config.body.num_layers,
+        block_size=block_size or small.config.block_size,
+    )
     large = _empty(lambda: Drafter(config), small.norm.weight.dtype, device)
     _fill(small, large, _Places(small.config.body, body))
     setattr(large, IN_FP8, small.in_fp8)
