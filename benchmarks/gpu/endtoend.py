@@ -75,12 +75,12 @@ def proof_cases(out: Path, until: float) -> Iterator[Case]:
 
 def exact_cases(out: Path, until: float) -> Iterator[Case]:
     """Answers of batch-invariant steps in bf16."""
-    yield "proof/exact", partial(proof, "exact", out, until)
+    yield "proof_exact/bf16", partial(proof, "exact", out, until)
 
 
 def flexdraft_cases(out: Path, until: float) -> Iterator[Case]:
-    yield "proof/flexdraft", partial(proof, "flexdraft", out, until)
-    yield "endtoend/flexdraft", partial(speeds, "flexdraft", out, until)
+    yield "flexdraft/proof", partial(proof, "flexdraft", out, until)
+    yield "flexdraft/bf16", partial(speeds, "flexdraft", out, until)
 
 
 def bundle_cases(out: Path, until: float) -> Iterator[Case]:

@@ -22,7 +22,7 @@ from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
 
 PLAIN = "off"
-KINDS = {"bf16": "The real pair", "flexdraft": "FlexDraft"}
+PAIRS = {"endtoend": "The real pair", "flexdraft": "FlexDraft"}
 #: Of a widened pair.
 _DRAFTERS = {"bf16": "bf16", "mixed": "FP8", "mixed-16": "FP8 in blocks of 16"}
 #: Stages of the host, in the order of a step; the rest of a step's time is the choice, packing and reading.
@@ -37,8 +37,8 @@ def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
         "",
         f"{told}; commit {environment['commit']}.",
     ]
-    for kind, pair_of in KINDS.items():
-        if methods := rows.get(f"endtoend/{kind}", {}).get("methods"):
+    for part, pair_of in PAIRS.items():
+        if methods := rows.get(f"{part}/bf16", {}).get("methods"):
             lines += ["", f"## {pair_of} in bf16: tokens a second, and times plain decoding's", "", pair(methods)]
             lines += [
                 "",
@@ -47,8 +47,13 @@ def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
                 host(methods),
             ]
     for key, row in rows.items():
-        if key.startswith("wide/") and row.get("methods"):
-            lines += ["", f"## The pair widened to {key.removeprefix('wide/').upper()}", "", wide(row["methods"])]
+        if key.startswith("wide_") and row.get("methods"):
+            lines += [
+                "",
+                f"## The pair widened to {key.partition('/')[0].removeprefix('wide_').upper()}",
+                "",
+                wide(row["methods"]),
+            ]
     if steps := {key: row for key, row in rows.items() if key.startswith("budgets/") and "graph_ms" in row}:
         lines += ["", "## Captured steps: milliseconds by requests in flight, in brackets what was predicted"]
         lines += ["", budgets(steps, environment["device"])]

@@ -77,7 +77,7 @@ def cases(name: str) -> Callable[[Path, float], Iterator[Case]]:
     """The cases of one size."""
 
     def of_size(out: Path, until: float) -> Iterator[Case]:
-        yield f"wide/{name}", partial(speeds, name, out, until)
+        yield f"wide_{name}/mixed", partial(speeds, name, out, until)
 
     return of_size
 
