@@ -48,12 +48,8 @@ def render(environment: dict[str, Any], rows: dict[str, Row]) -> str:
             ]
     for key, row in rows.items():
         if key.startswith("wide_") and row.get("methods"):
-            lines += [
-                "",
-                f"## The pair widened to {key.partition('/')[0].removeprefix('wide_').upper()}",
-                "",
-                wide(row["methods"]),
-            ]
+            size = key.partition("/")[0].removeprefix("wide_").upper()
+            lines += ["", f"## The pair widened to {size}", "", wide(row["methods"])]
     if steps := {key: row for key, row in rows.items() if key.startswith("budgets/") and "graph_ms" in row}:
         lines += ["", "## Captured steps: milliseconds by requests in flight, in brackets what was predicted"]
         lines += ["", budgets(steps, environment["device"])]

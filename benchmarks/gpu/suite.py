@@ -92,7 +92,7 @@ PARTS = {
 }
 CALLS = (1, 2, 3, 4, 5)
 #: Parts that run, or report why not, without a CUDA device.
-ANYWHERE = ("probe", "bundles")
+ANYWHERE = ("probe",)
 #: What other modules than those of their names have.
 ELSEWHERE = {
     "bundles": ("endtoend", "bundle_cases"),
