@@ -159,12 +159,12 @@ class Decoder(TargetModel):
         return [everywhere if window is None else local for window in body.windows]
 
     def full_pass(self, tokens: Tensor, aux_layer_ids: tuple[int, ...] = ()) -> DecoderOutput:
-        """One causal pass over tokens [B, T] from position 0, without pages."""
+        """One causal pass over tokens [B, T] from position 0, which reads no pages."""
         batch, weight = len(tokens), self.embed_tokens.weight
         no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
         if self.config.body.delta is not None:
             return self._full_chunks(tokens, no_context, aux_layer_ids)
-        rows = Rows.chain(tokens.shape[1], no_context[:, None][:, :0], no_context)
+        rows = Rows.chain(tokens.shape[1], no_context[:, None], no_context)
         empty = KVPool(self.config.body, 1, 1, weight.dtype, str(weight.device))
         out: DecoderOutput = self(tokens, rows, empty, aux_layer_ids)
         return out

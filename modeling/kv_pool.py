@@ -38,7 +38,7 @@ class Rows:
 
     placed: Tensor | Behind  # [B, T] int64, absolute position of each row: in a tree, context length + depth
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
-    page_table: Tensor  # [B, M] int64
+    page_table: Tensor  # [B, M] int64, M at least 1: kernels read ids of pages ahead, where no token is committed too
     context_len: Tensor  # [B] int64, committed tokens
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     windowed_table: Tensor | None = None  # [B, M] int64

@@ -122,6 +122,7 @@ def _launch(
     k_pages, page_table = context.k_pages, context.page_table
     assert k_pages.is_contiguous()
     assert context.v_pages.is_contiguous()
+    assert page_table.shape[1], "the first id of a page is read where there is no context, too"
     tile = attention_tile(size, q.element_size(), current_capability(), fp8=context.fp8, bounded=bounds is not None)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     partial, lse = out, None

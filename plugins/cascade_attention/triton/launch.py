@@ -159,6 +159,7 @@ def launch(
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
     assert k_pages.is_contiguous(), "`contiguous` would copy the whole pool"
     assert v_pages.is_contiguous()
+    assert page_table.shape[1], "the first id of a page is read where there is no context, too"
     assert not q.requires_grad, "the kernel has no backward"
     tile, fixed = _plan(shape, k_pages.shape[1], splits)
     made = q.dtype if scale is None else torch.float8_e4m3fn
