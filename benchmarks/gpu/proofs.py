@@ -24,7 +24,6 @@ from benchmarks.gpu.cases import Case, Note, Skip
 #: File -> most seconds; less where less is left of the part's time, so that what was counted is not lost with it.
 #: `tests/plugins/test_triton_kernels.py` runs these on a GPU as one test.
 KERNELS = {
-    "tests/plugins/kernels/exact.py": 60,
     "tests/plugins/kernels/attention.py": 110,
     "tests/plugins/kernels/lookup.py": 40,
     "tests/plugins/kernels/pairs.py": 60,
