@@ -159,7 +159,7 @@ class FusedLayers(nn.Module):
         super().__init__()
         if context:
             _share_input_scale(layers)
-        self._config, self._exact = body, exact
+        self._config, self.exact = body, exact
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[FusedLayer] = []
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
@@ -236,7 +236,7 @@ class FusedLayers(nn.Module):
         self, out: Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor]:
         """All layers over rows [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
-        eps, exact, states, mask = self._config.rms_norm_eps, self._exact, None, None
+        eps, exact, states, mask = self._config.rms_norm_eps, self.exact, None, None
         x, normed, cos, sin = self._begin(out, given, rotary, rows)
         if pool.states is not None:
             mask = windowed(rows, None, counters=pool.counters)

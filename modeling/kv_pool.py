@@ -81,8 +81,7 @@ class Chunks:
         windowed_table: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Chunks:
-        """`lengths[b]` rows right after the context of request b. The page tables cover their positions."""
-        assert min(lengths) > 0
+        """`lengths[b]` rows, 0 or more, right after the context of request b. The page tables cover their positions."""
         device, total = context_len.device, sum(lengths)
         starts = torch.tensor([0, *accumulate(lengths)], device=device)
         request = torch.arange(len(lengths), device=device).repeat_interleave(starts.diff(), output_size=total)

@@ -138,8 +138,15 @@ class PrefillInputs(NamedTuple):
     slots: Tensor | None = None  # [B] int64, see `Batch`
 
 
+class Prefilled(NamedTuple):
+    """The target's outputs at the rows of a prefill."""
+
+    hidden: Tensor  # [N, E], ready for the head
+    following: Tensor | None  # [N], the token behind each row, where it was given
+
+
 def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], *, exact: bool) -> PrefillInputs:
-    """The next `count` prompt tokens of each (sequence, count), without padding: no graph is captured of a prefill.
+    """The next `count` prompt tokens of each (sequence, count), without padding: a graph adds its own.
 
     `exact` as in `page_tables`.
     """

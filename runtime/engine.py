@@ -244,7 +244,7 @@ class Engine:
         return schedule.decode
 
     def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
-        hidden, following = self.runner.prefill(*prefill_inputs(chunks, exact=self.runner.device == "cpu"))
+        hidden, following = self.steps.prefills.run(prefill_inputs(chunks, exact=self.runner.device == "cpu"))
         start = 0
         for sequence, count in chunks:
             if sequence.needs_prompt_rows and following is not None:

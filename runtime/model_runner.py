@@ -25,7 +25,7 @@ from d2sd.plugins.layer_ops import Behind
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.batch import Batch
+from d2sd.runtime.batch import Batch, Prefilled
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.drafting.blocks import BlockTables
 from d2sd.runtime.drafting.context import DrafterContext
@@ -51,13 +51,6 @@ class Verified:
     def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
         """The logits [..., V] at nodes [...]."""
         return self.logits[request, node] if self.places is None else self.logits[self.places[request, node]]
-
-
-class Prefilled(NamedTuple):
-    """The target's outputs at the rows of a prefill."""
-
-    hidden: Tensor  # [N, E], ready for the head
-    following: Tensor | None  # [N], the token behind each row, where it was given
 
 
 class Block(NamedTuple):
@@ -211,11 +204,9 @@ class ModelRunner:
         following: Tensor | None = None,
         slots: Tensor | None = None,
     ) -> Prefilled:
-        """Compute and commit chunks of B prompts in one pass: `tokens [N]` are the chunks, concatenated.
-
-        `lengths` are their numbers of tokens, of requests with page tables [B, M], with `slots [B]` of recurrent state
-        if the target has any, and with `context_len [B]` tokens before the chunk. All are on the host, and go to the
-        device in one copy: nothing here waits for it.
+        """Compute and commit chunks of B prompts in one pass: `tokens [N]`, of which chunk b has the next `lengths[b]`,
+        behind `context_len [B]`, page tables [B, M] and, with recurrent state, `slots [B]`. All are on the host, and go
+        to the device in one copy: nothing here waits for it.
         """
         rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table, slots)
         if self.staging is not None:
@@ -223,13 +214,22 @@ class ModelRunner:
             tokens, *found = self.staging([tokens, *behind, *rows.tensors])
             following = found.pop(0) if behind else None
             rows = rows.with_tensors(found)
+        hidden, features = self.prefill_rows(tokens, rows)
+        self.keep_rows(tokens, ContextRows(features, rows.positions[0], rows.pages, rows.windowed_pages))
+        return Prefilled(hidden, following)
+
+    @torch.inference_mode()
+    def prefill_rows(self, tokens: Tensor, rows: Chunks) -> tuple[Tensor, Tensor]:
+        """The part of `prefill` that a graph holds: commits K/V; gives hidden states [N, E] and features [N, n·E]."""
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
         self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0], rows.windowed_pages)
+        return out.hidden[0], out.features[0]
+
+    def keep_rows(self, tokens: Tensor, rows: ContextRows) -> None:
+        """The rest of `prefill`: keeps the text, and these tensors for the drafters' context."""
         if self.text_pages is not None:
-            self.text_pages[rows.pages, rows.positions[0] % self.target_pool.page_size] = tokens
-        windowed = rows.windowed_pages if self.context.has_windowed_pages else None
-        self.context.add(ContextRows(out.features[0], rows.positions[0], rows.pages, windowed))
-        return Prefilled(out.hidden[0], following)
+            self.text_pages[rows.pages, rows.positions % self.target_pool.page_size] = tokens
+        self.context.add(rows if self.context.has_windowed_pages else rows._replace(windowed_pages=None))
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:

@@ -63,7 +63,7 @@ def warm_up(
     prefills: list[Callable[[], object]] = [
         partial(_prefill, runner, shape) for shape in prefill_shapes(runner, limits)
     ]
-    decodes = steps.warm_ups(served)
+    decodes = [*steps.prefills.warm_ups(), *steps.warm_ups(served)]
     with progress("compiling kernels", len(prefills) + len(decodes)) as advance:
         for work in prefills:
             work()

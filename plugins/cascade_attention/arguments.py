@@ -42,7 +42,7 @@ class PagedContext:
 class ChunkMask:
     """Chunks of B prompts, one behind the other: q, k and v are [1, N, ...], and each chunk is causal."""
 
-    lengths: tuple[int, ...]  # B, rows of each, at least 1
+    lengths: tuple[int, ...]  # B, rows of each; (N,), where only the device knows them (`known`)
     starts: Tensor  # [B + 1] int64, first row of each, and N
     #: [N] int64, the first position that each row sees, of its context and its chunk; None: 0.
     first: Tensor | None = None
@@ -52,6 +52,11 @@ class ChunkMask:
     def arrived(self) -> Tensor:
         """Zeroed split counters, shared by the layers of a pass."""
         return counters(self.starts.device)
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the chunks. Where it does not, as in a graph, some may be empty."""
+        return len(self.lengths) == len(self.starts) - 1
 
     def spans(self) -> list[slice]:
         """The rows of each chunk among the N."""

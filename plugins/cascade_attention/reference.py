@@ -15,6 +15,8 @@ This file is the specification and the CPU path: plain PyTorch, one softmax over
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -86,6 +88,8 @@ def chunks_reference(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None = None
 ) -> Tensor:
     """`cascade_attention` of chunks [1, N, ...], one request after the other."""
+    if not chunks.known:
+        return _chunks_of_device(q, k, v, context, chunks, sinks)
     parts = []
     for span, alone in zip(chunks.spans(), chunks.alone(q, k, v, context), strict=True):
         length, first = span.stop - span.start, None
@@ -96,6 +100,29 @@ def chunks_reference(
             mask = mask & (positions >= first[..., None])
         parts.append(cascade_attention_reference(*alone, mask, first, sinks))
     return torch.cat(parts, 1)
+
+
+def _chunks_of_device(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None
+) -> Tensor:
+    """`chunks_reference` by operators whose shapes do not depend on the chunks: all rows behind the context of each
+    request in turn, of which its own are kept.
+    """
+    rows = torch.arange(q.shape[1], device=q.device)
+    of_row = torch.searchsorted(chunks.starts[1:].contiguous(), rows, right=True)
+    causal = (of_row[:, None] == of_row) & (rows[:, None] >= rows)
+    out = torch.zeros_like(q)
+    for request in range(len(chunks.starts) - 1):
+        row, first = slice(request, request + 1), None
+        alone = replace(context, page_table=context.page_table[row], context_len=context.context_len[row])
+        mask = causal[None]
+        if chunks.first is not None:
+            first = chunks.first[None]
+            positions = alone.context_len + rows - chunks.starts[row]
+            mask = mask & (positions >= first[..., None])
+        found = cascade_attention_reference(q, k, v, alone, mask, first, sinks)
+        out = torch.where((of_row == request)[None, :, None, None], found, out)
+    return out
 
 
 def pack_mask_reference(attn_mask: Tensor) -> Tensor:

@@ -15,8 +15,6 @@ Batches whose shapes vary take the other path on CUDA too: those with a grammar,
 
 from __future__ import annotations
 
-import logging
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -25,12 +23,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from d2sd.errors import D2SDError
 from d2sd.plugins import handover
-from d2sd.plugins.dispatch import NO_FALLBACK
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
+from d2sd.runtime.cuda_graphs.prefills import PrefillGraphs
+from d2sd.runtime.cuda_graphs.refusal import refuse
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
 from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.model_runner import ModelRunner
@@ -40,8 +38,6 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy
-
-logger = logging.getLogger(__name__)
 
 #: The kinds of sampling that have graphs of their own; see `StaticInputs.batch`.
 _KINDS = SamplingParams(), SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.5)
@@ -60,6 +56,7 @@ class DecodeSteps:
         self._graphs: dict[tuple[object, ...], Graph] = {}
         self._most = bucket(limits.max_batch)
         self._handover = Handover(self._most, runner.device)
+        self.prefills = PrefillGraphs(runner, limits)
         self.refused = False  # a capture failed: nothing is captured any more
 
     def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:
@@ -76,7 +73,7 @@ class DecodeSteps:
                 self._graphs[key] = self.capture(policy, batch, host_draft)
             except Exception as error:  # of PyTorch, Triton or TensorRT
                 self.refused = True
-                _refuse(error)
+                refuse("decode steps", error)
                 return None
         return self._graphs[key]
 
@@ -244,17 +241,3 @@ class Graph:
     inputs: StaticInputs
     result: StepResult
     replay: Callable[[], None]
-
-
-def _refuse(error: Exception) -> None:
-    """Say that steps run without graphs; an error where falling back is forbidden."""
-    cause = error.__context__ or error  # the end of a failed capture raises an error of its own
-    reason = f"{type(cause).__name__}: {cause}".splitlines()[0]
-    if os.environ.get(NO_FALLBACK) == "1":
-        raise D2SDError(
-            "The decode step cannot be captured as a CUDA graph.",
-            where=f"{NO_FALLBACK}=1",
-            found=reason,
-            fix=f"unset {NO_FALLBACK} to launch its operators one by one, slower",
-        ) from error
-    logger.warning("decode steps run without CUDA graphs: %s", reason)

@@ -16,11 +16,11 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.plugins.trees import Draft, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.batch import Batch
+from d2sd.runtime.batch import Batch, Prefilled
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, Timer
-from d2sd.runtime.model_runner import ModelRunner, Prefilled, Verified
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.parallel.agreement import Said
 from d2sd.runtime.parallel.grammars import SendingGrammar
 from d2sd.runtime.parallel.messages import send

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, Proof, run
 
-CAPTURE, INPUTS, STEPS = (f"runtime/cuda_graphs/{name}.py" for name in ("capture", "inputs", "steps"))
+CAPTURE, INPUTS, STEPS, PREFILLS = (
+    f"runtime/cuda_graphs/{name}.py" for name in ("capture", "inputs", "steps", "prefills")
+)
 CONTEXT, STAGING = "runtime/drafting/context.py", "runtime/staging.py"
 #: `CudaGraphs` as it is, on the stand-in for CUDA's runtime.
 ENGINES = Proof(("tests/cuda/runtime/engines.py", "-m", "not slow"), on_device=True)
 RECORDED = run(*(f"tests/runtime/cuda_graphs/test_{name}.py" for name in ("steps", "context", "soak")))
+PROMPTS = run("tests/runtime/cuda_graphs/test_prefills.py")
 ELSEWHERE = """
         def elsewhere() -> None:
             with torch.cuda.stream(self._stream):
@@ -18,6 +21,34 @@ ELSEWHERE = """
 """
 
 MUTANTS = [
+    Mutant(
+        "features wait in a graph's memory",
+        PREFILLS,
+        "ContextRows(features.clone(), ",
+        "ContextRows(features, ",
+        PROMPTS,
+    ),
+    Mutant(
+        "what is left over is rows of the last request",
+        PREFILLS,
+        "[*inputs.lengths, *[0] * (self._chunks - count), left]",
+        "[*inputs.lengths[:-1], inputs.lengths[-1] + left, *[0] * (self._chunks - count), 0]",
+        PROMPTS,
+    ),
+    Mutant(
+        "a pass computes the inputs of the one before",
+        PREFILLS,
+        "        torch._foreach_copy_(self.inputs, staged)\n",
+        "",
+        PROMPTS,
+    ),
+    Mutant(
+        "passes of more chunks than a graph has take one",
+        PREFILLS,
+        "if graph is None or len(inputs.lengths) > self._chunks:",
+        "if graph is None:",
+        PROMPTS,
+    ),
     Mutant("H1 the read-back is not waited for", CAPTURE, "            copied()\n", "", ENGINES),
     Mutant(
         "H2 the stream of captures does not wait for the caller's",

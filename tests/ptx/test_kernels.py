@@ -98,6 +98,13 @@ def test_prompts_behind_windows(capability: int, window: int) -> None:
 
 
 @pytest.mark.slow
+def test_prompts_of_a_graph() -> None:
+    with executed_as_ptx(90) as launches:
+        attention.test_chunks_that_only_the_device_knows(4, 20)
+    assert_of_tested_instructions(launches)
+
+
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [89, 90, 120])
 def test_prompts_over_fp8_pages(capability: int) -> None:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import DrafterRole
-from d2sd.runtime.batch import Batch
-from d2sd.runtime.model_runner import ModelRunner, Prefilled, Verified
+from d2sd.runtime.batch import Batch, Prefilled
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 

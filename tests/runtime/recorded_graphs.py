@@ -108,10 +108,12 @@ class RecordedGraphs:
     def replays(self) -> int:
         return sum(graph.replays for graph in self.graphs)
 
-    def guard(self, engine: Engine) -> Engine:
-        """The engine with captured steps."""
+    def guard(self, engine: Engine, *, prefills: bool = False) -> Engine:
+        """The engine with captured steps; `prefills`: and with captured passes over prompts."""
         engine.runner.capture, engine.runner.static_shapes = self, True
         engine.runner.staging = Staging("cpu", self.mark)
+        for capture in engine.steps.prefills.warm_ups() if prefills else ():
+            capture()
         step = engine.step
 
         def poisoned() -> Any:
@@ -121,6 +123,9 @@ class RecordedGraphs:
                     graph.poison()
             for inputs in engine.steps._inputs.values():
                 inputs._device.fill_(0xA5)
+            for prefill in engine.steps.prefills._graphs.values():
+                for tensor in prefill.inputs:
+                    tensor.fill_(_garbage(tensor.dtype))
             return outputs
 
         engine.step = poisoned  # type: ignore[method-assign]

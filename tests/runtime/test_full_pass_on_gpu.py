@@ -4,9 +4,12 @@ illegal memory access: its page tables had no column and thus no address, and ke
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 
+from d2sd.modeling.decoder import Decoder
 from tests.tiny import runner_of, tiny_decoder
 
 
@@ -19,7 +22,7 @@ def test_launches_of_attention_have_page_tables(exact: bool) -> None:
     asked = Specialisations()
     with meta_gpu(asked), torch.inference_mode():
         made = tiny_decoder("qwen3", layers=1, hidden=64, heads=4, kv_heads=2, head_dim=16).to("meta")
-        target = runner_of(made, exact=exact).target
-        found = target.full_pass(torch.zeros(2, 5, dtype=torch.long, device="meta"))  # type: ignore[attr-defined]
+        target = cast("Decoder", runner_of(made, exact=exact).target)
+        found = target.full_pass(torch.zeros(2, 5, dtype=torch.long, device="meta"))
     assert found.hidden.shape == (2, 5, 64)
     assert any("attention_kernel" in one for one in asked.found["warm"])

@@ -94,6 +94,12 @@ def test_chunks_of_prompts(lengths: tuple[int, ...], contexts: tuple[int, ...], 
     check_chunks(lengths, contexts, splits, fp8=fp8)
 
 
+@pytest.mark.parametrize(("splits", "window"), [(1, None), pytest.param(4, 20, marks=pytest.mark.slow)])
+def test_chunks_that_only_the_device_knows(splits: int, window: int | None) -> None:
+    """Empty ones among them, as in a graph."""
+    check_chunks((3, 0, 18, 0), (70, 33, 5, 0), splits, fp8=False, window=window, known=False)
+
+
 def check_chunks(
     lengths: tuple[int, ...],
     contexts: tuple[int, ...],
@@ -103,6 +109,7 @@ def check_chunks(
     size: int = SMALL.size,
     window: int | None = None,
     sinks: bool = False,
+    known: bool = True,
 ) -> None:
     shape = replace(SMALL, rows=max(lengths), contexts=contexts, kv_heads=1, size=size)
     call = make(shape).to(torch.float16)
@@ -111,9 +118,15 @@ def check_chunks(
         call = in_fp8(call, torch.tensor(0.011), torch.tensor(0.007))
         plain = read_back(call)
     chunks = call.chunks(lengths)
+    specified = plain.chunks(lengths)
+    if not known:
+        chunks, specified = (
+            replace(one, mask=replace(one.mask, lengths=(sum(lengths),))) for one in (chunks, specified)
+        )
     found = fused_chunks(chunks, splits)
     assert_within_budget(found[0], oracle(plain)[chunks.rows], plain)
-    assert_within_budget(found, plain.chunks(lengths).run(), plain)
+    assert_within_budget(found, specified.run(), plain)
+    assert known == chunks.mask.known
 
 
 #: Window, splits, contexts, mask: windows of one token, of part of a page, of pages, of more than a tile of 32 or 64
