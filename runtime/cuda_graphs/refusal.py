@@ -1,4 +1,4 @@
-"""What is said where CUDA refuses to capture a graph."""
+"""Says that CUDA refuses to capture a graph, and what follows."""
 
 from __future__ import annotations
 
