@@ -108,13 +108,17 @@ def test_the_host_waits_once_a_step_for_the_step_before() -> None:
             assert len(sequence.answer) > before[2], "of the step before, which was launched by the call before"
 
 
-def test_a_prompt_of_many_chunks() -> None:
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_prompt_of_many_chunks(captured: bool) -> None:
     """Passes that follow each other without a step that the host reads: their inputs take turns in pinned buffers."""
     request = Request(tuple(range(50)), 6)
     with on_streams() as cuda:
         engine = engine_on(cuda, "chain", 1, prefill_chunk=8)
+        for capture in engine.steps.prefills.warm_ups() if captured else ():
+            capture()
         (found,) = engine.generate([request])
         check(engine, cuda)
+        assert cuda.replays == engine.stats.steps + 7 * captured
     assert found.answer == expected(request)
 
 
