@@ -22,15 +22,17 @@ next step may serve other requests: rows have the page table they were committed
 
 Rows of a page are written before the drafter reads the page, whichever request reads it: a page that the prefix cache
 hands on may still have rows in the queue. On a CPU, padding and rows of pages that were given up (`drop`) are not
-computed. On CUDA that would need a device sync: padding goes to the scratch page 0, and rows of dropped pages are
-written in the order of the queue, so a page's last owner wins. Pages behind the window of a drafter's layers are given
-up while the request runs; those layers' page numbers are another table's.
+computed. On CUDA that would need a device sync: padding goes to the scratch page 0, and what was queued before pages
+were dropped is written before what was queued behind that, so a page's last owner wins. Pages behind the window of a
+drafter's layers are given up while the request runs; those layers' page numbers are another table's.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import groupby
 
 import torch
 from torch import Tensor
@@ -65,6 +67,7 @@ class DrafterContext:
         self._on_cpu = all(pool.device.type == "cpu" for pool in self._pools)
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
+        self._drops = self._left_drops = 0  # pages were dropped so often on CUDA, and before the rows LEFT
         self._to_inject: dict[DrafterRole, CommittedRows] | None = None  # by drafter; None: not inside a captured step
         self._committed: CommittedRows | None = None  # by the captured step
         self._room: CommittedRows | None = None  # in the memory, for these rows
@@ -85,7 +88,7 @@ class DrafterContext:
             return
         self._queue_left()
         for queue in self._queues.values():
-            queue.push(rows, compact=self._on_cpu)
+            queue.push(rows, self._drops, compact=self._on_cpu)
 
     @torch.inference_mode()
     def inject(self, drafters: Collection[DrafterRole]) -> None:
@@ -110,7 +113,9 @@ class DrafterContext:
 
         `windowed_pages` are those of layers with a window.
         """
-        if (pages or windowed_pages) and self._on_cpu:
+        if (pages or windowed_pages) and not self._on_cpu:
+            self._drops += 1
+        elif pages or windowed_pages:
             self._queue_left()
             for queue in self._queues.values():
                 queue.drop(pages, windowed_pages)
@@ -187,7 +192,7 @@ class DrafterContext:
             if drafters and not injecting:
                 self._memory.keep.zero_()
         yield
-        self._left = self._memory.first(requests, length)
+        self._left, self._left_drops = self._memory.first(requests, length), self._drops
 
     @contextmanager
     def preserved(self) -> Iterator[None]:
@@ -211,7 +216,7 @@ class DrafterContext:
         if left is not None and queues:
             copied = left.map(torch.clone)
             for queue in queues:
-                queue.push(copied, compact=self._on_cpu)
+                queue.push(copied, self._left_drops, compact=self._on_cpu)
 
     def _flush(self, drafters: Collection[DrafterRole]) -> None:
         """QUEUED -> INJECTED, of these drafters."""
@@ -225,22 +230,24 @@ class _Queue:
 
     def __init__(self, drafter: DraftModel, pool: KVPool) -> None:
         self._drafter, self._pool = drafter, pool
-        self._entries: list[tuple[int, CommittedRows | ContextRows]] = []  # with the number of the push
+        #: With the number of the push, or, on CUDA, of drops before it.
+        self._entries: list[tuple[int, CommittedRows | ContextRows]] = []
         self._pushes = 0
         #: page -> pushes before it was dropped, for pages dropped since `compact`; of each page table
         self._dropped: tuple[dict[int, int], dict[int, int]] = {}, {}
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
 
     @torch.inference_mode()
-    def push(self, entry: CommittedRows | ContextRows, *, compact: bool) -> None:
-        """Append rows. A queue that is full is flushed, and one without room before, so that a large entry is not
-        copied into one product with it. With `compact` only rows that will be computed count.
+    def push(self, entry: CommittedRows | ContextRows, drops: int, *, compact: bool) -> None:
+        """Append rows that were committed behind so many drops. A queue that is full is flushed, and one without room
+        before, so that a large entry is not copied into one product with it. With `compact` only rows that will be
+        computed count.
         """
         rows = (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
         most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
         if self.rows and not self._has_room(rows, most, compact=compact):
             self.flush(compact=compact)
-        self._entries.append((self._pushes, entry))
+        self._entries.append((self._pushes if compact else drops, entry))
         self._pushes += 1
         self.rows += rows
         if not self._has_room(1, most, compact=compact):
@@ -258,10 +265,10 @@ class _Queue:
                 dropped.update(dict.fromkeys(given_up, self._pushes))
 
     def flush(self, *, compact: bool) -> None:
-        """Compute the K/V of all rows in one product and write it to the pages, in the order of the queue."""
+        """Compute the K/V of all rows in one product and write it to the pages, those between two drops at once."""
         if compact:
             self.compact()
-        parts = [_rows_of(entry) for _, entry in self._entries]
+        parts = [_together([entry for _, entry in same]) for _, same in groupby(self._entries, key=_number)]
         self._entries, self.rows = [], 0
         if not parts:
             return
@@ -304,6 +311,33 @@ def _without_dropped(rows: ContextRows, number: int, dropped_at: Mapping[bool, T
 def _joined(parts: Sequence[ContextRows]) -> ContextRows:
     columns = zip(*([tensor for tensor in part if tensor is not None] for part in parts), strict=True)
     return ContextRows(*(torch.cat(column) for column in columns))
+
+
+def _number(numbered: tuple[int, CommittedRows | ContextRows]) -> int:
+    return numbered[0]
+
+
+def _together(entries: Sequence[CommittedRows | ContextRows]) -> ContextRows:
+    """The rows of all entries; steps of one shape first become one, so that the host launches little for each."""
+    parts = list[ContextRows]()
+    for shape, same in groupby(entries, key=_shape):
+        alike = list(same)
+        if shape is not None and len(alike) > 1:
+            parts.append(_as_one([one for one in alike if isinstance(one, CommittedRows)]).rows)
+        else:
+            parts += map(_rows_of, alike)
+    return parts[0] if len(parts) == 1 else _joined(parts)
+
+
+def _shape(entry: CommittedRows | ContextRows) -> tuple[int, int] | None:
+    """Rows and page-table columns of each request of a step; None: chunks of prompts."""
+    return None if isinstance(entry, ContextRows) else (entry.keep.shape[1], entry.page_table.shape[1])
+
+
+def _as_one(steps: Sequence[CommittedRows]) -> CommittedRows:
+    features, table, positions, keep, *windowed = map(torch.cat, zip(*(step.tensors for step in steps), strict=True))
+    found = replace(steps[0], features=features, page_table=table, positions=positions, keep=keep)
+    return replace(found, windowed_table=windowed[0]) if windowed else found
 
 
 def _rows_of(entry: CommittedRows | ContextRows) -> ContextRows:

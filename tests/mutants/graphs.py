@@ -12,6 +12,7 @@ CONTEXT, STAGING = "runtime/drafting/context.py", "runtime/staging.py"
 ENGINES = Proof(("tests/cuda/runtime/engines.py", "-m", "not slow"), on_device=True)
 RECORDED = run(*(f"tests/runtime/cuda_graphs/test_{name}.py" for name in ("steps", "context", "soak")))
 PROMPTS = run("tests/runtime/cuda_graphs/test_prefills.py")
+ORDER = run("tests/runtime/drafting/test_order.py")
 ELSEWHERE = """
         def elsewhere() -> None:
             with torch.cuda.stream(self._stream):
@@ -21,6 +22,14 @@ ELSEWHERE = """
 """
 
 MUTANTS = [
+    Mutant("rows of two owners of a page are written at once", CONTEXT, "self._drops += 1", "pass", ORDER),
+    Mutant(
+        "rows that a graph left wait behind later drops",
+        CONTEXT,
+        "queue.push(copied, self._left_drops,",
+        "queue.push(copied, self._drops,",
+        ORDER,
+    ),
     Mutant(
         "features wait in a graph's memory",
         PREFILLS,
