@@ -13,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from d2sd.bench.result import Cell
+from d2sd.runtime.evaluation import Evaluation
 
 RESAMPLES = 2000
 LEVEL = 0.95
@@ -46,7 +47,7 @@ def tau_interval(cells: Sequence[Cell]) -> Interval | None:
     return _percentiles(np.mean(means, axis=0))
 
 
-def tau_ratio(old: Cell, new: Cell) -> Ratio | None:
+def tau_ratio(old: Evaluation, new: Evaluation) -> Ratio | None:
     """τ of `new` over τ of `old` on the prompts both have, resampled in pairs; None if they share none.
 
     For two results of one cell, or two methods on one set: the difficulty of a prompt cancels out.
