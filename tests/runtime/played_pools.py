@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from d2sd.runtime.batch import page_tables
+from d2sd.runtime.batch import pack_where
 from d2sd.runtime.pages import PageGroup, extend_keys
 from d2sd.runtime.request import Request, power_of_two
 from d2sd.runtime.scheduler import Schedule, Scheduler
@@ -39,7 +39,8 @@ def check_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> 
     """The page tables of a step are what a loop over page numbers makes of them."""
     longest = max(1, *(len(one.pages) for one in sequences))
     columns = longest if exact else power_of_two(longest)
-    table, windowed = page_tables(sequences, size, exact=exact)
+    where = pack_where(sequences, size, exact=exact)
+    table, windowed = where.pages, where.windowed
     assert table.dtype == torch.long
     assert table.tolist() == _looped([one.pages for one in sequences], size, columns)
     if windowed is None:
@@ -95,8 +96,7 @@ class Pools:
             self._collect(before)
             before = []
         schedule = self.scheduler.schedule()
-        discarded = schedule.discarded, schedule.windowed_discarded
-        for group, pages in zip(self.scheduler.groups, discarded, strict=False):  # before anything is written
+        for group, pages in zip(self.scheduler.groups, schedule.discarded, strict=True):  # before anything is written
             for page, slot in product(pages, range(self.page_size)):
                 self.holds.pop((group.window, page, slot), None)
         self._compute(schedule)
