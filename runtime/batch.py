@@ -138,7 +138,7 @@ def pack_where(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> Wh
     """
     longest = max(1, *(len(s.pages) for s in sequences))
     columns = longest if exact else power_of_two(longest)
-    windowed, states = [s.windowed_pages for s in sequences], [s.slot for s in sequences]
+    windowed, states = [s.windowed_pages for s in sequences], [s.state_id for s in sequences]
     padding = [0] * (size - len(sequences))
     return Where(
         pages=_table([s.pages for s in sequences], size, columns),

@@ -77,9 +77,9 @@ class Pools:
             assert group.pages._references[page] == 1, "a shared page is never written"
             self.holds[group.window, page, position % self.page_size] = tuple(tokens[: position + 1])
         if self.scheduler.states.count:
-            assert one.slot, "the zero state is never written"
-            assert self.states[one.slot] == tuple(tokens[: positions.start])
-            self.states[one.slot] = tuple(tokens[: positions.stop])
+            assert one.state_id, "the zero state is never written"
+            assert self.states[one.state_id] == tuple(tokens[: positions.start])
+            self.states[one.state_id] = tuple(tokens[: positions.stop])
 
     def check(self, one: Sequence) -> None:
         """Every token that the next row sees is there."""
@@ -119,14 +119,14 @@ class Pools:
         self.snapshots += len(schedule.snapshots)
         assert len({slot for _, slot in schedule.snapshots}) == len(schedule.snapshots)
         for source, slot in schedule.snapshots:
-            assert slot not in {one.slot for one in self.scheduler.running}
+            assert slot not in {one.state_id for one in self.scheduler.running}
             self.states[slot] = self.states[source]
 
     def _restore(self, schedule: Schedule) -> None:
         """One by one, and read before any is written: both are the same."""
         at_once = {slot: self.states[source] for source, slot in schedule.restored}
         assert len(at_once) == len(schedule.restored)
-        assert at_once.keys() <= {one.slot for one in self.scheduler.running}
+        assert at_once.keys() <= {one.state_id for one in self.scheduler.running}
         for source, slot in schedule.restored:
             self.states[slot] = self.states[source]
         assert all(self.states[slot] == state for slot, state in at_once.items())
@@ -151,7 +151,7 @@ class Pools:
         states, running = self.scheduler.states, self.scheduler.running
         if not states.count:
             return
-        pool, own = states._pool, [one.slot for one in running]
+        pool, own = states._pool, [one.state_id for one in running]
         assert sorted([*own, *pool._free, *pool.cache.idle]) == list(range(1, states.count))
         assert states.used == len(running)
         assert len(pool._discarded) <= states.count, "what is given up since the last step, and no more"

@@ -120,7 +120,7 @@ def test_no_place_is_written_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> N
             written.append(len(places))
             write(k, v, pages, positions)
 
-        pool.write_rows = noted  # type: ignore[assignment, method-assign]
+        pool.write_rows = noted  # type: ignore[method-assign]
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
     assert max(written) > 12, "several steps at once"
     assert engine.stats.preemptions > 0
