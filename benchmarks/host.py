@@ -28,6 +28,7 @@ from typing import Any, cast
 
 import click
 
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
@@ -57,7 +58,7 @@ class Idle:
     vocab_size: int = VOCABULARY
     block_size: int = BLOCK
     static_shapes: bool = True
-    slot_bytes: int = 0
+    state_bytes: int = 0
     capture: None = None
     longest_window: None = None
     text_pages: None = None
@@ -66,7 +67,7 @@ class Idle:
     def page_bytes(self, page_size: int) -> int:
         return page_size
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
+    def allocate(self, sizes: PoolSizes) -> None:
         pass
 
 

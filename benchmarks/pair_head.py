@@ -170,7 +170,7 @@ class Study:
 
         def draft_first(batch: Batch, width: int, *more: Any) -> Draft:
             wide = plain(batch, max(WIDTHS), *more)
-            drafts.append((batch.context_len.clone(), wide.tokens))
+            drafts.append((batch.where.context_len.clone(), wide.tokens))
             return Draft(wide.tokens[..., :width], wide.logprob[..., :width])
 
         engine.runner.draft_first = draft_first  # type: ignore[method-assign, assignment]

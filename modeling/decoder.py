@@ -12,10 +12,11 @@ from torch.nn import functional as F
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.inference import InferenceLayers, input_of
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import CosSin, Rotary, layer_of, norm_of
 from d2sd.modeling.state_pool import StateRows
 from d2sd.modeling.tensor_parallel import SharedHead
+from d2sd.modeling.where import Where
 
 # Shape letters: B requests, T rows, E hidden, V vocabulary, L layers, Hkv heads, D head size, n auxiliary layers.
 
@@ -164,17 +165,18 @@ class Decoder(TargetModel):
         no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
         if self.config.body.delta is not None:
             return self._full_chunks(tokens, no_context, aux_layer_ids)
-        rows = Rows.chain(tokens.shape[1], no_context[:, None], no_context)
-        empty = KVPool(self.config.body, 1, 1, weight.dtype, str(weight.device))
+        rows = Rows.chain(tokens.shape[1], Where(no_context[:, None], no_context))
+        empty = KVPool(self.config.body, PoolSizes(1, 1), weight.dtype, str(weight.device))
         out: DecoderOutput = self(tokens, rows, empty, aux_layer_ids)
         return out
 
     def _full_chunks(self, tokens: Tensor, nothing: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
         """`full_pass` of a hybrid: each text is one chunk, whose states are not kept, and not a tree of its length."""
         count, weight = tokens.shape[1], self.embed_tokens.weight
-        slots = torch.arange(1, 1 + len(tokens), device=weight.device)
-        scratch = KVPool(self.config.body, 1, count, weight.dtype, str(weight.device), slots=1 + len(tokens))
-        rows = Chunks.of([count] * len(tokens), nothing[:, None], nothing, count, slots=slots)
+        where = Where(nothing[:, None], nothing, state_ids=torch.arange(1, 1 + len(tokens), device=weight.device))
+        sizes = PoolSizes(1, count, states=1 + len(tokens))
+        scratch = KVPool(self.config.body, sizes, weight.dtype, str(weight.device))
+        rows = Chunks.of([count] * len(tokens), where, count)
         out: DecoderOutput = self(tokens.reshape(1, -1), rows, scratch, aux_layer_ids)
         hidden, features = (part.view(*tokens.shape, -1) for part in (out.hidden, out.features))
         k, v = (part.view(len(part), *tokens.shape, *part.shape[3:]) for part in (out.k, out.v))

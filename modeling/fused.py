@@ -276,7 +276,7 @@ class FusedLayers(nn.Module):
             count = len(residual) - (len(residual) // block if block else 0)
             scale, room = (None, None) if head is None else (head.input_scale, head.room(count))
             given = residual, branch, self._norm, norm.eps
-            return add_rms_norm(*given, scale=scale, out=room, block=block).view(len(rows.context_len), -1, x.shape[2])
+            return add_rms_norm(*given, scale=scale, out=room, block=block).view(x.shape[0], -1, x.shape[2])
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""

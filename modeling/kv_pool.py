@@ -1,19 +1,12 @@
 """The rows of a forward pass, and the paged K/V pool of one model that they read.
 
-Rows have positions, a committed context in pages, and a mask among them.
-
-Layers whose rows see a window of the context may have pages of their own, so that those behind the window can be freed:
-
-    page_table      [B, M]   column j: the page of tokens j·Z .. j·Z + Z - 1 in the layers that see all of them
-    windowed_table  [B, M]   the same of the layers with a window; 0 where the page is freed, which no row reads
-
-Without a `windowed_table` all layers have the pages of `page_table`.
+Rows have positions, a committed context in pages (`Where`), and a mask among them.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -25,6 +18,7 @@ from torch import Tensor
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.page_part import PagePart, Scales
 from d2sd.modeling.state_pool import StatePool
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention, counters
 from d2sd.plugins.layer_ops import Behind, PagedRows
 
@@ -38,13 +32,10 @@ class Rows:
 
     placed: Tensor | Behind  # [B, T] int64, absolute position of each row: in a tree, context length + depth
     attn_mask: Tensor  # [B, T, T] bool, row t may attend to row u
-    page_table: Tensor  # [B, M] int64, M at least 1: kernels read ids of pages ahead, where no token is committed too
-    context_len: Tensor  # [B] int64, committed tokens
+    where: Where
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
-    windowed_table: Tensor | None = None  # [B, M] int64
     packed: Tensor | None = None  # [B, T, ceil(T/32)] int32, `attn_mask` in bits, where they are known
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
-    slots: Tensor | None = None  # [B] int64, where the states of hybrids are; None: no token is committed
 
     @cached_property
     def positions(self) -> Tensor:
@@ -52,11 +43,11 @@ class Rows:
         return self.placed.absolute if isinstance(self.placed, Behind) else self.placed
 
     @staticmethod
-    def chain(length: int, page_table: Tensor, context_len: Tensor) -> Rows:
+    def chain(length: int, where: Where) -> Rows:
         """Consecutive rows after the context under a causal mask."""
-        steps = torch.arange(length, device=context_len.device)
-        attn_mask = (steps[:, None] >= steps).expand(len(context_len), length, length)
-        return Rows(context_len[:, None] + steps, attn_mask, page_table, context_len)
+        steps = torch.arange(length, device=where.context_len.device)
+        attn_mask = (steps[:, None] >= steps).expand(len(where.context_len), length, length)
+        return Rows(where.context_len[:, None] + steps, attn_mask, where)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,52 +56,29 @@ class Chunks:
 
     attn_mask: ChunkMask
     positions: Tensor  # [1, N] int64
-    pages: Tensor  # [N] int64, the page of each row's position
-    page_table: Tensor  # [B, M] int64
-    context_len: Tensor  # [B] int64, committed tokens
-    windowed_table: Tensor | None = None  # [B, M] int64
-    windowed_pages: Tensor | None = None  # [N] int64, as `pages`
-    slots: Tensor | None = None  # [B] int64, where the states of hybrids are, which the pass advances
+    where: Where  # the pass advances its states
+    pages: tuple[Tensor, ...]  # [N] int64, the page of each row's position, by page table
 
     @staticmethod
-    def of(
-        lengths: Sequence[int],
-        page_table: Tensor,
-        context_len: Tensor,
-        page_size: int,
-        windowed_table: Tensor | None = None,
-        slots: Tensor | None = None,
-    ) -> Chunks:
+    def of(lengths: Sequence[int], where: Where, page_size: int) -> Chunks:
         """`lengths[b]` rows, 0 or more, right after the context of request b. The page tables cover their positions."""
-        device, total = context_len.device, sum(lengths)
+        device, total = where.context_len.device, sum(lengths)
         starts = torch.tensor([0, *accumulate(lengths)], device=device)
         request = torch.arange(len(lengths), device=device).repeat_interleave(starts.diff(), output_size=total)
-        positions = torch.arange(total, device=device) + (context_len - starts[:-1])[request]
+        positions = torch.arange(total, device=device) + (where.context_len - starts[:-1])[request]
         column = positions // page_size
-        mask, windowed = ChunkMask(tuple(lengths), starts), None
-        if windowed_table is not None:
-            windowed = windowed_table[request, column]
-        pages = page_table[request, column]
-        return Chunks(mask, positions[None], pages, page_table, context_len, windowed_table, windowed, slots)
+        pages = tuple(table[request, column] for table in where.tables)
+        return Chunks(ChunkMask(tuple(lengths), starts), positions[None], where, pages)
 
     @property
     def tensors(self) -> list[Tensor]:
-        found = self.attn_mask.starts, self.positions, self.pages, self.page_table, self.context_len
-        return [*found, *(part for part in self._optional if part is not None)]
-
-    @property
-    def _optional(self) -> tuple[Tensor | None, ...]:
-        return self.windowed_table, self.windowed_pages, self.slots
+        return [self.attn_mask.starts, self.positions, *self.pages, *self.where.tensors]
 
     def with_tensors(self, tensors: Sequence[Tensor]) -> Chunks:
         """The same rows in other `tensors`, as on another device."""
-        left = iter(tensors)
-        starts, *found = (next(left) for _ in range(5))
-        return Chunks(
-            ChunkMask(self.attn_mask.lengths, starts),
-            *found,
-            *(None if part is None else next(left) for part in self._optional),
-        )
+        starts, positions, *found = tensors
+        count, mask = len(self.pages), ChunkMask(self.attn_mask.lengths, starts)
+        return Chunks(mask, positions, self.where.with_tensors(found[count:]), tuple(found[:count]))
 
 
 def windowed(
@@ -128,7 +96,7 @@ def windowed(
             return mask
         counts, total = torch.diff(mask.starts), sum(mask.lengths)  # known on the host, which need not wait for it
         ends, starts = (
-            part.repeat_interleave(counts, output_size=total) for part in (rows.context_len, mask.starts[:-1])
+            part.repeat_interleave(counts, output_size=total) for part in (rows.where.context_len, mask.starts[:-1])
         )
         steps = torch.arange(total, device=ends.device) - starts
         return replace(mask, first=(ends + steps - (window - 1)).clamp(min=0), window=window)
@@ -137,9 +105,9 @@ def windowed(
         return AttnMask(allowed, counters=counters, packed=None if causal else rows.packed)
     steps = rows.positions - rows.positions[:, :1]
     near = steps[:, :, None] - steps[:, None] < window
-    first = (rows.context_len[:, None] + steps - (window - 1)).clamp(min=0)
+    first = (rows.where.context_len[:, None] + steps - (window - 1)).clamp(min=0)
     if rows.cut:  # what is in front of the cut is further away than it seems
-        is_cut = rows.positions[:, :1] > rows.context_len[:, None]
+        is_cut = rows.positions[:, :1] > rows.where.context_len[:, None]
         first = torch.where(is_cut, first.clamp(min=rows.cut), first)
     return AttnMask(allowed & near, first, window, counters=counters)
 
@@ -159,8 +127,7 @@ class ContextRows(NamedTuple):
 
     features: Tensor  # [N, n·E]
     positions: Tensor  # [N]
-    pages: Tensor  # [N], 0 for rows that are not kept
-    windowed_pages: Tensor | None = None  # [N], the same of layers with a window
+    pages: tuple[Tensor, ...]  # [N] by page table, 0 for rows that are not kept
 
 
 @dataclass(frozen=True)
@@ -168,39 +135,32 @@ class CommittedRows:
     """Rows that a step commits, where `keep`; the pages of all drafters have one size."""
 
     features: Tensor  # [B, T, n·E]
-    page_table: Tensor  # [B, M]
+    tables: tuple[Tensor, ...]  # [B, M], the page tables
     positions: Tensor  # [B, T]
     keep: Tensor  # [B, T]
     page_size: int
-    windowed_table: Tensor | None = None  # [B, M]
-
-    @property
-    def tables(self) -> list[Tensor]:
-        return [table for table in (self.page_table, self.windowed_table) if table is not None]
 
     @property
     def tensors(self) -> list[Tensor]:
-        tensors = self.features, self.page_table, self.positions, self.keep, self.windowed_table
-        return [tensor for tensor in tensors if tensor is not None]
+        return [self.features, self.positions, self.keep, *self.tables]
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> CommittedRows:
-        """The same rows in other tensors."""
-        features, page_table, positions, keep, *windowed = map(change, self.tensors)
-        return CommittedRows(features, page_table, positions, keep, self.page_size, *windowed)
+    def with_tensors(self, tensors: Iterable[Tensor]) -> CommittedRows:
+        """The same rows in other `tensors`."""
+        features, positions, keep, *tables = tensors
+        return CommittedRows(features, tuple(tables), positions, keep, self.page_size)
 
     def first(self, requests: int, length: int) -> CommittedRows:
         """A view of the first T = `length` rows of the first requests."""
-        part, rows = self.map(lambda tensor: tensor[:requests]), slice(length)
+        part, rows = self.with_tensors(tensor[:requests] for tensor in self.tensors), slice(length)
         features, positions, keep = (tensor[:, rows] for tensor in (part.features, part.positions, part.keep))
         return replace(part, features=features, positions=positions, keep=keep)
 
     @cached_property
     def rows(self) -> ContextRows:
-        last = self.page_table.shape[1] - 1  # rows not kept may be past it
+        last = self.tables[0].shape[1] - 1  # rows not kept may be past it
         places = (self.positions // self.page_size).clamp(max=last)
-        tables = (self.page_table,) if self.windowed_table is None else (self.page_table, self.windowed_table)
-        pages = (torch.where(self.keep, table.gather(1, places), 0).flatten() for table in tables)
-        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), *pages)
+        pages = tuple(torch.where(self.keep, table.gather(1, places), 0).flatten() for table in self.tables)
+        return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages)
 
 
 class Attend(Protocol):
@@ -222,6 +182,21 @@ class Attend(Protocol):
     ) -> Tensor: ...
 
 
+@dataclass(frozen=True, slots=True)
+class PoolSizes:
+    """How much the pools of all models hold."""
+
+    pages: int  # the scratch page 0 among them
+    page_size: int
+    windowed: int | None = None  # pages of layers with a window, found by a table of their own; None: as of the others
+    states: int = 1  # of hybrids, state 0 among them
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Number of pages by page table."""
+        return (self.pages,) if self.windowed is None else (self.pages, self.windowed)
+
+
 class KVPool:
     """Keys and values of committed tokens, of all layers of a model that attend. Page 0 is the scratch page of padding
     rows. Layers are counted among those that attend.
@@ -233,35 +208,27 @@ class KVPool:
     def __init__(
         self,
         body: BodyConfig,
-        pages: int,
-        page_size: int,
+        sizes: PoolSizes,
         dtype: torch.dtype,
         device: str,
         fp8: tuple[Tensor, Tensor] | None = None,
-        windowed_pages: int | None = None,
-        slots: int = 1,
     ) -> None:
-        """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each.
-
-        `windowed_pages`: pages of the layers with a window, which are found by a table of their own; None: all layers
-        have the pages of one table. `slots`: of the states of hybrids, slot 0 included.
-        """
+        """For a model of this geometry, in `dtype` unless `fp8` has the scales (k_scale, v_scale), [L] fp32 each."""
         self._views = body.views
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
-        self.page_size = page_size
+        self.page_size, counts = sizes.page_size, sizes.counts
         stored = dtype if fp8 is None else torch.float8_e4m3fn
-        own = [windowed_pages is not None and window is not None for window, _ in self._views]
+        own = [int(len(counts) > 1 and window is not None) for window, _ in self._views]
         parts = []
-        for windowed in sorted(set(own)) or [False]:
-            layers = tuple(layer for layer, which in enumerate(own) if which == windowed)
-            count = windowed_pages if windowed and windowed_pages is not None else pages
-            shape = (len(layers), count, page_size, body.num_kv_heads, body.head_dim)
+        for table in sorted(set(own)) or [0]:
+            layers = tuple(layer for layer, which in enumerate(own) if which == table)
+            shape = (len(layers), counts[table], sizes.page_size, body.num_kv_heads, body.head_dim)
             k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in "kv")
             index = list(layers)
             scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
-            parts.append(PagePart(layers, windowed, k, v, scales))
+            parts.append(PagePart(layers, table, k, v, scales))
         self._set(parts)
-        self.states = None if body.delta is None else StatePool(body.delta, slots, dtype, device)
+        self.states = None if body.delta is None else StatePool(body.delta, sizes.states, dtype, device)
         self.counters = counters(self.device)  # of attention, whose passes run in order
 
     def _set(self, parts: Sequence[PagePart]) -> None:
@@ -303,17 +270,17 @@ class KVPool:
         return self._parts[0].k.dtype
 
     @property
-    def pages(self) -> dict[bool, int]:
-        """Number of pages by the table that layers have: False is `page_table`, True is `windowed_table`."""
-        return {part.windowed: part.k.shape[1] for part in self._parts}
+    def pages(self) -> dict[int, int]:
+        """Number of pages by the table that layers have: its place in `Where.tables`."""
+        return {part.table: part.k.shape[1] for part in self._parts}
 
     def page_table(self, rows: Rows | Chunks, index: int | None = None) -> Tensor:
         """The page table [B, M] of layer `index`; None: of all layers of a pool that has one."""
         if index is None:
             (which,) = self.pages
         else:
-            which = self._places[index][0].windowed
-        return _table(which, rows.page_table, rows.windowed_table)
+            which = self._places[index][0].table
+        return rows.where.tables[which]
 
     def from_layer(self, first: int, stop: int | None = None) -> KVPool:
         """The same memory without the layers before `first`, and those from `stop` on."""
@@ -328,33 +295,29 @@ class KVPool:
         self,
         k: Tensor,
         v: Tensor,
-        page_table: Tensor,
+        tables: Sequence[Tensor],
         positions: Tensor,
         keep: Tensor,
         path: Tensor | None = None,
-        windowed_table: Tensor | None = None,
     ) -> None:
-        """Commit rows k, v [L, B, T, Hkv, D]; the other arguments are those of `write_pages`."""
+        """Commit rows k, v [L, B, T, Hkv, D] to the pages of `tables`; the others are arguments of `write_pages`."""
         for part in self._parts:
-            part.write(k, v, _table(part.windowed, page_table, windowed_table), positions, keep, path)
+            part.write(k, v, tables[part.table], positions, keep, path)
 
     def paged(self, index: int, rows: CommittedRows) -> PagedRows:
         """Where `qk_norm_rope` is to put the keys and values of committed rows, of layer `index`."""
         part, place = self._places[index]
-        table = _table(part.windowed, rows.page_table, rows.windowed_table)
-        return PagedRows(part.k[place], part.v[place], table, rows.positions, rows.keep)
+        return PagedRows(part.k[place], part.v[place], rows.tables[part.table], rows.positions, rows.keep)
 
-    def write_rows(
-        self, k: Tensor, v: Tensor, pages: Tensor, positions: Tensor, windowed_pages: Tensor | None = None
-    ) -> None:
-        """Commit rows k, v [L, N, Hkv, D] of any requests at `positions [N]`, whose pages are `pages [N]`.
+    def write_rows(self, k: Tensor, v: Tensor, pages: Sequence[Tensor], positions: Tensor) -> None:
+        """Commit rows k, v [L, N, Hkv, D] of any requests at `positions [N]`, whose `pages` are [N] by page table.
 
         Rows of page 0 are not kept.
         """
-        slots = (positions % self.page_size)[:, None]
+        in_page = (positions % self.page_size)[:, None]
         for part in self._parts:
-            table = _table(part.windowed, pages, windowed_pages)[:, None]
-            part.write(k[:, :, None], v[:, :, None], table, slots, table > 0)
+            table = pages[part.table][:, None]
+            part.write(k[:, :, None], v[:, :, None], table, in_page, table > 0)
 
     def attend(self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None) -> Attend:
         """The attention of `rows` over this pool, layer by layer; `exact` as of `cascade_attention`.
@@ -382,13 +345,6 @@ class KVPool:
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
         """The committed context of `rows` in layer `index`."""
         part, place = self._places[index]
-        table = _table(part.windowed, rows.page_table, rows.windowed_table)
         scales = () if not part.scales else (part.scales[0][place], part.scales[1][place])
-        return PagedContext(part.k[place], part.v[place], table, rows.context_len, *scales)
-
-
-def _table(windowed: bool, full: Tensor, other: Tensor | None) -> Tensor:
-    if not windowed:
-        return full
-    assert other is not None, "the layers with a window have pages of their own"
-    return other
+        where = rows.where
+        return PagedContext(part.k[place], part.v[place], where.tables[part.table], where.context_len, *scales)

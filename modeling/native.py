@@ -166,7 +166,7 @@ class NativeLayers(nn.Module):
             kept = None if rows.needed is None else first_rows(rows.needed, count)
         x = _flat(x.to(torch.float32, copy=True), kept).contiguous()  # becomes the last output
         angles = self._angles(rotary, rows, kept)
-        context, width = rows.context_len.long().contiguous(), rows.page_table.shape[1]
+        context, width = rows.where.context_len.long().contiguous(), rows.where.pages.shape[1]
         masks = [_mask(rows, *view, kept) for view in self._views]
         tables = [pool.page_table(rows, layer).long().contiguous() for layer in self._views.values()]
         views = [

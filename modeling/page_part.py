@@ -20,7 +20,7 @@ class PagePart(NamedTuple):
     """Pages of the layers of a pool that have one page table."""
 
     layers: tuple[int, ...]  # of the model, ascending
-    windowed: bool  # the table is the `windowed_table`
+    table: int  # the place of their page table in `Where.tables`
     k: Tensor  # [L', P, Z, Hkv, D]
     v: Tensor
     scales: Scales
@@ -46,4 +46,4 @@ class PagePart(NamedTuple):
         some = slice(bisect_left(self.layers, first), bisect_left(self.layers, stop))
         scales: Scales = () if not self.scales else (self.scales[0][some], self.scales[1][some])
         layers = tuple(layer - first for layer in self.layers[some])
-        return PagePart(layers, self.windowed, self.k[some], self.v[some], scales)
+        return PagePart(layers, self.table, self.k[some], self.v[some], scales)

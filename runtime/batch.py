@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import Where
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import bucket, power_of_two
 from d2sd.runtime.sampling.bias import Entries
@@ -28,14 +29,11 @@ class Batch:
     """The requests of one decode step. Rows past the last request are padding and are never committed."""
 
     anchor: Tensor  # [B] int64
-    page_table: Tensor  # [B, M] int64
-    context_len: Tensor  # [B] int64, the anchor's position
+    where: Where  # `context_len` is the anchor's position
     active: Tensor  # [B] bool
     sampling: Sampling
     grammar: StepGrammar | None = None  # None: no request has one
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree, on a CPU; None: those of the policy
-    windowed_table: Tensor | None = None  # [B, M] int64, of layers with a window, if their pages are their own
-    slots: Tensor | None = None  # [B] int64, of recurrent state, 0 in padding; None: the target has none
 
     @staticmethod
     def pack(
@@ -49,59 +47,31 @@ class Batch:
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
-        table, windowed = page_tables(sequences, size, exact=device == "cpu")
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding),
-            page_table=table,
-            context_len=torch.tensor([s.cached for s in sequences] + padding),
+            where=pack_where(sequences, size, exact=device == "cpu"),
             active=torch.arange(size) < len(sequences),
             sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
             rows=None if rows is None else (*rows, *[1] * len(padding)),
-            windowed_table=windowed,
-            slots=_slots(sequences, size),
         )
 
     @staticmethod
-    def dummy(
-        size: int,
-        pages: int,
-        context_len: int,
-        vocab_size: int,
-        device: str,
-        params: SamplingParams = _GREEDY,
-        *,
-        windowed: bool = False,
-        states: bool = False,
-    ) -> Batch:
-        """`size` requests of `context_len` tokens in `pages` pages, all of them page 0: to time or capture a step.
-
-        `windowed`: layers with a window have pages of their own. `states`: the target has recurrent state.
-        """
-        zeros = torch.zeros(size, dtype=torch.long)
-        table = zeros[:, None].expand(-1, pages)
-        return Batch(
-            anchor=zeros,
-            page_table=table,
-            context_len=zeros + context_len,
-            active=zeros.bool(),
-            sampling=Sampling.pack([params] * size, vocab_size, device),
-            windowed_table=table if windowed else None,
-            slots=zeros if states else None,
-        )
+    def dummy(where: Where, vocab_size: int, device: str, params: SamplingParams = _GREEDY) -> Batch:
+        """Requests at these places that commit nothing: to time or capture a step."""
+        zeros = torch.zeros_like(where.context_len)
+        sampling = Sampling.pack([params] * len(zeros), vocab_size, device)
+        return Batch(anchor=zeros, where=where, active=zeros.bool(), sampling=sampling)
 
     def to(self, device: str) -> Batch:
         """The same inputs on the device."""
         return Batch(
             self.anchor.to(device),
-            self.page_table.to(device),
-            self.context_len.to(device),
+            self.where.with_tensors(tensor.to(device) for tensor in self.where.tensors),
             self.active.to(device),
             self.sampling.to(device),
             self.grammar,
             self.rows,
-            None if self.windowed_table is None else self.windowed_table.to(device),
-            None if self.slots is None else self.slots.to(device),
         )
 
     @property
@@ -131,11 +101,8 @@ class PrefillInputs(NamedTuple):
 
     tokens: Tensor  # [N] int64, chunk after chunk
     lengths: list[int]  # B tokens of each chunk
-    page_table: Tensor  # [B, M] int64
-    context_len: Tensor  # [B] int64, tokens computed before this chunk
-    windowed_table: Tensor | None = None  # [B, M] int64, see `Batch`
+    where: Where
     following: Tensor | None = None  # [N] int64, the token behind each row, if a request reports prompt tokens
-    slots: Tensor | None = None  # [B] int64, see `Batch`
 
 
 class Prefilled(NamedTuple):
@@ -148,42 +115,37 @@ class Prefilled(NamedTuple):
 def prefill_inputs(chunks: SequenceOf[tuple[Sequence, int]], *, exact: bool) -> PrefillInputs:
     """The next `count` prompt tokens of each (sequence, count), without padding: a graph adds its own.
 
-    `exact` as in `page_tables`.
+    `exact` as in `pack_where`.
     """
     starts = [(s, s.cached, s.cached + count) for s, count in chunks]
     tokens = [token for s, start, end in starts for token in s.tokens[start:end]]
-    table, windowed = page_tables([s for s, _ in chunks], len(chunks), exact=exact)
     following = None
     if any(s.needs_prompt_rows for s, _ in chunks):
         following = torch.tensor([token for s, start, end in starts for token in s.tokens[start + 1 : end + 1]])
     return PrefillInputs(
         tokens=torch.tensor(tokens),
         lengths=[count for _, count in chunks],
-        page_table=table,
-        context_len=torch.tensor([s.cached for s, _ in chunks]),
-        windowed_table=windowed,
+        where=pack_where([s for s, _ in chunks], len(chunks), exact=exact),
         following=following,
-        slots=_slots([s for s, _ in chunks], len(chunks)),
     )
 
 
-def page_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> tuple[Tensor, Tensor | None]:
-    """[size, M] int64 with M for the longest sequence; unused entries are page 0, the scratch page. And the same table
-    of layers with a window, if they have pages of their own.
+def pack_where(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> Where:
+    """The places of B = `size` requests, the last of them padding: page 0, no token, and state 0.
 
-    `exact` leaves M as it is, as for a CPU, where attention copies every page of padding; else a power of two.
+    Page tables have M columns for the longest sequence; `exact` leaves M as it is, as for a CPU, where attention copies
+    every page of padding; else it is a power of two.
     """
     longest = max(1, *(len(s.pages) for s in sequences))
     columns = longest if exact else power_of_two(longest)
-    windowed = [s.windowed_pages for s in sequences]
-    table = _table([s.pages for s in sequences], size, columns)
-    return table, _table(windowed, size, columns) if any(windowed) else None
-
-
-def _slots(sequences: SequenceOf[Sequence], size: int) -> Tensor | None:
-    """[size] int64, the requests' slots; None where none has one."""
-    slots = [s.slot for s in sequences]
-    return torch.tensor(slots + [0] * (size - len(slots))) if any(slots) else None
+    windowed, states = [s.windowed_pages for s in sequences], [s.state_id for s in sequences]
+    padding = [0] * (size - len(sequences))
+    return Where(
+        pages=_table([s.pages for s in sequences], size, columns),
+        context_len=torch.tensor([s.cached for s in sequences] + padding),
+        windowed=_table(windowed, size, columns) if any(windowed) else None,
+        state_ids=torch.tensor(states + padding) if any(states) else None,
+    )
 
 
 def _table(rows: SequenceOf[array[int]], size: int, columns: int) -> Tensor:

@@ -109,7 +109,7 @@ def decode_step(
         verified = runner.verify(batch, tree, policy.drafts_ahead)
     mask = _mask(batch.grammar, drafted.paths, tree, verified.logits, timer)
     with timer("accept"):
-        how = batch.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
+        how = batch.where.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
         accepted = sample_target(tree, verified.logits, *how, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)

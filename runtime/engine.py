@@ -8,6 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 
 from d2sd.errors import D2SDError, RequestError
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
 from d2sd.progress import Progress, silent
@@ -85,13 +86,14 @@ class Engine:
         window = runner.longest_window
         windowed = None if window is None else WindowedLayers(window, runner.windowed_page_bytes(size))
         self.memory = plan_kv_memory(
-            limits, runner.block_size, runner.page_bytes(size), free, windowed, runner.slot_bytes
+            limits, runner.block_size, runner.page_bytes(size), free, windowed, runner.state_bytes
         )
-        runner.allocate(self.memory.pool_pages, size, self.memory.windowed_pool_pages, self.memory.slots)
+        sizes = PoolSizes(self.memory.pool_pages, size, self.memory.windowed_pool_pages, self.memory.states)
+        runner.allocate(sizes)
         self.allow([policy])
         self.steps = make_steps(runner, limits, self.calibration)
         pages = self.memory.pool_pages, self.memory.windowed_pool_pages or 0
-        self.scheduler = Scheduler(limits, runner.block_size, *pages, window, self.memory.slots)
+        self.scheduler = Scheduler(limits, runner.block_size, *pages, window, self.memory.states)
 
     def enable_auto(
         self,
@@ -236,7 +238,7 @@ class Engine:
         """Admit waiting requests and prefill one chunk budget; returns the sequences ready to decode."""
         with self.clock.stage("prefill"):
             schedule = self.scheduler.schedule()
-            self.runner.drop(schedule.discarded, schedule.windowed_discarded)
+            self.runner.drop(*schedule.discarded)
             self.runner.copy_states(schedule.restored)
             if schedule.prefill:
                 self._prefill(schedule.prefill)

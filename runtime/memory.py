@@ -1,4 +1,4 @@
-"""Number of pages in the K/V pools, and of slots of recurrent state, from the limits and `limits.kv_memory`.
+"""Number of pages in the K/V pools, and of recurrent states, from the limits and `limits.kv_memory`.
 
 No torch: `build --plan` uses it too.
 """
@@ -34,7 +34,7 @@ class KVMemory:
     windowed_page_bytes: int = 0  # of layers with a window, which have pages of their own: not in `page_bytes`
     windowed_pages: int = 0  # of these, that requests can own
     state_bytes: int = 0  # recurrent state of one request, of all layers that have one
-    slots: int = 0  # for states: slot 0, max_batch requests', and snapshots of the prefix cache
+    states: int = 0  # state 0, max_batch requests', and snapshots of the prefix cache
 
     @property
     def pool_pages(self) -> int:
@@ -47,14 +47,9 @@ class KVMemory:
         return 1 + self.windowed_pages if self.windowed_page_bytes else None
 
     @property
-    def slot_bytes(self) -> int:
-        """The recurrent states of all slots."""
-        return self.slots * self.state_bytes
-
-    @property
     def total_bytes(self) -> int:
         pages = self.pool_pages * self.page_bytes + (self.windowed_pool_pages or 0) * self.windowed_page_bytes
-        return pages + self.slot_bytes
+        return pages + self.states * self.state_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +76,7 @@ def plan_kv_memory(
 
     Of `page_bytes`, those of the `windowed` layers are for pages of their own: as many as max_batch requests have, and
     never more than of the other layers, of which a request has as many at least. A recurrent state of `state_bytes` a
-    request has a slot for each of max_batch requests, and with the prefix cache up to as many for snapshots.
+    request is there for each of max_batch requests, and with the prefix cache for up to as many snapshots.
 
     A share in `limits.kv_memory` is multiplied by `free_bytes`; without it a share is ignored, so the result is an
     upper bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
@@ -97,33 +92,33 @@ def plan_kv_memory(
     if isinstance(budget, float):
         budget = None if free_bytes is None else int(budget * free_bytes)
     if budget is None:
-        slots = least + snapshots if state_bytes else 0
-        return KVMemory(whole, full, full, within, most, state_bytes, slots)
+        states = least + snapshots if state_bytes else 0
+        return KVMemory(whole, full, full, within, most, state_bytes, states)
     needed = limits.pages_for(1 + block_size)
     spare = budget - least * state_bytes - (1 + needed) * page_bytes
     if spare < 0:
         raise _too_little(budget, (1 + needed) * page_bytes, least, state_bytes)
-    slots = least
+    states = least
     if state_bytes:
         left = budget - least * state_bytes
-        slots += min(snapshots, left // SNAPSHOT_SHARE // state_bytes, spare // state_bytes)
-    budget -= slots * state_bytes
+        states += min(snapshots, left // SNAPSHOT_SHARE // state_bytes, spare // state_bytes)
+    budget -= states * state_bytes
     pages = budget // page_bytes - 1  # less the scratch page
     if windowed is not None and pages >= most:
         pages = (budget - (1 + most) * within) // whole - 1 if whole else full
     pages = min(full, pages)
-    return KVMemory(whole, full, pages, within, min(most, pages), state_bytes, slots)
+    return KVMemory(whole, full, pages, within, min(most, pages), state_bytes, states)
 
 
-def _too_little(budget: int, pages: int, slots: int, state_bytes: int) -> RecipeError:
-    """That `budget` bytes hold neither one request's pages, nor with them the `slots` of all."""
-    states = f", {slots * state_bytes:,} of them for the states of {slots - 1} requests and slot 0" if slots else ""
+def _too_little(budget: int, pages: int, count: int, state_bytes: int) -> RecipeError:
+    """The error that `budget` fits neither the `pages` of one request nor, with them, the `count` states of all."""
+    states = f", {count * state_bytes:,} of them for the states of {count - 1} requests and slot 0" if count else ""
     return RecipeError(
         "The K/V memory does not hold a single request.",
         where="limits.kv_memory",
         found=f"{budget:,} bytes",
-        expected=f"at least {pages + slots * state_bytes:,} bytes{states}",
-        fix="raise it, or lower limits.max_batch" if slots else "raise it, or lower limits.page_size",
+        expected=f"at least {pages + count * state_bytes:,} bytes{states}",
+        fix="raise it, or lower limits.max_batch" if count else "raise it, or lower limits.page_size",
     )
 
 

@@ -18,7 +18,8 @@ from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
-from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, Rows, first_rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, PoolSizes, Rows, first_rows
+from d2sd.modeling.where import Where
 from d2sd.plugins import choice, handover, lookup, trees
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.layer_ops import Behind
@@ -96,8 +97,8 @@ class ModelRunner:
         self.staging = None if self.capture is None else Staging(self.device, self.capture.mark)
         self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
         self.window: Window | None = None  # of the context that drafters read; None: all of it
-        self.pool_pages = 0  # of each pool, the scratch page 0 among them; set by `allocate`, as is the next one
-        self.windowed_pages: int | None = None  # those of layers with a window; None: they have the same pages
+        #: Pages of each pool by page table, the scratch page 0 among them; set by `allocate`.
+        self.page_counts: tuple[int, ...] = ()
         self._layout = PoolLayout(target, self.drafters.values(), self._dtype)
         self.tables = draft_tables(target, self.drafters)
         # Most candidates that a slot can have in every draft, because several become one tree.
@@ -113,22 +114,18 @@ class ModelRunner:
             for role, drafter in self.drafters.items()
         }
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory.
-
-        `windowed_pages` are for the layers that have a window (`longest_window`), which then have a page table of their
-        own. None: all layers have the same pages. `slots` are of recurrent state, if the target has it.
-        """
+    def allocate(self, sizes: PoolSizes) -> None:
+        """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
         try:
-            self.pools = self._layout.make(pages, page_size, self.device, windowed_pages, slots)
+            self.pools = self._layout.make(sizes, self.device)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.",
                 where="limits",
-                found=f"{pages:,} pages of {self.page_bytes(page_size):,} bytes",
+                found=f"{sizes.pages:,} pages of {self.page_bytes(sizes.page_size):,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
-        self.text_pages, self.pool_pages, self.windowed_pages = None, pages, windowed_pages
+        self.text_pages, self.page_counts = None, sizes.counts
         self.target_pool, *pools = self.pools
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
@@ -138,9 +135,14 @@ class ModelRunner:
         """Bytes that can be allocated where the models are. Raises RecipeError if the system does not report it."""
         return free_memory(self.device)
 
-    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
-        """Give up the K/V of these pages; call it before they are written again."""
-        self.context.drop(pages, windowed_pages)
+    def drop(self, *pages: Sequence[int]) -> None:
+        """Give up the K/V of these pages, of each page table; call it before they are written again."""
+        self.context.drop(*pages)
+
+    def scratch(self, requests: int, columns: int, context_len: int = 0) -> Where:
+        """See `Where.scratch`; with the page tables and states of these pools."""
+        windowed, states = len(self.page_counts) > 1, self.state_bytes > 0
+        return Where.scratch(requests, columns, context_len, windowed=windowed, states=states)
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
         """Begin to copy a tensor to the host; the function returned waits for it."""
@@ -168,20 +170,20 @@ class ModelRunner:
 
     def page_bytes(self, page_size: int) -> int:
         """Bytes of one page of `page_size` tokens, in the pools of all models."""
-        return self._layout.bytes(1, page_size, None)
+        return self._layout.bytes(PoolSizes(1, page_size))
 
     def windowed_page_bytes(self, page_size: int) -> int:
         """The part of `page_bytes` in the layers whose pages `allocate` can keep apart."""
-        return self._layout.bytes(0, page_size, 1)
+        return self._layout.bytes(PoolSizes(0, page_size, 1))
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of recurrent state; 0: the target has none."""
-        return self._layout.slot_bytes
+    def state_bytes(self) -> int:
+        """Bytes of one request's recurrent state; 0: the target has none."""
+        return self._layout.state_bytes
 
     @torch.inference_mode()
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copy recurrent state from slot to slot, all at once; from slot 0 is that of a request without tokens."""
+        """Copy recurrent states, from id to id, all at once; state 0 is that of a request without tokens."""
         if copies and self.target_pool.states is not None:
             pairs = torch.tensor(copies)
             if self.staging is not None:
@@ -195,41 +197,34 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prefill(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        page_table: Tensor,
-        context_len: Tensor,
-        windowed_table: Tensor | None = None,
-        following: Tensor | None = None,
-        slots: Tensor | None = None,
+        self, tokens: Tensor, lengths: Sequence[int], where: Where, following: Tensor | None = None
     ) -> Prefilled:
-        """Compute and commit chunks of B prompts in one pass: `tokens [N]`, of which chunk b has the next `lengths[b]`,
-        behind `context_len [B]`, page tables [B, M] and, with recurrent state, `slots [B]`. All are on the host, and go
-        to the device in one copy: nothing here waits for it.
+        """Compute and commit chunks of B prompts in one pass: `tokens [N]`, of which chunk b has the next `lengths[b]`
+        behind the context of request b. All are on the host, and go to the device in one copy: nothing here waits for
+        it.
         """
-        rows = Chunks.of(lengths, page_table, context_len, self.target_pool.page_size, windowed_table, slots)
+        rows = Chunks.of(lengths, where, self.target_pool.page_size)
         if self.staging is not None:
             behind = [] if following is None else [following]
             tokens, *found = self.staging([tokens, *behind, *rows.tensors])
             following = found.pop(0) if behind else None
             rows = rows.with_tensors(found)
         hidden, features = self.prefill_rows(tokens, rows)
-        self.keep_rows(tokens, ContextRows(features, rows.positions[0], rows.pages, rows.windowed_pages))
+        self.keep_rows(tokens, ContextRows(features, rows.positions[0], rows.pages))
         return Prefilled(hidden, following)
 
     @torch.inference_mode()
     def prefill_rows(self, tokens: Tensor, rows: Chunks) -> tuple[Tensor, Tensor]:
         """The part of `prefill` that a graph holds: commits K/V; gives hidden states [N, E] and features [N, n·E]."""
         out: DecoderOutput = self.target(tokens[None], rows, self.target_pool, self.aux_layer_ids)
-        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0], rows.windowed_pages)
+        self.target_pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
         return out.hidden[0], out.features[0]
 
     def keep_rows(self, tokens: Tensor, rows: ContextRows) -> None:
         """The rest of `prefill`: keeps the text, and these tensors for the drafters' context."""
         if self.text_pages is not None:
-            self.text_pages[rows.pages, rows.positions % self.target_pool.page_size] = tokens
-        self.context.add(rows if self.context.has_windowed_pages else rows._replace(windowed_pages=None))
+            self.text_pages[rows.pages[0], rows.positions % self.target_pool.page_size] = tokens
+        self.context.add(rows._replace(pages=rows.pages[: self.context.tables]))
 
     @torch.inference_mode()
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
@@ -253,12 +248,13 @@ class ModelRunner:
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
         """The target over all nodes; then the drafter `ahead`, if there is one, drafts behind each of them."""
         needed = None if self.static_shapes or ahead is not None else _nodes(tree)
-        where = tree.tokens, _rows(batch, tree, needed), self.target_pool, self.aux_layer_ids
+        rows = Rows(Behind(batch.where.context_len, tree.depth), tree.attn_mask, batch.where, needed)
+        given = tree.tokens, rows, self.target_pool, self.aux_layer_ids
         out: DecoderOutput
         if ahead is None:
-            out, behind = self.target(*where), None
+            out, behind = self.target(*given), None
         else:
-            out, behind = self.drafters[ahead].verify_and_draft(self.target, *where)
+            out, behind = self.drafters[ahead].verify_and_draft(self.target, *given)
         hidden, places = out.hidden, None
         if needed is not None:
             kept = first_rows(needed, tree.tokens.shape[1])
@@ -279,37 +275,35 @@ class ModelRunner:
         # an id below 0, at which the request has ended, is not in the table; there any row will do
         anchor = accepted.tokens[of_rows, last].clamp(min=0)
         logits = self.drafters[role].logits(hidden, anchor[:, None], self.tables[role])
-        behind = replace(batch, context_len=batch.context_len + accepted.count)
+        behind = replace(batch, where=batch.where.after(accepted.count))
         return self._candidates(role, behind, logits, width, hidden, anchor[:, None, None]).part(slice(None), 0)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Append the accepted path to the target's pages and to the text, and its features to the drafters' context."""
-        path, out = accepted.path, verified.rows  # [B, G]
-        tables = [batch.page_table]
-        if self.context.has_windowed_pages and batch.windowed_table is not None:
-            tables.append(batch.windowed_table)
+        path, out, where = accepted.path, verified.rows, batch.where  # [B, G]
+        tables = where.tables[: self.context.tables]
         room = self.context.room(len(path))
         into = None if room is None else [room.features, room.positions, room.keep, *room.tables]
-        of_batch = accepted.count, batch.active, batch.context_len
+        of_batch = accepted.count, batch.active, where.context_len
         features, positions, keep = handover.commit(path, *of_batch, out.features, tables, into)
-        self.target_pool.write(out.k, out.v, batch.page_table, positions, keep, path, batch.windowed_table)
-        if out.states is not None and self.target_pool.states is not None and batch.slots is not None:
-            self.target_pool.states.commit(out.states, batch.slots, path, keep.sum(1))
+        self.target_pool.write(out.k, out.v, where.tables, positions, keep, path)
+        if out.states is not None and self.target_pool.states is not None and where.state_ids is not None:
+            self.target_pool.states.commit(out.states, where.state_ids, path, keep.sum(1))
         page_size = self.target_pool.page_size
-        self.context.add(room or CommittedRows(features, tables[0], positions, keep, page_size, *tables[1:]))
+        self.context.add(room or CommittedRows(features, tables, positions, keep, page_size))
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 
     def keep_text(self) -> None:
         """Keep the tokens of all requests from now on, in the pages of their K/V: what copies are taken from."""
-        shape = self.pool_pages, self.target_pool.page_size
+        shape = self.page_counts[0], self.target_pool.page_size
         self.text_pages = torch.zeros(shape, dtype=torch.long, device=self.device)
 
     def text(self, batch: Batch) -> Text:
         """The requests' text so far; `keep_text` was called before any of it."""
         assert self.text_pages is not None
-        return Text(self.text_pages, batch.page_table, batch.context_len, batch.anchor)
+        return Text(self.text_pages, batch.where.pages, batch.where.context_len, batch.anchor)
 
     def no_draft(self, batch: Batch) -> Draft:
         """A first draft [B, S, 1] that proposes nothing."""
@@ -342,8 +336,8 @@ class ModelRunner:
         attn_mask, packed = (None if mask is None else mask.expand(len(blocks), -1, -1) for mask in masks)
         assert attn_mask is not None
         pool = self.target_pool if own is None else own
-        placed = Behind(batch.context_len, places.expand(len(blocks), -1))
-        rows = Rows(placed, attn_mask, batch.page_table, batch.context_len, None, batch.windowed_table, packed)
+        placed = Behind(batch.where.context_len, places.expand(len(blocks), -1))
+        rows = Rows(placed, attn_mask, batch.where, packed=packed)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
         drafter, tables = self.drafters[role], self.tables[role]
@@ -364,7 +358,7 @@ class ModelRunner:
         """Candidates [B, K, S, M] of `blocks [B, K, R]`, of which one of masks alone has its anchor at least."""
         drafter, sampling = self.drafters[role], batch.sampling
         most = self.width(max(width, drafter.pool))
-        draft = candidates(logits, batch.context_len, sampling, most, drafter.draft_ids, branches)
+        draft = candidates(logits, batch.where.context_len, sampling, most, drafter.draft_ids, branches)
         if drafter.pool:
             draft = drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
         return draft.padded(self.block_size - 1, drafter.mask_token_id)
@@ -372,11 +366,6 @@ class ModelRunner:
     def width(self, most: int) -> int:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""
         return min(most, self._widest)
-
-
-def _rows(batch: Batch, tree: Tree, needed: tuple[int, ...] | None) -> Rows:
-    tables = batch.page_table, batch.context_len, needed, batch.windowed_table
-    return Rows(Behind(batch.context_len, tree.depth), tree.attn_mask, *tables, slots=batch.slots)
 
 
 def _nodes(tree: Tree) -> tuple[int, ...] | None:

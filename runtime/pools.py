@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -11,7 +11,7 @@ from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.inference import takes_one_table
-from d2sd.modeling.kv_pool import KVPool
+from d2sd.modeling.kv_pool import KVPool, PoolSizes
 
 
 @dataclass(frozen=True)
@@ -22,25 +22,21 @@ class PoolLayout:
     drafters: Collection[DraftModel]
     dtype: torch.dtype
 
-    def make(self, pages: int, page_size: int, device: str, windowed_pages: int | None, slots: int = 1) -> list[KVPool]:
-        """A pool for each model with context; `windowed_pages`: of layers with a window, None: as all others;
-        `slots`: of recurrent state.
-        """
+    def make(self, sizes: PoolSizes, device: str) -> list[KVPool]:
+        """A pool of these sizes for each model with context."""
         pools = []
         for model in self._with_pools:
-            windowed = windowed_pages if self._keeps_apart(model) else None
-            size = model.config.body, pages, page_size, self.dtype, device
-            pools.append(KVPool(*size, kv_scales(model), windowed, slots))
+            own = sizes if self._keeps_apart(model) else replace(sizes, windowed=None)
+            pools.append(KVPool(model.config.body, own, self.dtype, device, kv_scales(model)))
         return pools
 
-    def bytes(self, pages: int, page_size: int, windowed_pages: int | None) -> int:
-        """Bytes of these pools."""
-        pools = self.make(pages, page_size, "meta", windowed_pages)
-        return sum(tensor.nbytes for pool in pools for tensor in pool.tensors)
+    def bytes(self, sizes: PoolSizes) -> int:
+        """Bytes of the pages of these pools."""
+        return sum(tensor.nbytes for pool in self.make(sizes, "meta") for tensor in pool.tensors)
 
     @property
-    def slot_bytes(self) -> int:
-        """Bytes of one slot of recurrent state."""
+    def state_bytes(self) -> int:
+        """Bytes of one request's recurrent state."""
         delta = self.target.config.body.delta
         return 0 if delta is None else delta.state_bytes(self.dtype.itemsize)
 

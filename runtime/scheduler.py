@@ -37,8 +37,7 @@ class Schedule:
 
     prefill: list[tuple[Sequence, int]]  # (sequence, tokens of this chunk)
     decode: list[Sequence]
-    discarded: list[int]  # pages whose K/V was given up since the last step
-    windowed_discarded: list[int]  # the same of layers with a window
+    discarded: list[list[int]]  # pages whose K/V was given up since the last step, by page table
     restored: list[Copy]  # of recurrent state, before the chunks
     snapshots: list[Copy]  # the same, between the chunks and the decode step
 
@@ -165,8 +164,8 @@ class Scheduler:
         # The last token of an answer may be in a step that is not collected.
         decode = [s for s in self.running if s.pending == done.get(id(s), 0) and s.remaining > s.launched]
         self._prefill_tokens += sum(done.values())
-        windowed = [page for group in self.groups[1:] for page in group.pages.take_discarded()]
-        return Schedule(prefill, decode, self.pages.take_discarded(), windowed, *self.states.take_copies())
+        discarded = [group.pages.take_discarded() for group in self.groups]
+        return Schedule(prefill, decode, discarded, *self.states.take_copies())
 
     def _yielding(self) -> Sequence | None:
         """The running sequence whose place is the next waiting one's, if there is no other for it."""

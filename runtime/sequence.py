@@ -59,7 +59,7 @@ class Sequence:
     cached: int = 0  # leading tokens whose K/V is in the pools; set by the scheduler, prefill and append
     pages: array[int] = field(default_factory=page_row)  # set by the scheduler, as are the next four
     windowed_pages: array[int] = field(default_factory=page_row)  # the same of layers with a window; 0 if freed
-    slot: int = 0  # of its recurrent state, behind `cached` tokens; 0: none
+    state_id: int = 0  # of its recurrent state, behind `cached` tokens; 0: none
     page_keys: list[bytes] = field(default_factory=list, repr=False)  # of the leading full pages, in the prefix cache
     keyed_pages: int = 0  # leading pages that the prefix cache knows by their keys
     admitted: float | None = None  # time.monotonic() of its first place in the batch; set by the scheduler

@@ -71,23 +71,23 @@ class StateSlots:
             assert taken is not None
         else:
             self._restored[taken[-1]] = snapshot[0] if snapshot else 0
-        sequence.slot = taken[-1]
+        sequence.state_id = taken[-1]
         self._pool.give_back(snapshot)  # it was kept from eviction, and is the last to be evicted now
 
     def restore(self, sequence: Sequence, keys: SequenceOf[bytes]) -> None:
         """Put the state behind a prefix into the slot of a running request, as in `admit`."""
         if self.count:
             snapshot = self._pool.cache.match(keys[-1:])
-            self._restored[sequence.slot] = snapshot[0]
+            self._restored[sequence.state_id] = snapshot[0]
             self._pool.take(0, snapshot)
             self._pool.give_back(snapshot)
 
     def release(self, sequence: Sequence) -> None:
         """Take the slot of a request that ends or is preempted."""
         if self.count:
-            self._restored.pop(sequence.slot, None)
-            self._pool.give_back([sequence.slot])
-            sequence.slot = 0
+            self._restored.pop(sequence.state_id, None)
+            self._pool.give_back([sequence.state_id])
+            sequence.state_id = 0
 
     def known(self, keys: SequenceOf[bytes], start: int, end: int) -> int:
         """The most pages of a prefix, from `end` down to `start`, behind which there is a state."""
@@ -121,7 +121,7 @@ class StateSlots:
             assert taken is not None
             self._pool.cache.add(taken[0], keys[full - 1])
             self._pool.give_back(taken)
-            self._snapshots.append((sequence.slot, taken[0]))
+            self._snapshots.append((sequence.state_id, taken[0]))
         return count
 
     def _cut(self, sequence: Sequence, keys: SequenceOf[bytes], most: int, places: Iterable[int]) -> int:

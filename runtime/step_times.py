@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from math import inf
 from types import MappingProxyType
@@ -276,18 +276,10 @@ def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -
     """
     pages = limits.pages_for(min(context, limits.max_context))
     most = limits.pages_for(limits.max_context + runner.block_size)
-    batch = Batch.dummy(
-        size,
-        min(pages + 1, most),
-        pages * limits.page_size,
-        runner.vocab_size,
-        runner.device,
-        windowed=runner.windowed_pages is not None,
-        states=runner.slot_bytes > 0,
-    )
-    page_ids = torch.arange(batch.page_table.numel(), device=batch.page_table.device).view(batch.page_table.shape)
-    windowed = None if runner.windowed_pages is None else page_ids % runner.windowed_pages
-    return replace(batch, page_table=page_ids % runner.pool_pages, windowed_table=windowed)
+    where = runner.scratch(size, min(pages + 1, most), pages * limits.page_size)
+    page_ids = torch.arange(where.pages.numel()).view(where.pages.shape)
+    where = where.with_tables(page_ids % count for count in runner.page_counts)
+    return Batch.dummy(where, runner.vocab_size, runner.device)
 
 
 def _wait(runner: ModelRunner) -> None:

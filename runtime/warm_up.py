@@ -107,10 +107,7 @@ def _kernels(runner: ModelRunner, shape: PrefillShape) -> object:
 def _prefill(runner: ModelRunner, shape: PrefillShape) -> None:
     """Prefill chunks of nothing: all pages are the scratch page 0. Their features go to the drafters."""
     lengths = [shape.rows] + [1] * (shape.requests - 1)
-    table = torch.zeros(shape.requests, shape.pages, dtype=torch.long)
-    windowed = None if runner.windowed_pages is None else table
-    tokens, context_len = torch.zeros(sum(lengths), dtype=torch.long), torch.zeros(shape.requests, dtype=torch.long)
-    slots = torch.zeros_like(context_len) if runner.slot_bytes else None
-    hidden, _ = runner.prefill(tokens, lengths, table, context_len, windowed, tokens, slots)
+    tokens = torch.zeros(sum(lengths), dtype=torch.long)
+    hidden, _ = runner.prefill(tokens, lengths, runner.scratch(shape.requests, shape.pages), tokens)
     runner.prompt_logits(hidden[:_REPORTED])
     runner.context.inject(runner.drafters)

@@ -31,9 +31,10 @@ from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.modeling.fp8 import make_fp8
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 from d2sd.policies import DrafterRole
 from d2sd.runtime.model_runner import ModelRunner
@@ -278,7 +279,7 @@ def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
 def bare_pool(layers: int, pages: int, page_size: int, kv_heads: int, head_dim: int) -> KVPool:
     """An empty pool of this shape in fp32."""
     body = replace(tiny_decoder().config.body, num_layers=layers, num_kv_heads=kv_heads, head_dim=head_dim)
-    return KVPool(body, pages, page_size, torch.float32, "cpu")
+    return KVPool(body, PoolSizes(pages, page_size), torch.float32, "cpu")
 
 
 def pool_for(
@@ -297,7 +298,7 @@ def pool_for(
     or reads a slot it must not, shows at once.
     """
     pages = -(-tokens // page_size)
-    pool = KVPool(body, 1 + batch * pages, page_size, dtype, "cpu", fp8, slots=1 + batch)
+    pool = KVPool(body, PoolSizes(1 + batch * pages, page_size, states=1 + batch), dtype, "cpu", fp8=fp8)
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))
@@ -313,16 +314,15 @@ def feed(
     *,
     aux_layer_ids: tuple[int, ...] = (),
 ) -> DecoderOutput:
-    """Run tokens [B, T] as a causal chain behind the context and commit all of them; request b has slot b + 1."""
-    rows = Rows.chain(tokens.shape[1], page_table, context_len)
-    if pool.states is not None:
-        rows = replace(rows, slots=1 + torch.arange(len(tokens)))
+    """Run tokens [B, T] as a causal chain behind the context and commit all of them; request b has state b + 1."""
+    state_ids = None if pool.states is None else 1 + torch.arange(len(tokens))
+    rows = Rows.chain(tokens.shape[1], Where(page_table, context_len, state_ids=state_ids))
     out = decoder(tokens, rows, pool, aux_layer_ids)
     assert isinstance(out, DecoderOutput)
-    pool.write(out.k, out.v, page_table, rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
-    if pool.states is not None and rows.slots is not None and out.states is not None:
+    pool.write(out.k, out.v, (page_table,), rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
+    if pool.states is not None and state_ids is not None and out.states is not None:
         path = torch.arange(tokens.shape[1]).expand_as(tokens)
-        pool.states.commit(out.states, rows.slots, path, torch.full_like(rows.slots, tokens.shape[1]))
+        pool.states.commit(out.states, state_ids, path, torch.full_like(state_ids, tokens.shape[1]))
     return out
 
 

@@ -161,6 +161,7 @@ def _on_meta(key: str) -> Iterator[None]:
 def _fill(bundle: Bundle, make: MakeEngine, method: str, nodes: int, most: int, *, sampled: bool) -> None:
     """Let an engine with recorded captures make its steps; `auto` chooses nothing here, but has all its policies."""
     from d2sd.bundle.serving import auto_policies, candidate_policies
+    from d2sd.modeling.where import Where
     from d2sd.runtime.batch import Batch
     from d2sd.runtime.request import buckets
     from d2sd.runtime.sampling_params import SamplingParams
@@ -186,8 +187,8 @@ def _fill(bundle: Bundle, make: MakeEngine, method: str, nodes: int, most: int, 
     for policy in policies:
         for size in reversed(buckets(most)):
             for kind in kinds:
-                like = size, 1, 0, engine.runner.vocab_size, "meta", kind
-                engine.steps.graph_for(policy, Batch.dummy(*like))
+                batch = Batch.dummy(Where.scratch(size, 1), engine.runner.vocab_size, "meta", kind)
+                engine.steps.graph_for(policy, batch)
 
 
 def fill_training(key: str, folder: Path) -> None:

@@ -16,7 +16,9 @@ from benchmarks.gpu.traffic import Launch, Meter, without_gpu
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DeltaConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.policies import FACTS, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner
@@ -50,8 +52,8 @@ def count_hybrid(one: HybridStep) -> list[Launch]:
         chosen = dict.fromkeys(FACTS[one.policy].drafters, drafter)
         prepare_for_inference(target, chosen.values())
         runner = ModelRunner(target, chosen, block_size=BLOCK_SIZE)
-        runner.allocate(1 + batch * columns(), PAGE_SIZE, slots=1 + batch)
-    dummy = Batch.dummy(batch, columns(), CONTEXT, VOCABULARY, runner.device, states=True)
+        runner.allocate(PoolSizes(1 + batch * columns(), PAGE_SIZE, states=1 + batch))
+    dummy = Batch.dummy(Where.scratch(batch, columns(), CONTEXT, states=True), VOCABULARY, runner.device)
     policy = make_policy(one.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
     return launches_of(meter, runner, policy, replace(dummy, active=~dummy.active), None)
 

@@ -26,7 +26,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import FusedLayers, fuse
-from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, PoolSizes, Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins.layer_ops import Behind, Front, Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole
@@ -196,21 +197,21 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
     batch, device, ids = len(tokens), str(tokens.device), drafter.config.target_layer_ids
     dtype, columns = target.embed_tokens.weight.dtype, -(-tokens.shape[1] // PAGE_SIZE)
     pools = [
-        KVPool(m.config.body, 1 + batch * columns, PAGE_SIZE, dtype, device, kv_scales(m))
+        KVPool(m.config.body, PoolSizes(1 + batch * columns, PAGE_SIZE), dtype, device, fp8=kv_scales(m))
         for m in (target, drafter, drafter)
     ]
     table = 1 + torch.arange(batch * columns, device=device).view(batch, columns)
     chunk, length = tokens[:, :37], torch.zeros(batch, dtype=torch.long, device=device)
-    chain, every = Rows.chain(37, table, length), torch.ones(batch, 37, dtype=torch.bool, device=device)
+    chain, every = Rows.chain(37, Where(table, length)), torch.ones(batch, 37, dtype=torch.bool, device=device)
     first = target(chunk, chain, pools[0], ids)
-    pools[0].write(first.k, first.v, table, chain.positions, every)
+    pools[0].write(first.k, first.v, (table,), chain.positions, every)
     context = drafter.context_keys_values(first.features, chain.positions)
-    pools[1].write(*context, table, chain.positions, every)
-    rows = Rows.chain(13, table, length + 37)
+    pools[1].write(*context, (table,), chain.positions, every)
+    rows = Rows.chain(13, Where(table, length + 37))
     out = target(tokens[:, 37:], rows, pools[0], ids)
     embedded = target.embed_tokens(tokens[:, 37:])
     drafted = drafter.draft(embedded, rows, pools[1])
-    committed = CommittedRows(first.features, table, chain.positions, every, PAGE_SIZE)
+    committed = CommittedRows(first.features, (table,), chain.positions, every, PAGE_SIZE)
     injected = drafter.inject_and_draft(committed, tokens[:, 37:], target.embed_tokens, rows, pools[2])
     return {
         "hidden": out.hidden,
@@ -267,12 +268,12 @@ def time_pass(kind: str, note: Note, device: str = "cuda") -> dict[str, Any]:
     )
     target, (drafter,) = models(kind, body, 1024, device)
     columns = CONTEXT // PAGE_SIZE + 4
-    pool = KVPool(body, 1 + columns, PAGE_SIZE, torch.bfloat16, device, kv_scales(target))
+    pool = KVPool(body, PoolSizes(1 + columns, PAGE_SIZE), torch.bfloat16, device, fp8=kv_scales(target))
     table = 1 + torch.arange(columns, device=device)[None]
     context = torch.tensor([CONTEXT], device=device)
     ids, tokens = drafter.config.target_layer_ids, torch.arange(64, device=device)[None]
     features = torch.randn(1, 16, len(ids) * 4096, device=device, dtype=torch.bfloat16)
-    chains = {count: Rows.chain(count, table, context) for count in (1, 16, 64)}
+    chains = {count: Rows.chain(count, Where(table, context)) for count in (1, 16, 64)}
     runs = {f"rows {n}": partial(target, tokens[:, :n], rows, pool, ids) for n, rows in chains.items()}
     runs["context"] = partial(drafter.context_keys_values, features, tokens[:, :16])
     figures: dict[str, Any] = {"weights_gb": sum(p.nbytes for p in target.layers.parameters()) / 1e9}

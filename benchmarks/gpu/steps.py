@@ -31,7 +31,9 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.plugins.shared.dependent_launch import without_dependent_launch
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS, FirstPass, PolicyName
@@ -235,7 +237,7 @@ def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch,
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
         meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, *runner.constants)
-        rows, pages = batch.page_table.shape
+        rows, pages = batch.where.pages.shape
         runner.context.reserve(rows, pages, runner.block_size)
         meter.known(ACTIVATIONS, *runner.context.memory)
         with meter:
@@ -249,7 +251,7 @@ def made(one: Step, device: str = "cuda") -> ModelRunner:
     drafters = {role: every[role] for role in FACTS[one.policy].drafters}
     prepare_for_inference(target, drafters.values(), exact=one.exact)
     runner = ModelRunner(target, drafters, block_size=BLOCK_SIZE)
-    runner.allocate(1 + one.batch * columns(), PAGE_SIZE)
+    runner.allocate(PoolSizes(1 + one.batch * columns(), PAGE_SIZE))
     return runner
 
 
@@ -292,12 +294,14 @@ def models(kind: str, drafted: int | None, device: str, exact: bool) -> tuple[De
 
 def requests(one: Step, runner: ModelRunner) -> Batch:
     """Requests with pages of their own, that are full up to CONTEXT tokens."""
-    dummy = Batch.dummy(one.batch, columns(), CONTEXT, VOCABULARY, runner.device)
+    dummy = Batch.dummy(Where.scratch(one.batch, columns(), CONTEXT), VOCABULARY, runner.device)
     pages = 1 + torch.arange(one.batch * columns()).view(one.batch, -1)
     params = [replace(one.params, seed=seed) for seed in range(one.batch)]
     sampling = Sampling.pack(params, VOCABULARY, runner.device)
     anchor = 1000 + torch.arange(one.batch)
-    return replace(dummy, anchor=anchor, page_table=pages, active=~dummy.active, sampling=sampling)
+    return replace(
+        dummy, anchor=anchor, where=replace(dummy.where, pages=pages), active=~dummy.active, sampling=sampling
+    )
 
 
 def host_draft(one: Step) -> Draft | None:

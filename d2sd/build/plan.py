@@ -163,7 +163,7 @@ class Plan:
         """Size of the K/V pools and recurrent states of one model."""
         memory, windowed = self.kv_memory(), self.windowed_token_bytes(part)
         tokens = memory.pool_pages * (part.kv_token_bytes - windowed) + (memory.windowed_pool_pages or 0) * windowed
-        return self.recipe.limits.page_size * tokens + memory.slots * part.state_bytes
+        return self.recipe.limits.page_size * tokens + memory.states * part.state_bytes
 
     @property
     def request_bytes(self) -> int:

@@ -107,7 +107,7 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     """The arithmetic of the pools."""
     limits, memory = plan.recipe.limits, plan.kv_memory()
     size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
-    pools = size_text(memory.total_bytes - memory.slot_bytes)
+    pools = size_text(memory.total_bytes - memory.states * memory.state_bytes)
     yield ("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {pools}")
     block = plan.recipe.tree.block_size
     needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
@@ -121,9 +121,9 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         most = windowed.pages(Limits.of(limits), block)
         size = f"{memory.windowed_pages:,} pages of {memory.windowed_page_bytes:,} B of layers with windows"
         yield ("", f"{size}, {most:,} a request at most: freed behind {windowed.window:,} tokens")
-    if memory.slots:
-        snapshots = memory.slots - 1 - limits.max_batch
-        size = f"{memory.slots:,} slots of {memory.state_bytes:,} B: {size_text(memory.slot_bytes)}"
+    if memory.states:
+        snapshots = memory.states - 1 - limits.max_batch
+        size = f"{memory.states:,} slots of {memory.state_bytes:,} B: {size_text(memory.states * memory.state_bytes)}"
         yield ("states", f"{size}; one a request, one of zeros, {snapshots:,} for snapshots of the prefix cache")
 
 

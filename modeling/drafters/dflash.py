@@ -56,7 +56,7 @@ class DFlashModel(DraftModel):
     ) -> Tensor:
         """Write the K/V of `context` to its pages, then `draft` tokens [B, T]; together, where the layers can."""
         k, v = self.context_keys_values(context.features, context.positions)
-        pool.write(k, v, context.page_table, context.positions, context.keep, windowed_table=context.windowed_table)
+        pool.write(k, v, context.tables, context.positions, context.keep)
         return self.draft(self.embedded(tokens, embed), rows, pool)
 
     def draft_hidden(

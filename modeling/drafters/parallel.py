@@ -56,5 +56,4 @@ def rows_behind(rows: Rows, size: int) -> Rows:
     masks = torch.cat([rows.attn_mask[:, of_block], (of_block[:, None] == of_block).expand(len(positions), -1, -1)], 2)
     row_mask = F.pad(rows.attn_mask, (0, count * size))
     attn_mask = torch.cat([row_mask, masks], 1)
-    context = rows.page_table, rows.context_len, None, rows.windowed_table
-    return Rows(torch.cat([rows.positions, positions], 1), attn_mask, *context)
+    return Rows(torch.cat([rows.positions, positions], 1), attn_mask, rows.where)

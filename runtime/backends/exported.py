@@ -25,8 +25,9 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, windowed
+from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows, windowed
 from d2sd.modeling.layers import Rotary
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import AttnMask, pack_mask_bits
 from d2sd.runtime.request import floor_power_of_two, power_of_two
 
@@ -157,11 +158,11 @@ class GraphDecoder(TargetModel):
             for some in (members[first : first + most] for first in range(0, len(members), most)):
                 batch_tokens = tokens.new_zeros(power_of_two(len(some)), count)
                 table = given.new_zeros(len(batch_tokens), given.shape[1])
-                context = chunks.context_len.new_zeros(len(batch_tokens))
+                context = chunks.where.context_len.new_zeros(len(batch_tokens))
                 for row, request in enumerate(some):  # a list as an index would be a copy that waits
-                    table[row], context[row] = given[request], chunks.context_len[request]
+                    table[row], context[row] = given[request], chunks.where.context_len[request]
                     batch_tokens[row, : lengths[request]] = tokens[0, spans[request]]
-                rows = replace(Rows.chain(count, table, context), windowed_table=table)
+                rows = Rows.chain(count, Where(table, context, table))
                 out = self._run(batch_tokens, rows, pool)
                 parts |= {request: (out, row) for row, request in enumerate(some)}
         places = [(*parts[request], length) for request, length in enumerate(lengths)]
@@ -206,12 +207,12 @@ class GraphDrafter(DFlashModel):
     def draft_with_new_context(
         self, embedded: Tensor, rows: Rows, pool: KVPool, features: Tensor, positions: Tensor, length: Tensor
     ) -> Tensor:
-        """See `draft`; takes more context after `rows.context_len` whose K/V is not in the pages yet.
+        """See `draft`; takes more context after the rows' own whose K/V is not in the pages yet.
 
         Of its features [B, C, n·E] at `positions` [B, C] the first `length` [B] of each request are real. The page
         table covers their positions, and a plugin writes their K/V there, as a commit would.
         """
-        after = replace(rows, context_len=rows.context_len + length)
+        after = replace(rows, where=rows.where.after(length))
         inputs = _of_pass(self.config.body, embedded, rows, pool, after) | _features(features, positions, length)
         return self._session.run(inputs)["hidden"]
 
@@ -230,10 +231,10 @@ class GraphDrafter(DFlashModel):
     def _keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         batch, device, body = len(features), features.device, self.config.body
         if self._scratch_pool is None:
-            self._scratch_pool = KVPool(body, _FEWEST_PAGES, self._page_size, features.dtype, str(device))
+            self._scratch_pool = KVPool(body, PoolSizes(_FEWEST_PAGES, self._page_size), features.dtype, str(device))
         # This cannot write to a page in use: no feature is real, the page table contains page 0 only, and the pool is
         # a scratch pool.
-        rows = Rows.chain(1, _zeros(device, batch, 1), _zeros(device, batch))
+        rows = Rows.chain(1, Where(_zeros(device, batch, 1), _zeros(device, batch)))
         embedded = features.new_zeros(batch, 1, body.hidden_size)
         new = _features(features, positions, _zeros(device, batch))
         out = self._session.run(_of_pass(body, embedded, rows, self._scratch_pool) | new)
@@ -302,6 +303,6 @@ def _of_pass(
         "positions": _int32(rows.positions),
         **views,
         "page_table": _int32(pool.page_table(rows)),
-        "context_len": _int32(rows.context_len),
+        "context_len": _int32(rows.where.context_len),
         **pages,
     }

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
@@ -67,7 +68,7 @@ class _Buffer:
     columns: int = 0  # of the page table that was written last; those behind are 0
 
 
-T = TypeVar("T", Batch, Sampling, Link)
+T = TypeVar("T", Batch, Where, Sampling, Link)
 
 
 class StaticInputs:
@@ -80,8 +81,8 @@ class StaticInputs:
     def __init__(self, batch: Batch, draft: Draft | None, pages: int, device: str) -> None:
         """Shapes and types are those of `batch` and `draft`, but the page tables have `pages` columns."""
         size = len(batch.anchor)
-        table = batch.page_table.new_zeros(size, pages)
-        wide = replace(batch, page_table=table, windowed_table=None if batch.windowed_table is None else table)
+        where = batch.where.map_tables(lambda table: table.new_zeros(size, pages))
+        wide = replace(batch, where=where)
         like = _tensors(wide, Link.pack([], size), draft)
 
         def buffer(**where: Any) -> _Buffer:
@@ -92,8 +93,9 @@ class StaticInputs:
         on_device = buffer(device=device)
         self._device, inputs = on_device.whole, on_device.parts
         static_batch, inputs = _refilled(batch, inputs)
+        where, inputs = _refilled(batch.where, inputs)
         sampling, inputs = _refilled(batch.sampling, inputs)
-        self._batch = replace(static_batch, sampling=sampling)
+        self._batch = replace(static_batch, where=where, sampling=sampling)
         self.link, inputs = _refilled(Link.pack([], size), inputs)
         self.draft = Draft(*inputs) if inputs else None
 
@@ -113,7 +115,7 @@ class StaticInputs:
         At most one step whose inputs were loaded before may still be running.
         """
         host = next(self._hosts)
-        columns = batch.page_table.shape[1]
+        columns = batch.where.pages.shape[1]
         for part, tensor in zip(host.parts, _tensors(batch, link, draft), strict=True):
             if part.shape == tensor.shape:
                 part.copy_(tensor)
@@ -130,7 +132,7 @@ class StaticInputs:
 
 def _tensors(batch: Batch, link: Link, draft: Draft | None) -> list[Tensor]:
     """The tensors of a step's inputs."""
-    tensors = [value for state in (batch, batch.sampling, link) for _, value in _fields(state)]
+    tensors = [value for state in (batch, batch.where, batch.sampling, link) for _, value in _fields(state)]
     return tensors if draft is None else [*tensors, draft.tokens, draft.logprob]
 
 
@@ -141,6 +143,6 @@ def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:
     return replace(state, **values), tensors[len(names) :]
 
 
-def _fields(state: Batch | Sampling | Link) -> list[tuple[str, Tensor]]:
+def _fields(state: Batch | Where | Sampling | Link) -> list[tuple[str, Tensor]]:
     values = ((field.name, getattr(state, field.name)) for field in fields(state))
     return [(name, value) for name, value in values if isinstance(value, Tensor)]

@@ -13,7 +13,7 @@ shapes the chunks decide: of hybrids, of `exact` steps, of exported graphs and o
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, ContextRows
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.runtime.batch import Prefilled, PrefillInputs
 from d2sd.runtime.cuda_graphs.refusal import refuse
@@ -58,13 +59,13 @@ class PrefillGraphs:
         graph = next((graph for size, graph in self._graphs.items() if size >= rows), None)
         if graph is None or len(inputs.lengths) > self._chunks:
             return self._runner.prefill(*inputs)
-        return graph.run(self._runner, inputs, self._host_tensors(inputs, graph.rows))
+        return graph.run(self._runner, inputs, *self._host_inputs(inputs, graph.rows))
 
     def warm_ups(self) -> list[Callable[[], object]]:
         """The work that captures all graphs, the largest first; nothing where passes have none."""
         target = self._runner.target
         captures = self._runner.capture is not None and type(self._runner).prefill is ModelRunner.prefill
-        if not captures or not isinstance(target, Decoder) or self._runner.slot_bytes:
+        if not captures or not isinstance(target, Decoder) or self._runner.state_bytes:
             return []
         if getattr(target.compiled, "exact", False):
             return []
@@ -74,39 +75,37 @@ class PrefillGraphs:
     def _capture(self, rows: int) -> None:
         """Capture the graph of so many rows; a warning if CUDA refuses, D2SDError under `D2SD_NO_FALLBACK=1`."""
         assert self._runner.capture is not None
-        nothing = torch.zeros(1, dtype=torch.long)
-        windowed = None if self._runner.windowed_pages is None else nothing[None]
-        like = self._host_tensors(PrefillInputs(nothing, [1], nothing[None], nothing, windowed), rows)
-        inputs = [tensor.to(self._runner.device, copy=True) for tensor in like]
+        nothing = PrefillInputs(torch.zeros(1, dtype=torch.long), [1], self._runner.scratch(1, 1))
+        like, host = self._host_inputs(nothing, rows)
+        inputs = [tensor.to(self._runner.device, copy=True) for tensor in (like, *host.tensors)]
+        chunks = host.with_tensors(inputs[1:])
+        chunks = replace(chunks, attn_mask=ChunkMask((rows,), chunks.attn_mask.starts))
 
         def run() -> tuple[Tensor, Tensor]:
-            tokens, starts, *found = inputs
-            return self._runner.prefill_rows(tokens, Chunks(ChunkMask((rows,), starts), *found))
+            return self._runner.prefill_rows(inputs[0], chunks)
 
         try:
             result, replay = self._runner.capture(run)
         except Exception as error:  # of PyTorch or Triton
             refuse("passes over prompts", error)
             return
-        self._graphs = dict(sorted({**self._graphs, rows: _Graph(rows, inputs, result, replay)}.items()))
+        self._graphs = dict(sorted({**self._graphs, rows: _Graph(rows, inputs, chunks, result, replay)}.items()))
 
-    def _host_tensors(self, inputs: PrefillInputs, rows: int) -> list[Tensor]:
-        """The values of a graph's inputs: tokens, and the tensors of `Chunks` with the shapes that all passes have."""
+    def _host_inputs(self, inputs: PrefillInputs, rows: int) -> tuple[Tensor, Chunks]:
+        """The values of a graph's inputs: tokens, and chunks with the shapes that all passes have."""
         count, left = len(inputs.lengths), rows - len(inputs.tokens)
-        page_size = self._runner.target_pool.page_size
-        wide = [self._wide(table) for table in (inputs.page_table, inputs.windowed_table) if table is not None]
-        context_len = torch.zeros(self._chunks + 1, dtype=torch.long)
-        context_len[:count] = inputs.context_len
         lengths = [*inputs.lengths, *[0] * (self._chunks - count), left]
-        windowed = wide[1] if len(wide) > 1 else None
-        chunks = Chunks.of(lengths, wide[0], context_len, page_size, windowed)
-        return [torch.nn.functional.pad(inputs.tokens, (0, left)), *chunks.tensors]
+        chunks = Chunks.of(lengths, self._wide(inputs.where), self._runner.target_pool.page_size)
+        return torch.nn.functional.pad(inputs.tokens, (0, left)), chunks
 
-    def _wide(self, table: Tensor) -> Tensor:
-        """A page table of all chunks and of what is left over, with the columns of the longest context."""
-        wide = torch.zeros(self._chunks + 1, self._pages, dtype=torch.long)
-        wide[: len(table), : table.shape[1]] = table
-        return wide
+    def _wide(self, where: Where) -> Where:
+        """The places of all chunks and of what is left over, in page tables with columns for the longest context."""
+        requests = self._chunks + 1 - len(where.context_len)
+
+        def wide(table: Tensor) -> Tensor:
+            return torch.nn.functional.pad(table, (0, self._pages - table.shape[1], 0, requests))
+
+        return replace(where.map_tables(wide), context_len=torch.nn.functional.pad(where.context_len, (0, requests)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,23 +113,24 @@ class _Graph:
     """A captured pass; `result` is in the graph's memory."""
 
     rows: int
-    inputs: list[Tensor]
+    inputs: list[Tensor]  # tokens, and the tensors of `chunks`
+    chunks: Chunks
     result: tuple[Tensor, Tensor]  # hidden states [rows, E], features [rows, n·E]
     replay: Callable[[], None]
 
     @torch.inference_mode()
-    def run(self, runner: ModelRunner, inputs: PrefillInputs, values: list[Tensor]) -> Prefilled:
+    def run(self, runner: ModelRunner, inputs: PrefillInputs, tokens: Tensor, chunks: Chunks) -> Prefilled:
         count, following = len(inputs.tokens), inputs.following
         assert runner.staging is not None
+        values = [tokens, *chunks.tensors]
         staged = runner.staging(values if following is None else [*values, following])
         if following is not None:
             following = staged.pop()
         torch._foreach_copy_(self.inputs, staged)
         self.replay()
         hidden, features = (part[:count] for part in self.result)
-        tokens, _, (positions,), pages, _, _, *windowed = staged
-        windowed_pages = windowed[1][:count].clone() if windowed else None
+        chunks = self.chunks.with_tensors(staged[1:])
         # in copies: of `features` for the next pass, of the others because the page tables would be kept with them
-        rows = ContextRows(features.clone(), positions[:count].clone(), pages[:count].clone(), windowed_pages)
-        runner.keep_rows(tokens[:count], rows)
+        positions, *pages = (part[:count].clone() for part in (chunks.positions[0], *chunks.pages))
+        runner.keep_rows(staged[0][:count], ContextRows(features.clone(), positions, tuple(pages)))
         return Prefilled(hidden, following)

@@ -124,9 +124,7 @@ class DecodeSteps:
         def wide(table: Tensor) -> Tensor:
             return torch.nn.functional.pad(table, (0, self._pages - table.shape[1]))
 
-        windowed = None if batch.windowed_table is None else wide(batch.windowed_table)
-        sampling = batch.sampling.with_all_filters()
-        return replace(batch, page_table=wide(batch.page_table), windowed_table=windowed, sampling=sampling)
+        return replace(batch, where=batch.where.map_tables(wide), sampling=batch.sampling.with_all_filters())
 
     def warm_ups(self, served: Iterable[tuple[Policy, int]]) -> list[Callable[[], object]]:
         """The work that captures the graphs of these policies and batch buckets for all kinds of sampling, and runs
@@ -144,9 +142,7 @@ class DecodeSteps:
 
     def _warm(self, policy: Policy, size: int, kind: SamplingParams, grammar: StepGrammar | None = None) -> None:
         """Capture the graph of such a step, or run it, if it has none."""
-        windowed = self._runner.windowed_pages is not None
-        like = size, 1, 0, self._runner.vocab_size, self._runner.device, kind
-        batch = Batch.dummy(*like, windowed=windowed, states=self._runner.slot_bytes > 0)
+        batch = Batch.dummy(self._runner.scratch(size, 1), self._runner.vocab_size, self._runner.device, kind)
         batch = replace(batch, grammar=grammar)
         if self.graph_for(policy, batch) is None:
             self.run(policy, batch, graph=None)
@@ -193,15 +189,16 @@ class Handover:
     @torch.inference_mode()
     def begin(self, batch: Batch, link: Link) -> Batch:
         """The batch with anchors and context lengths of its late rows."""
-        rows = batch.anchor, batch.context_len, batch.active
+        rows = batch.anchor, batch.where.context_len, batch.active
         anchor, context_len, active = handover.begin(*rows, link.late, link.source, self._state)
-        return replace(batch, anchor=anchor, context_len=context_len, active=active)
+        return replace(batch, anchor=anchor, where=replace(batch.where, context_len=context_len), active=active)
 
     @torch.inference_mode()
     def end(self, batch: Batch, link: Link, result: StepResult) -> None:
         """Keep the state of the rows of this step."""
         count, tokens = result.accepted.count, result.accepted.tokens
-        handover.end(batch.context_len, batch.active, tokens, count, link.limit, link.stop, self._state)
+        rows = batch.where.context_len, batch.active
+        handover.end(*rows, tokens, count, link.limit, link.stop, self._state)
 
     @contextmanager
     def kept(self) -> Iterator[None]:

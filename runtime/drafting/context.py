@@ -29,9 +29,9 @@ drafter's layers are given up while the request runs; those layers' page numbers
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -62,8 +62,8 @@ class DrafterContext:
         """
         self._queues = {role: _Queue(drafter, pools[role]) for role, drafter in drafters.items()}
         self._configs, self._pools, self._dtype = [d.config for d in drafters.values()], [*pools.values()], dtype
-        #: Layers of a drafter have pages of their own because they have a window: rows come with these then.
-        self.has_windowed_pages = any(True in pool.pages for pool in self._pools)
+        #: Page tables that any drafter's layers have, of those of `Where`: rows come with the pages of these.
+        self.tables = 1 + max((table for pool in self._pools for table in pool.pages), default=0)
         self._on_cpu = all(pool.device.type == "cpu" for pool in self._pools)
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
@@ -108,17 +108,16 @@ class DrafterContext:
         return None
 
     @torch.inference_mode()
-    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
-        """Drop the rows of these pages, whose K/V is not needed any more; call it before they are written again.
-
-        `windowed_pages` are those of layers with a window.
+    def drop(self, *pages: Sequence[int]) -> None:
+        """Drop the rows of these pages, of each page table, whose K/V is not needed any more; call it before they are
+        written again.
         """
-        if (pages or windowed_pages) and not self._on_cpu:
+        if any(pages) and not self._on_cpu:
             self._drops += 1
-        elif pages or windowed_pages:
+        elif any(pages):
             self._queue_left()
             for queue in self._queues.values():
-                queue.drop(pages, windowed_pages)
+                queue.drop(*pages)
 
     # -- captured steps ------------------------------------------------------------------------------------------------
 
@@ -133,11 +132,10 @@ class DrafterContext:
         table = torch.zeros(requests, pages, dtype=torch.long, device=device)
         self._memory = CommittedRows(
             features=torch.zeros(*places.shape, width, dtype=self._dtype, device=device),
-            page_table=table,
+            tables=tuple(table.clone() for _ in range(self.tables)),
             positions=places,
             keep=torch.zeros_like(places, dtype=torch.bool),
             page_size=pool.page_size,
-            windowed_table=torch.zeros_like(table) if self.has_windowed_pages else None,
         )
 
     @property
@@ -214,7 +212,7 @@ class DrafterContext:
         left, self._left = self._left, None
         queues = [queue for which, queue in self._queues.items() if which not in but]
         if left is not None and queues:
-            copied = left.map(torch.clone)
+            copied = left.with_tensors(map(torch.clone, left.tensors))
             for queue in queues:
                 queue.push(copied, self._left_drops, compact=self._on_cpu)
 
@@ -233,8 +231,8 @@ class _Queue:
         #: With the number of the push, or, on CUDA, of drops before it.
         self._entries: list[tuple[int, CommittedRows | ContextRows]] = []
         self._pushes = 0
-        #: page -> pushes before it was dropped, for pages dropped since `compact`; of each page table
-        self._dropped: tuple[dict[int, int], dict[int, int]] = {}, {}
+        #: By page table: page -> pushes before it was dropped, for pages dropped since `compact`.
+        self._dropped: dict[int, dict[int, int]] = defaultdict(dict)
         self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
 
     @torch.inference_mode()
@@ -243,7 +241,7 @@ class _Queue:
         before, so that a large entry is not copied into one product with it. With `compact` only rows that will be
         computed count.
         """
-        rows = (entry.keep if isinstance(entry, CommittedRows) else entry.pages).numel()
+        rows = (entry.keep if isinstance(entry, CommittedRows) else entry.positions).numel()
         most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
         if self.rows and not self._has_room(rows, most, compact=compact):
             self.flush(compact=compact)
@@ -261,8 +259,8 @@ class _Queue:
     def drop(self, *pages: Sequence[int]) -> None:
         """Note that rows pushed so far for these pages, of each page table, are not to be computed."""
         if self._entries:
-            for dropped, given_up in zip(self._dropped, pages, strict=True):
-                dropped.update(dict.fromkeys(given_up, self._pushes))
+            for table, given_up in enumerate(pages):
+                self._dropped[table].update(dict.fromkeys(given_up, self._pushes))
 
     def flush(self, *, compact: bool) -> None:
         """Compute the K/V of all rows in one product and write it to the pages, those between two drops at once."""
@@ -277,19 +275,19 @@ class _Queue:
             features = torch.cat([part.features for part in parts])
             positions = torch.cat([part.positions for part in parts])
         k, v = self._drafter.context_keys_values(features[None], positions[None])
-        sizes = [len(part.pages) for part in parts]
+        sizes = [len(part.positions) for part in parts]
         for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
         ):
-            self._pool.write_rows(keys, values, part.pages, part.positions, part.windowed_pages)
+            self._pool.write_rows(keys, values, part.pages, part.positions)
 
     def compact(self) -> None:
         """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
-        dropped_at = {which: _dropped_at(self._dropped[which], count) for which, count in self._pool.pages.items()}
+        dropped_at = {table: _dropped_at(self._dropped[table], count) for table, count in self._pool.pages.items()}
         parts = [_without_dropped(_rows_of(entry), number, dropped_at) for number, entry in self._entries]
-        self.rows = sum(len(part.pages) for part in parts)
+        self.rows = sum(len(part.positions) for part in parts)
         self._entries = [(self._pushes - 1, _joined(parts))] if self.rows else []
-        self._dropped = {}, {}
+        self._dropped = defaultdict(dict)
 
 
 def _dropped_at(dropped: Mapping[int, int], count: int) -> Tensor:
@@ -299,18 +297,18 @@ def _dropped_at(dropped: Mapping[int, int], count: int) -> Tensor:
     return at
 
 
-def _without_dropped(rows: ContextRows, number: int, dropped_at: Mapping[bool, Tensor]) -> ContextRows:
+def _without_dropped(rows: ContextRows, number: int, dropped_at: Mapping[int, Tensor]) -> ContextRows:
     """The rows of push `number` that a drafter keeps, in any of the pages that its layers have: [P] by page table."""
-    features, positions, *tables = (tensor for tensor in rows if tensor is not None)
-    for which, at in dropped_at.items():
-        tables[which] = torch.where(at[tables[which]] <= number, tables[which], 0)
-    (chosen,) = torch.stack([tables[which] for which in dropped_at]).amax(0).nonzero(as_tuple=True)
-    return ContextRows(features[chosen], positions[chosen], *(table[chosen] for table in tables))
+    pages = list(rows.pages)
+    for table, at in dropped_at.items():
+        pages[table] = torch.where(at[pages[table]] <= number, pages[table], 0)
+    (chosen,) = torch.stack([pages[table] for table in dropped_at]).amax(0).nonzero(as_tuple=True)
+    return ContextRows(rows.features[chosen], rows.positions[chosen], tuple(own[chosen] for own in pages))
 
 
 def _joined(parts: Sequence[ContextRows]) -> ContextRows:
-    columns = zip(*([tensor for tensor in part if tensor is not None] for part in parts), strict=True)
-    return ContextRows(*(torch.cat(column) for column in columns))
+    features, positions, pages = zip(*parts, strict=True)
+    return ContextRows(torch.cat(features), torch.cat(positions), tuple(map(torch.cat, zip(*pages, strict=True))))
 
 
 def _number(numbered: tuple[int, CommittedRows | ContextRows]) -> int:
@@ -331,13 +329,11 @@ def _together(entries: Sequence[CommittedRows | ContextRows]) -> ContextRows:
 
 def _shape(entry: CommittedRows | ContextRows) -> tuple[int, int] | None:
     """Rows and page-table columns of each request of a step; None: chunks of prompts."""
-    return None if isinstance(entry, ContextRows) else (entry.keep.shape[1], entry.page_table.shape[1])
+    return None if isinstance(entry, ContextRows) else (entry.keep.shape[1], entry.tables[0].shape[1])
 
 
 def _as_one(steps: Sequence[CommittedRows]) -> CommittedRows:
-    features, table, positions, keep, *windowed = map(torch.cat, zip(*(step.tensors for step in steps), strict=True))
-    found = replace(steps[0], features=features, page_table=table, positions=positions, keep=keep)
-    return replace(found, windowed_table=windowed[0]) if windowed else found
+    return steps[0].with_tensors(map(torch.cat, zip(*(step.tensors for step in steps), strict=True)))
 
 
 def _rows_of(entry: CommittedRows | ContextRows) -> ContextRows:

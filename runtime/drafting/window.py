@@ -35,15 +35,11 @@ class Window:
 
     def cut(self, rows: Rows, page_size: int) -> Rows:
         """The same rows over what is read of their context: page tables [B, min(M, W)], and its tokens."""
-        table, windowed = rows.page_table, rows.windowed_table
-        used = (rows.context_len + (page_size - 1)) // page_size
-        left_out = (used - (self.first + self.last)).clamp(min=0)
-        column = torch.arange(min(table.shape[1], self.first + self.last), device=table.device)
+        where, read = rows.where, self.first + self.last
+        used = (where.context_len + (page_size - 1)) // page_size
+        left_out = (used - read).clamp(min=0)
+        column = torch.arange(min(where.pages.shape[1], read), device=where.pages.device)
         columns = column + torch.where(column < self.first, 0, left_out[:, None])
-        return replace(
-            rows,
-            page_table=table.gather(1, columns),
-            context_len=rows.context_len - left_out * page_size,
-            windowed_table=None if windowed is None else windowed.gather(1, columns),
-            cut=self.first * page_size,
-        )
+        part = where.map_tables(lambda table: table.gather(1, columns))
+        part = replace(part, context_len=where.context_len - left_out * page_size)
+        return replace(rows, where=part, cut=self.first * page_size)

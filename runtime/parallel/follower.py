@@ -8,7 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -43,25 +45,18 @@ class Follower:
     def on_free_memory(self) -> None:
         self._group.least(self._runner.free_memory())
 
-    def on_allocate(self, pages: int, page_size: int, windowed_pages: int | None) -> None:
-        self._runner.allocate(pages, page_size, windowed_pages)
+    def on_allocate(self, sizes: PoolSizes) -> None:
+        self._runner.allocate(sizes)
 
     def on_keep_text(self) -> None:
         self._runner.keep_text()
         default_scores(self._runner.block_size - 1, self._runner.device)  # made now, not inside a captured step
 
-    def on_drop(self, pages: tuple[int, ...], windowed_pages: tuple[int, ...]) -> None:
-        self._runner.drop(pages, windowed_pages)
+    def on_drop(self, *pages: tuple[int, ...]) -> None:
+        self._runner.drop(*pages)
 
-    def on_prefill(
-        self,
-        tokens: Tensor,
-        lengths: tuple[int, ...],
-        page_table: Tensor,
-        context_len: Tensor,
-        windowed_table: Tensor | None,
-    ) -> None:
-        self._runner.prefill(tokens, lengths, page_table, context_len, windowed_table)
+    def on_prefill(self, tokens: Tensor, lengths: tuple[int, ...], where: Where) -> None:
+        self._runner.prefill(tokens, lengths, where)
 
     def on_prompt_logits(self, hidden: Tensor) -> None:
         self._runner.prompt_logits(hidden.to(self._runner.device))

@@ -13,7 +13,9 @@ from torch import Tensor
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch, Prefilled
@@ -56,10 +58,10 @@ class LeadingRunner(ModelRunner):
         """Let the other ranks run what this one is about to run."""
         send(self.group, kind, *values)
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        assert not self.slot_bytes, "recurrent state is on one GPU"
-        self.send("allocate", pages, page_size, windowed_pages)
-        super().allocate(pages, page_size, windowed_pages)
+    def allocate(self, sizes: PoolSizes) -> None:
+        assert not self.state_bytes, "recurrent state is on one GPU"
+        self.send("allocate", sizes)
+        super().allocate(sizes)
 
     def free_memory(self) -> int:
         """The least of all ranks'."""
@@ -70,23 +72,16 @@ class LeadingRunner(ModelRunner):
         self.send("keep_text")
         super().keep_text()
 
-    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
-        if (pages or windowed_pages) and not self.static_shapes:  # else it does nothing
-            self.send("drop", tuple(pages), tuple(windowed_pages))
-        super().drop(pages, windowed_pages)
+    def drop(self, *pages: Sequence[int]) -> None:
+        if any(pages) and not self.static_shapes:  # else it does nothing
+            self.send("drop", *map(tuple, pages))
+        super().drop(*pages)
 
     def prefill(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        page_table: Tensor,
-        context_len: Tensor,
-        windowed_table: Tensor | None = None,
-        following: Tensor | None = None,
-        slots: Tensor | None = None,
+        self, tokens: Tensor, lengths: Sequence[int], where: Where, following: Tensor | None = None
     ) -> Prefilled:
-        self.send("prefill", tokens, tuple(lengths), page_table, context_len, windowed_table)
-        return super().prefill(tokens, lengths, page_table, context_len, windowed_table, following, slots)
+        self.send("prefill", tokens, tuple(lengths), where)
+        return super().prefill(tokens, lengths, where, following)
 
     def prompt_logits(self, hidden: Tensor) -> Tensor:
         self.send("prompt_logits", hidden)

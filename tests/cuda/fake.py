@@ -32,8 +32,10 @@ from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
 from d2sd.modeling.drafters.heads import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.layers import Rotary
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
@@ -191,7 +193,7 @@ def runner(
 def batch_of(size: int, kinds: tuple[SamplingParams, ...], *, states: bool = False) -> Batch:
     """Requests of 100 tokens in up to 16 pages; with `states`, of a target that has some."""
     params = [kinds[row % len(kinds)] for row in range(size)]
-    batch = Batch.dummy(size, 16, 100, VOCABULARY, "cuda", states=states)
+    batch = Batch.dummy(Where.scratch(size, 16, 100, states=states), VOCABULARY, "cuda")
     return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
 
 
@@ -221,20 +223,20 @@ def steps(
     with fake_gpu(watch):
         policy, calibration = policy_of(name, lookup=lookup), None
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, **changes)
-        made.allocate(64, 16, slots=1 + size)
+        made.allocate(PoolSizes(64, 16, states=1 + size))
         made.window = window
         if policy.copies:
             made.keep_text()
         if calibrated:
             slope, offset = torch.ones(2, 6, BLOCK - 1, 2), torch.zeros(2, 6, BLOCK - 1, 2)
             calibration = Calibration(slope, offset).to(made.device)
-        batch, draft = batch_of(size, kinds, states=made.slot_bytes > 0), None
+        batch, draft = batch_of(size, kinds, states=made.state_bytes > 0), None
         if policy.drafts_on_host:
             draft = policy.host_draft(made, [], size)
             draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
         handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
-        requests, pages = batch.page_table.shape
+        requests, pages = batch.where.pages.shape
         made.context.reserve(requests, pages, BLOCK)
         for _ in range(2):
             with watch:

@@ -20,6 +20,8 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from benchmarks.gpu.steps import Step, count
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import DeltaConfig, ExpertsConfig
+from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import NAMES, DrafterRole, PolicyName
 from d2sd.runtime.drafting.window import Window
@@ -203,16 +205,13 @@ def test_prompts_of_any_number_are_one_pass(layers: int, changes: dict[str, Any]
     with fake_gpu(watch := Watch()):
         made = runner(layers, 2, fp8=False, roles=() if changes else tuple(DrafterRole), **changes)
         made.staging = Staging("cuda", lambda: lambda: None)
-        made.allocate(64, 16, slots=4)
+        made.allocate(PoolSizes(64, 16, states=4))
         for lengths in ([40], [40], [5, 70, 1]):
-            count = torch.zeros(len(lengths), dtype=torch.long)
-            table = torch.zeros(len(lengths), 8, dtype=torch.long)
             tokens = torch.zeros(sum(lengths), dtype=torch.long)
             watch.launches.clear()
             watch.copies.clear()
             with watch:
-                slots = torch.zeros_like(count) if changes else None
-                hidden, _ = made.prefill(tokens, lengths, table, count, slots=slots)
+                hidden, _ = made.prefill(tokens, lengths, Where.scratch(len(lengths), 8, states=bool(changes)))
             assert hidden.shape[0] == sum(lengths)
             found.append(watch.launches.total())
             assert watch.copies == ["aten.copy_.default in other"]

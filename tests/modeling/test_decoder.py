@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 from d2sd.modeling.config import BodyConfig, DecoderConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.where import Where
 from tests.tiny import ancestor_mask, feed, full_logits, path_to, pool_for, random_tokens, random_tree, tiny_decoder
 
 #: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
@@ -207,7 +208,7 @@ def tree_rows(parents: list[int], page_table: Tensor, context_len: Tensor) -> Ro
     """One tree behind every context: a node's position is its depth, not its place in the list."""
     depth = torch.tensor([len(path_to(node, parents)) - 1 for node in range(len(parents))])
     attn_mask = ancestor_mask(parents).expand(len(context_len), -1, -1)
-    return Rows(context_len[:, None] + depth, attn_mask, page_table, context_len)
+    return Rows(context_len[:, None] + depth, attn_mask, Where(page_table, context_len))
 
 
 def test_tree_node_has_the_logits_of_its_path() -> None:
@@ -237,7 +238,7 @@ def test_accepted_path_is_committed_in_place() -> None:
     rows = tree_rows(parents, page_table, torch.tensor([6]))
     out = decoder(nodes, rows, pool)
     keep = torch.tensor([[node in path for node in range(7)]])
-    pool.write(out.k, out.v, page_table, rows.positions, keep)
+    pool.write(out.k, out.v, (page_table,), rows.positions, keep)
     logits = decoder.logits(feed(decoder, after, pool, page_table, torch.tensor([6 + len(path)])).hidden)
     plain = full_logits(decoder, torch.cat([prompt, nodes[:, path], after], dim=1))
     torch.testing.assert_close(logits, plain[:, -3:], rtol=0, atol=1e-4)
@@ -249,10 +250,12 @@ def test_padding_rows_change_nothing() -> None:
     prompt, real = random_tokens(decoder, 1, 5), random_tokens(decoder, 1, 3, seed=1)
     pool, page_table = pool_for(decoder.config.body, 1, 8)
     feed(decoder, prompt, pool, page_table, torch.tensor([0]))
-    rows = Rows.chain(3, page_table, torch.tensor([5]))
+    rows = Rows.chain(3, Where(page_table, torch.tensor([5])))
     attn_mask = torch.eye(5, dtype=torch.bool)[None].clone()
     attn_mask[:, :3, :3] = rows.attn_mask
-    padded = Rows(torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), attn_mask, page_table, rows.context_len)
+    padded = Rows(
+        torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), attn_mask, Where(page_table, rows.where.context_len)
+    )
     filled = decoder(torch.cat([real, torch.tensor([[0, 7]])], 1), padded, pool)
     torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-4)
 

@@ -20,6 +20,7 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.dflash2 import SelectorConfig
 from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.where import Where
 from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_drafter
 
 Vector = NDArray[np.float64]
@@ -148,7 +149,7 @@ def inject(drafter: Drafter, pool: KVPool, page_table: Tensor, features: Tensor,
     """Context tokens from `start [B]` on join the drafter's pages."""
     positions = start[:, None] + torch.arange(features.shape[1])
     k, v = drafter.context_keys_values(features, positions)
-    pool.write(k, v, page_table, positions, torch.ones_like(positions, dtype=torch.bool))
+    pool.write(k, v, (page_table,), positions, torch.ones_like(positions, dtype=torch.bool))
 
 
 def context_pool(drafter: Drafter, features: Tensor, context_len: Tensor) -> tuple[KVPool, Tensor]:
@@ -166,7 +167,7 @@ def block_rows(page_table: Tensor, context_len: Tensor, copies: int = 1) -> Rows
     positions = (context_len[:, None] + torch.arange(GAMMA)).repeat(1, copies)
     block = torch.arange(copies).repeat_interleave(GAMMA)
     attn_mask = (block[:, None] == block).expand(batch, -1, -1)
-    return Rows(positions, attn_mask, page_table, context_len)
+    return Rows(positions, attn_mask, Where(page_table, context_len))
 
 
 def draft(drafter: Drafter, tokens: Tensor, rows: Rows, pool: KVPool) -> Tensor:
@@ -273,9 +274,11 @@ def test_positions_are_absolute() -> None:
         positions = torch.arange(6)[None]
         k, v = DRAFTER.context_keys_values(features, positions + context_start)
         pool, page_table = pool_for(DRAFTER.config.body, 1, 6)
-        pool.write(k, v, page_table, positions, torch.ones_like(positions, dtype=torch.bool))
+        pool.write(k, v, (page_table,), positions, torch.ones_like(positions, dtype=torch.bool))
         rows = block_rows(page_table, length)
-        return draft(DRAFTER, tokens, Rows(rows.positions + block_start - 6, rows.attn_mask, page_table, length), pool)
+        return draft(
+            DRAFTER, tokens, Rows(rows.positions + block_start - 6, rows.attn_mask, Where(page_table, length)), pool
+        )
 
     torch.testing.assert_close(at(40, 46), at(0, 6), rtol=0, atol=1e-4)
     assert (at(1, 6) - at(0, 6)).abs().max() > 1e-2

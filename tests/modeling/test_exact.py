@@ -18,6 +18,7 @@ from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, Rows
 from d2sd.modeling.product import Product
+from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
 
@@ -34,11 +35,11 @@ def logits(model: Decoder) -> torch.Tensor:
     """Return the logits of chunks, then of a tree behind each."""
     tokens, dtype = random_tokens(model, 2, 13), model.embed_tokens.weight.dtype
     pool, table = pool_for(model.config.body, 2, 13, dtype=dtype, fp8=kv_scales(model))
-    rows = Chunks.of([6, 6], table, torch.zeros(2, dtype=torch.long), pool.page_size)
+    rows = Chunks.of([6, 6], Where(table, torch.zeros(2, dtype=torch.long)), pool.page_size)
     out = model(tokens[:, :6].reshape(1, -1), rows, pool)
     pool.write_rows(out.k[:, 0], out.v[:, 0], rows.pages, rows.positions[0])
     mask = ancestor_mask(random_tree(7)).expand(2, -1, -1)
-    tree = Rows(6 + mask.sum(-1) - 1, mask, table, torch.full((2,), 6))
+    tree = Rows(6 + mask.sum(-1) - 1, mask, Where(table, torch.full((2,), 6)))
     return model.logits(torch.cat([out.hidden.view(2, 6, -1), model(tokens[:, 6:], tree, pool).hidden], 1))
 
 

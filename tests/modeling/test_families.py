@@ -17,6 +17,7 @@ from d2sd.convert.checkpoint.target import load_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, KVPool
 from d2sd.modeling.native import pack
+from d2sd.modeling.where import Where
 from tests.tiny import feed, full_logits, pool_for, random_tokens
 
 #: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
@@ -165,7 +166,7 @@ def test_features_are_outputs_of_the_layers(case: str) -> None:
 
 def prompt_chunk(decoder: Decoder, tokens: Tensor, pool: KVPool, table: Tensor, context: Tensor) -> Tensor:
     """The next rows of each prompt, one prompt behind the other -> hidden [B, T, E]."""
-    chunks = Chunks.of([tokens.shape[1]] * len(tokens), table, context, pool.page_size)
+    chunks = Chunks.of([tokens.shape[1]] * len(tokens), Where(table, context), pool.page_size)
     out = decoder(tokens.reshape(1, -1), chunks, pool, (0,))
     pool.write_rows(out.k[:, 0], out.v[:, 0], chunks.pages, chunks.positions[0])
     hidden: Tensor = out.hidden.view(*tokens.shape, -1)

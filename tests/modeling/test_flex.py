@@ -18,6 +18,7 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.native import pack
+from d2sd.modeling.where import Where
 from d2sd.plugins.cpu import library
 from tests.modeling.test_drafter import Vector, rms_norm, rope
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
@@ -94,7 +95,7 @@ def prefilled(target: Decoder, tokens: Tensor, lengths: list[int]) -> tuple[KVPo
             feed(target, tokens[one, :length], pool, table[one], torch.tensor([0]))
     context = torch.tensor(lengths)
     everywhere = torch.ones(len(lengths), GAMMA, GAMMA, dtype=torch.bool)
-    return pool, Rows(context[:, None] + torch.arange(GAMMA), everywhere, table, context)
+    return pool, Rows(context[:, None] + torch.arange(GAMMA), everywhere, Where(table, context))
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -141,17 +142,17 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monke
         paths.append([*paths[parent], node] if node else [0])
     mask = torch.tensor([[one in path for one in range(5)] for path in paths]).expand(3, -1, -1)
     depth = torch.tensor([len(path) - 1 for path in paths])
-    tree = Rows(rows.context_len[:, None] + depth, mask, rows.page_table, rows.context_len)
+    tree = Rows(rows.where.context_len[:, None] + depth, mask, Where(rows.where.pages, rows.where.context_len))
     out, behind = head.verify_and_draft(target, nodes, tree, pool, (1, 2))
     alone = target(nodes, tree, pool, (1, 2))
     for name in ("hidden", "features", "k", "v"):
         assert torch.equal(getattr(out, name), getattr(alone, name)), name
     assert behind.shape == (3, 5, GAMMA, target.config.body.hidden_size)
     for node, path in enumerate(paths):
-        at = rows.context_len[:, None] + torch.arange(len(path))
-        pool.write(out.k[:, :, path], out.v[:, :, path], rows.page_table, at, torch.ones_like(at, dtype=torch.bool))
-        context = rows.context_len + len(path)
-        after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, rows.page_table, context)
+        at = rows.where.context_len[:, None] + torch.arange(len(path))
+        pool.write(out.k[:, :, path], out.v[:, :, path], (rows.where.pages,), at, torch.ones_like(at, dtype=torch.bool))
+        context = rows.where.context_len + len(path)
+        after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, Where(rows.where.pages, context))
         hidden = drafted(target, head, nodes[:, 0], after, pool)  # which mask rows do not see
         torch.testing.assert_close(behind[:, node], hidden, rtol=0, atol=1e-5)
 
@@ -236,7 +237,7 @@ def test_an_fp8_target_lends_its_layers_and_pages() -> None:
         feed(model, tokens[:, :9], pool, table, torch.tensor([0, 0]))
         context = torch.tensor([9, 9])
         everywhere = torch.ones(2, GAMMA, GAMMA, dtype=torch.bool)
-        rows = Rows(context[:, None] + torch.arange(GAMMA), everywhere, table, context)
+        rows = Rows(context[:, None] + torch.arange(GAMMA), everywhere, Where(table, context))
         found.append(drafted(model, head, tokens[:, 9], rows, pool))
     plain, wide, paged = found
     torch.testing.assert_close(wide, paged, atol=1e-5, rtol=0)

@@ -28,6 +28,7 @@ from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Product
+from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch, layer_ops
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
@@ -54,12 +55,12 @@ def outputs(target: Decoder, drafter: Drafter) -> dict[str, Tensor]:
     tokens, weight = random_tokens(target, REQUESTS, 12), target.embed_tokens.weight
     pool, table = pool_for(target.config.body, REQUESTS, 12, dtype=weight.dtype, fp8=kv_scales(target))
     drafts, _ = pool_for(drafter.config.body, REQUESTS, 12, dtype=weight.dtype, fp8=kv_scales(drafter))
-    first, second = (Rows.chain(n, table, torch.full((REQUESTS,), done)) for done, n in ((0, 7), (7, 5)))
+    first, second = (Rows.chain(n, Where(table, torch.full((REQUESTS,), done))) for done, n in ((0, 7), (7, 5)))
     out = target(tokens[:, :7], first, pool, AUX)
     every = torch.ones(REQUESTS, 7, dtype=torch.bool)
-    pool.write(out.k, out.v, table, first.positions, every)
+    pool.write(out.k, out.v, (table,), first.positions, every)
     k, v = drafter.context_keys_values(out.features, first.positions)
-    drafts.write(k, v, table, first.positions, every)
+    drafts.write(k, v, (table,), first.positions, every)
     later = target(tokens[:, 7:], second, pool, AUX)
     return {
         "hidden": later.hidden,
@@ -79,7 +80,7 @@ def drafts(target: Decoder, head: FlexHead) -> Tensor:
     pool, table = pool_for(target.config.body, REQUESTS, 9, dtype=weight.dtype, fp8=kv_scales(target))
     feed(target, tokens, pool, table, torch.zeros(REQUESTS, dtype=torch.long))
     context = torch.full((REQUESTS,), 9)
-    rows = Rows(context[:, None] + torch.arange(4), torch.ones(REQUESTS, 4, 4, dtype=torch.bool), table, context)
+    rows = Rows(context[:, None] + torch.arange(4), torch.ones(REQUESTS, 4, 4, dtype=torch.bool), Where(table, context))
     return head.draft(head.blocks(target.embed_tokens(tokens[:, 0])), rows, pool.from_layer(head.config.split_layer))
 
 
@@ -243,7 +244,7 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
     def run() -> tuple[Tensor, ...]:
         pool, table = pool_for(target.config.body, REQUESTS, 12, fp8=kv_scales(target))
         feed(target, tokens[:, :9], pool, table, torch.zeros(REQUESTS, dtype=torch.long))
-        rows = Rows.chain(3, table, context)
+        rows = Rows.chain(3, Where(table, context))
         out, masks = head.verify_and_draft(target, tokens[:, 9:], rows, pool, (0, 1, 3))
         return out.hidden, out.features, out.k, out.v, masks
 
@@ -395,7 +396,7 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
     fuse(target)
     fuse(head, target)
     rows, features = (
-        Rows.chain(4, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)),
+        Rows.chain(4, Where(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long))),
         torch.ones(1, 4, 64),
     )
     tokens, pool = torch.ones(1, 4, dtype=torch.long), pool_for(target.config.body, 1, 4)[0]
@@ -429,22 +430,22 @@ def injected(target: Decoder, drafter: Drafter, *, together: bool) -> tuple[Tens
     weight = target.embed_tokens.weight
     pool, table = pool_for(target.config.body, 3, 14, dtype=weight.dtype, fp8=kv_scales(target))
     drafts, _ = pool_for(drafter.config.body, 3, 14, dtype=weight.dtype, fp8=kv_scales(drafter))
-    features = target(tokens[:, :9], Rows.chain(9, table, torch.zeros(3, dtype=torch.long)), pool, AUX).features
+    features = target(tokens[:, :9], Rows.chain(9, Where(table, torch.zeros(3, dtype=torch.long))), pool, AUX).features
     places = torch.arange(9).expand(3, 9)
     k, v = drafter.context_keys_values(features[:, :5], places[:, :5])
-    drafts.write(k, v, table, places[:, :5], torch.ones(3, 5, dtype=torch.bool))
+    drafts.write(k, v, (table,), places[:, :5], torch.ones(3, 5, dtype=torch.bool))
     keep = torch.tensor([[True, False, False, False], [True] * 4, [True, True, True, False]])
     order = [2, 0, 1]
     noise = torch.randn(3, 4, features.shape[2], generator=draw).to(weight.dtype)
     new = torch.where(keep[..., None], features[order, 5:], noise)  # rows that are not kept may hold anything
-    committed = CommittedRows(new, table[order], places[:, 5:], keep, page_size=drafts.page_size)
-    rows = Rows.chain(5, table[[2, 1]], torch.tensor([6, 8]))
+    committed = CommittedRows(new, (table[order],), places[:, 5:], keep, drafts.page_size)
+    rows = Rows.chain(5, Where(table[[2, 1]], torch.tensor([6, 8])))
     drafted = tokens[[2, 1], 9:]
     if together:
         hidden = drafter.inject_and_draft(committed, drafted, target.embed_tokens, rows, drafts)
     else:
         k, v = drafter.context_keys_values(new, places[:, 5:])
-        drafts.write(k, v, table[order], places[:, 5:], keep)
+        drafts.write(k, v, (table[order],), places[:, 5:], keep)
         hidden = drafter.draft(target.embed_tokens(drafted), rows, drafts)
     return hidden, drafts.k, drafts.v
 

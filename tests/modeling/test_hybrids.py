@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder, DecoderOutput
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
+from d2sd.modeling.where import Where
 from tests.modeling.hybrids import CONFIGS, copy_of, pair
 from tests.tiny import ancestor_mask, full_logits, path_to, random_tokens, random_tree
 
@@ -18,12 +19,12 @@ cases = pytest.mark.parametrize("case", CONFIGS)
 
 
 class Requests:
-    """Requests of one model: their pages, slots and lengths, as the runtime keeps them."""
+    """Requests of one model: their pages, states and lengths, as the runtime keeps them."""
 
     def __init__(self, decoder: Decoder, batch: int, tokens: int) -> None:
         self.decoder, columns = decoder, -(-tokens // PAGE)
         dtype = decoder.embed_tokens.weight.dtype
-        self.pool = KVPool(decoder.config.body, 1 + batch * columns, PAGE, dtype, "cpu", slots=batch + 2)
+        self.pool = KVPool(decoder.config.body, PoolSizes(1 + batch * columns, PAGE, states=batch + 2), dtype, "cpu")
         for memory in self.pool.tensors:
             memory.fill_(torch.nan)
         assert self.pool.states is not None
@@ -31,14 +32,14 @@ class Requests:
         for memory in self.states.tensors:
             memory[:, 1:] = torch.nan
         self.table = 1 + torch.randperm(batch * columns).view(batch, columns)
-        self.slots = 1 + torch.randperm(batch + 1)[:batch]
+        self.state_ids = 1 + torch.randperm(batch + 1)[:batch]
         self.length = torch.zeros(batch, dtype=torch.long)
-        self.states.copy(torch.zeros_like(self.slots), self.slots)
+        self.states.copy(torch.zeros_like(self.state_ids), self.state_ids)
 
     def prompt(self, tokens: Tensor, lengths: list[int] | None = None) -> Tensor:
         """Chunks of all requests, as one pass [1, N] -> hidden states [N, E]."""
         lengths = lengths or [tokens.shape[1]] * len(tokens)
-        chunks = Chunks.of(lengths, self.table, self.length, PAGE, slots=self.slots)
+        chunks = Chunks.of(lengths, Where(self.table, self.length, state_ids=self.state_ids), PAGE)
         out = self.decoder(tokens.reshape(1, -1), chunks, self.pool)
         self.pool.write_rows(out.k[:, 0], out.v[:, 0], chunks.pages, chunks.positions[0])
         self.length = self.length + torch.tensor(lengths)
@@ -50,7 +51,7 @@ class Requests:
         """Nodes [B, T] of one tree for all requests, none of them committed."""
         mask = ancestor_mask(parents).expand(len(tokens), -1, -1)
         depth = torch.tensor([len(path_to(node, parents)) - 1 for node in range(len(parents))])
-        rows = Rows(self.length[:, None] + depth, mask, self.table, self.length, slots=self.slots)
+        rows = Rows(self.length[:, None] + depth, mask, Where(self.table, self.length, state_ids=self.state_ids))
         out = self.decoder(tokens, rows, self.pool)
         assert isinstance(out, DecoderOutput)
         return out
@@ -59,9 +60,9 @@ class Requests:
         """The first `count` [B] nodes of `path` [B, G]."""
         keep = torch.arange(path.shape[1]) < count[:, None]
         positions = self.length[:, None] + torch.arange(path.shape[1])
-        self.pool.write(out.k, out.v, self.table, positions, keep, path)
+        self.pool.write(out.k, out.v, (self.table,), positions, keep, path)
         assert out.states is not None
-        self.states.commit(out.states, self.slots, path, count)
+        self.states.commit(out.states, self.state_ids, path, count)
         self.length = self.length + count
 
     def decode(self, tokens: Tensor) -> Tensor:
@@ -128,7 +129,7 @@ def test_speculation_has_the_bits_of_plain_decoding(case: str, dtype: torch.dtyp
             requests.commit(out, path, torch.tensor([1, len(accepted), min(2, len(accepted))]))
             done += len(accepted)
         for ours, alone in zip(requests.states.tensors, plain.states.tensors, strict=True):
-            assert torch.equal(ours[:, requests.slots[1]], alone[:, plain.slots[0]])
+            assert torch.equal(ours[:, requests.state_ids[1]], alone[:, plain.state_ids[0]])
             assert not ours[:, 0].any()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,8 +9,9 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import Attention
+from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.tiny import (
     ancestor_mask,
@@ -34,7 +34,7 @@ def test_write_puts_each_row_at_its_token() -> None:
     keep = torch.tensor([[True, True, False], [True, True, True]])
     values = torch.tensor([[[10.0, 11, 12], [20, 21, 22]], [[30, 31, 32], [40, 41, 42]]])  # [L, B, T]
     values = values.view(2, 2, 3, 1, 1)
-    pool.write(values, -values, page_table, positions, keep)
+    pool.write(values, -values, (page_table,), positions, keep)
     expected = torch.tensor(
         [
             # page 1      2         3         4
@@ -50,7 +50,7 @@ def test_padding_may_stand_past_the_last_page() -> None:
     """Bucket padding carries any position; not kept, it must neither fail nor touch a page of the request."""
     pool = bare_pool(1, 2, 2, 1, 1)
     one = torch.ones(1, 1, 1, 1, 1)
-    pool.write(one, one, torch.tensor([[1]]), torch.tensor([[99]]), torch.tensor([[False]]))
+    pool.write(one, one, (torch.tensor([[1]]),), torch.tensor([[99]]), torch.tensor([[False]]))
     assert not pool.k[:, 1:].any()
     assert not pool.v[:, 1:].any()
 
@@ -89,9 +89,9 @@ def test_scales_of_a_models_pages() -> None:
     torch.testing.assert_close(scales[1], torch.tensor([0.014, 0.021, 0.028]))
     assert kv_scales(tiny_decoder()) is None
     assert kv_scales(tiny_drafter(model.config)) is None
-    pool = KVPool(model.config.body, 5, 4, torch.bfloat16, "cpu", scales)
+    pool = KVPool(model.config.body, PoolSizes(5, 4), torch.bfloat16, "cpu", fp8=scales)
     assert pool.k.dtype == pool.v.dtype == torch.float8_e4m3fn
-    wide = KVPool(model.config.body, 5, 4, torch.bfloat16, "cpu")
+    wide = KVPool(model.config.body, PoolSizes(5, 4), torch.bfloat16, "cpu")
     assert 2 * (pool.k.nbytes + pool.v.nbytes) == wide.k.nbytes + wide.v.nbytes
 
 
@@ -107,11 +107,11 @@ def test_fp8_pages_are_bit_identical_to_rounded_wide_pages(dtype: torch.dtype, g
         pool, table = pool_for(model.config.body, 2, 24, dtype=dtype, fp8=scales)
         outs = [feed(model, tokens[:, :7], pool, table, torch.zeros(2, dtype=torch.long))]
         context = torch.full((2,), 7)
-        rows = Rows(context[:, None] + tree.sum(-1) - 1, tree.expand(2, 6, 6), table, context)
+        rows = Rows(context[:, None] + tree.sum(-1) - 1, tree.expand(2, 6, 6), Where(table, context))
         outs.append(model(tokens[:, 7:13], rows, pool))
         path = torch.tensor([[0, 1], [0, 2]])
         places = context[:, None] + torch.arange(2)
-        pool.write(outs[1].k, outs[1].v, table, places, torch.ones(2, 2, dtype=torch.bool), path)
+        pool.write(outs[1].k, outs[1].v, (table,), places, torch.ones(2, 2, dtype=torch.bool), path)
         outs.append(feed(model, tokens[:, 13:17], pool, table, context + 2))
         found.append(outs)
     for wide, fp8 in zip(*found, strict=True):
@@ -136,17 +136,18 @@ def test_a_row_attends_to_the_same_values_before_and_after_its_commit() -> None:
 
 
 def test_chain_follows_each_context() -> None:
-    rows = Rows.chain(3, torch.tensor([[1], [2]]), torch.tensor([0, 5]))
+    rows = Rows.chain(3, Where(torch.tensor([[1], [2]]), torch.tensor([0, 5])))
     assert rows.positions.tolist() == [[0, 1, 2], [5, 6, 7]]
     assert rows.attn_mask.tolist() == 2 * [[[True, False, False], [True, True, False], [True, True, True]]]
 
 
 def test_chunks_follow_each_context_one_behind_the_other() -> None:
-    rows = Chunks.of([3, 1, 2], torch.tensor([[7, 3], [2, 0], [9, 4]]), torch.tensor([0, 1, 3]), page_size=4)
+    where = Where(torch.tensor([[7, 3], [2, 0], [9, 4]]), torch.tensor([0, 1, 3]))
+    rows = Chunks.of([3, 1, 2], where, page_size=4)
     assert rows.attn_mask.starts.tolist() == [0, 3, 4, 6]
     assert rows.attn_mask.spans() == [slice(0, 3), slice(3, 4), slice(4, 6)]
     assert rows.positions.tolist() == [[0, 1, 2, 1, 3, 4]]
-    assert rows.pages.tolist() == [7, 7, 7, 2, 9, 4]
+    assert [pages.tolist() for pages in rows.pages] == [[7, 7, 7, 2, 9, 4]]
 
 
 WINDOWED = {
@@ -169,31 +170,30 @@ def test_layers_with_a_window_may_have_pages_of_their_own(windows: tuple[int | N
     table = 1 + torch.randperm(12, generator=torch.Generator().manual_seed(1)).view(2, 6)
     context, found = torch.tensor([11, 9]), []
     for windowed_pages in (None, 8):
-        pool, own = KVPool(body, 13, 4, torch.float32, "cpu", scales, windowed_pages), None
+        pool, own = KVPool(body, PoolSizes(13, 4, windowed=windowed_pages), torch.float32, "cpu", fp8=scales), None
         if windowed_pages is not None:
             own = torch.tensor([[5, 2, 7, 0, 0, 0], [1, 6, 3, 0, 0, 0]])
         for pages in pool.tensors:
             pages.copy_(torch.full(pages.shape, torch.nan))
         prompts = torch.cat([tokens[0, :11], tokens[1, :9]])[None]
-        chunks = Chunks.of(context.tolist(), table, torch.zeros(2, dtype=torch.long), 4, own)
+        chunks = Chunks.of(context.tolist(), Where(table, torch.zeros(2, dtype=torch.long), windowed=own), 4)
         outs = [model(prompts, chunks, pool)]
-        pool.write_rows(outs[0].k[:, 0], outs[0].v[:, 0], chunks.pages, chunks.positions[0], chunks.windowed_pages)
+        pool.write_rows(outs[0].k[:, 0], outs[0].v[:, 0], chunks.pages, chunks.positions[0])
         if own is not None:  # tokens 0 .. 3 of each are behind the windows; their pages are those of the next tokens
             own = torch.tensor([[0, 2, 7, 5, 4, 0], [0, 6, 3, 1, 0, 0]])
-            for pages in (pages for part in pool._parts if part.windowed for pages in (part.k, part.v)):
+            for pages in (pages for part in pool._parts if part.table for pages in (part.k, part.v)):
                 for page in (0, 5, 1, 4):
                     pages[:, page].copy_(torch.full(pages[:, 0].shape, torch.nan))
-        rows = replace(
-            Rows(context[:, None] + tree.sum(-1) - 1, tree.expand(2, 6, 6), table, context), windowed_table=own
-        )
+        where = Where(table, context, own)
+        rows = Rows(context[:, None] + tree.sum(-1) - 1, tree.expand(2, 6, 6), where)
         outs.append(model(tokens[:, 11:17], rows, pool))
         path, places = torch.tensor([[0, 1], [0, 2]]), context[:, None] + torch.arange(2)
         keep = torch.ones(2, 2, dtype=torch.bool)
-        pool.write(outs[1].k, outs[1].v, table, places, keep, path, windowed_table=own)
-        after = replace(Rows.chain(2, table, context + 2), windowed_table=own)
+        pool.write(outs[1].k, outs[1].v, where.tables, places, keep, path)
+        after = Rows.chain(2, where.after(2))
         outs.append(model(tokens[:, 17:19], after, pool))
         found.append(outs)
-        assert set(pool.pages) == ({window is not None for window in windows} if windowed_pages else {False})
+        assert set(pool.pages) == ({int(window is not None) for window in windows} if windowed_pages else {0})
         part = pool.from_layer(1, 3)
         for index in range(2):
             assert part.context(index, after).k_pages.data_ptr() == pool.context(1 + index, after).k_pages.data_ptr()

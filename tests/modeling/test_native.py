@@ -13,8 +13,9 @@ import torch
 from d2sd.modeling import native
 from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.native import NativeLayers, pack
+from d2sd.modeling.where import Where
 from d2sd.plugins.cpu import library
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
@@ -37,13 +38,13 @@ def filled(decoder: Decoder, tokens: torch.Tensor, page_size: int = 4) -> tuple[
     batch, length = tokens.shape
     width = (length + 64) // page_size
     weight = decoder.embed_tokens.weight
-    pool = KVPool(decoder.config.body, 1 + batch * width, page_size, weight.dtype, "cpu")
+    pool = KVPool(decoder.config.body, PoolSizes(1 + batch * width, page_size), weight.dtype, "cpu")
     pool.k.fill_(torch.nan)
     pool.v.fill_(torch.nan)
     table = 1 + torch.randperm(batch * width).view(batch, width)
-    rows = Rows.chain(length, table, torch.zeros(batch, dtype=torch.long))
+    rows = Rows.chain(length, Where(table, torch.zeros(batch, dtype=torch.long)))
     out = decoder(tokens, rows, pool, AUX)
-    pool.write(out.k, out.v, table, rows.positions, torch.ones(batch, length, dtype=torch.bool))
+    pool.write(out.k, out.v, (table,), rows.positions, torch.ones(batch, length, dtype=torch.bool))
     return pool, table
 
 
@@ -90,8 +91,8 @@ def compare(plain: Decoder) -> None:
     rows, prompts = random_tokens(plain, 3, 14), random_tokens(plain, 1, 17)
     trees, chunks = [], []
     for model, (pool, table) in zip((plain, native), pools, strict=True):
-        trees.append(model(rows, Rows(context[:, None] + depth, mask, table, context), pool, AUX))
-        chunks.append(model(prompts, Chunks.of([5, 1, 11], table, context, pool.page_size), pool, AUX))
+        trees.append(model(rows, Rows(context[:, None] + depth, mask, Where(table, context)), pool, AUX))
+        chunks.append(model(prompts, Chunks.of([5, 1, 11], Where(table, context), pool.page_size), pool, AUX))
     for expected, found in (trees, chunks):
         for name in ("hidden", "features", "k", "v"):
             torch.testing.assert_close(getattr(found, name), getattr(expected, name), atol=1e-4, rtol=1e-4)
@@ -108,7 +109,7 @@ def test_rows_that_are_not_needed_change_none(
     pool, table = filled(native, random_tokens(native, 3, 33))
     depth, mask = random_tree(3, 14)
     context = torch.tensor([33, 1, 17])
-    asked, tokens = Rows(context[:, None] + depth, mask, table, context), random_tokens(native, 3, 14)
+    asked, tokens = Rows(context[:, None] + depth, mask, Where(table, context)), random_tokens(native, 3, 14)
     every, few = (native(tokens, rows, pool, AUX) for rows in (asked, replace(asked, needed=needed)))
     for name, axis in (("hidden", 0), ("features", 0), ("k", 1), ("v", 1)):
         expected, found = (getattr(out, name).movedim(axis, 0) for out in (every, few))
@@ -152,12 +153,12 @@ def check_bits(decoder: Decoder) -> None:
     tokens = random_tokens(decoder, 1, count)
     tokens[0, chain] = torch.tensor(path[: len(chain)])
     length = torch.tensor([context])
-    tree = decoder(tokens, Rows(length[:, None] + depth, mask, table, length), pool, AUX)
+    tree = decoder(tokens, Rows(length[:, None] + depth, mask, Where(table, length)), pool, AUX)
     assert len(chain) >= 8
     for place, node in enumerate(chain.tolist()):
         assert torch.equal(tree.hidden[0, node], alone[place][0]), place
         assert torch.equal(tree.k[:, 0, node], alone[place][1]), place
-    chunks = Chunks.of([4, 39, 9], table.expand(3, -1), torch.tensor([9, context, context]), pool.page_size)
+    chunks = Chunks.of([4, 39, 9], Where(table.expand(3, -1), torch.tensor([9, context, context])), pool.page_size)
     prompts = torch.cat([tokens[:, :4], text[:, context:], text[:, context : context + 9]], 1)
     prompt = decoder(prompts, chunks, pool, AUX)
     for span in chunks.attn_mask.spans()[1:]:
@@ -171,9 +172,9 @@ def one_by_one(decoder: Decoder, text: torch.Tensor, context: int) -> list[tuple
     pool, table = filled(decoder, text[:, :1], page_size=16)
     found = []
     for place in range(1, text.shape[1]):
-        rows = Rows.chain(1, table, torch.tensor([place]))
+        rows = Rows.chain(1, Where(table, torch.tensor([place])))
         out = decoder(text[:, place : place + 1], rows, pool, AUX)
-        pool.write(out.k, out.v, table, rows.positions, torch.ones(1, 1, dtype=torch.bool))
+        pool.write(out.k, out.v, (table,), rows.positions, torch.ones(1, 1, dtype=torch.bool))
         found.append((out.hidden[0, 0], out.k[:, 0, 0]))
     return found[context - 1 :]
 
@@ -184,8 +185,8 @@ def test_what_is_in_front_of_a_window_is_never_read(garbage: float) -> None:
     native = packed(tiny_decoder("qwen3", head_dim=16, windows=(6, 3, 6)))
     pool, table = filled(native, random_tokens(native, 2, 33))
     context, (depth, mask) = torch.tensor([33, 21]), random_tree(2, 9)
-    rows = Rows(context[:, None] + depth, mask, table, context)
-    chunks = Chunks.of([5, 3], table, context, pool.page_size)
+    rows = Rows(context[:, None] + depth, mask, Where(table, context))
+    chunks = Chunks.of([5, 3], Where(table, context), pool.page_size)
     tokens, prompts = random_tokens(native, 2, 9), random_tokens(native, 1, 8)
     expected = native(tokens, rows, pool, AUX), native(prompts, chunks, pool, AUX)
     for number in (0, 10**12):
@@ -196,7 +197,7 @@ def test_what_is_in_front_of_a_window_is_never_read(garbage: float) -> None:
             freed[request, :kept] = number
         pool.k[:, 0] = pool.v[:, 0] = garbage
         found = (
-            native(part, replace(given, page_table=freed), pool, AUX)
+            native(part, replace(given, where=Where(freed, given.where.context_len)), pool, AUX)
             for part, given in ((tokens, rows), (prompts, chunks))
         )
         for one, other in zip(found, expected, strict=True):
@@ -228,10 +229,12 @@ def test_a_packed_drafter_drafts_the_same() -> None:
     mask = torch.ones(1, 4, 4, dtype=torch.bool)
     found = []
     for drafter in (plain, native):
-        pool = KVPool(plain.config.body, 5, 4, torch.float32, "cpu")
+        pool = KVPool(plain.config.body, PoolSizes(5, 4), torch.float32, "cpu")
         k, v = drafter.context_keys_values(features, places)
-        pool.write(k, v, table, places, torch.ones(1, 9, dtype=torch.bool))
-        found.append((k, v, drafter.draft(embedded, Rows(length[:, None] + places[:, :4], mask, table, length), pool)))
+        pool.write(k, v, (table,), places, torch.ones(1, 9, dtype=torch.bool))
+        found.append(
+            (k, v, drafter.draft(embedded, Rows(length[:, None] + places[:, :4], mask, Where(table, length)), pool))
+        )
     for ours, theirs in zip(found[1], found[0], strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
@@ -248,7 +251,7 @@ def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkey
     rows = [random_tokens(native, 1, count) for count in (40, 3, 56, 17, 24, 9, 48, 31)]
 
     def run(new: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = native(new, Rows.chain(new.shape[1], table, context), pool, AUX).hidden
+        hidden: torch.Tensor = native(new, Rows.chain(new.shape[1], Where(table, context)), pool, AUX).hidden
         return hidden
 
     expected = [run(new) for new in rows]

@@ -18,6 +18,7 @@ from d2sd.modeling.kv_pool import Rows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights, bucket, forms, padded_rows, with_rows
+from d2sd.modeling.where import Where
 from tests.modeling.test_fused import AUX, anywhere, counted, outputs, pair
 from tests.product_forms import cuda_products
 from tests.tiny import in_fp8, pool_for, random_tokens, tiny_decoder
@@ -163,7 +164,7 @@ def test_forms_add_no_kernel_but_their_own(name: str, fp8: bool, added: int, mon
     target = in_fp8(target, linear_names(target)) if fp8 else target.to(torch.bfloat16)
     fuse(target)
     tokens, pool = random_tokens(target, 1, 4), pool_for(target.config.body, 1, 4)[0]
-    rows = Rows.chain(4, torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long))
+    rows = Rows.chain(4, Where(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))
     totals = []
     for form in (PLAIN, NAMED[name]):
         choose(form, target)

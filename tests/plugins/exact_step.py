@@ -15,6 +15,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins import delta_rule, dispatch, kv_pages, layer_ops
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
@@ -50,13 +51,15 @@ class Run:
             fp8=kv_scales(self.model),
         )
         if self.pool.states is not None:
-            self.slots = 1 + torch.arange(batch)
+            self.state_ids = 1 + torch.arange(batch)
 
     def chunk(self, size: int) -> None:
         """Prefill so many tokens in one pass."""
         tokens = self.tokens[:, self.done : self.done + size]
         context = torch.full((len(tokens),), self.done)
-        rows = Chunks.of([size] * len(tokens), self.table, context, self.pool.page_size, slots=self.slots)
+        rows = Chunks.of(
+            [size] * len(tokens), Where(self.table, context, state_ids=self.state_ids), self.pool.page_size
+        )
         out = self.model(tokens.reshape(1, -1), rows, self.pool)
         logits = self.model.logits(out.hidden).view(*tokens.shape, -1)
         self.logits |= {self.done + place: row for place, row in enumerate(logits.unbind(1))}
@@ -74,16 +77,16 @@ class Run:
         tokens[:, path] = self.tokens[:, self.done : self.done + len(path)]
         mask = ancestor_mask(parents).expand(batch, -1, -1)
         positions = context[:, None] + mask.sum(-1) - 1
-        self._commit(tokens, Rows(positions, mask, self.table, context, slots=self.slots), path)
+        self._commit(tokens, Rows(positions, mask, Where(self.table, context, state_ids=self.state_ids)), path)
 
     def _commit(self, tokens: Tensor, rows: Rows, path: list[int]) -> None:
         out = self.model(tokens, rows, self.pool)
         logits, chosen = self.model.logits(out.hidden), torch.tensor(path).expand(len(tokens), -1)
         self.logits |= {self.done + place: logits[:, node] for place, node in enumerate(path)}
         positions = self.done + torch.arange(len(path)).expand_as(chosen)
-        self.pool.write(out.k, out.v, self.table, positions, torch.ones_like(chosen, dtype=torch.bool), chosen)
-        if self.pool.states is not None and self.slots is not None:
-            self.pool.states.commit(out.states, self.slots, chosen, torch.full_like(self.slots, len(path)))
+        self.pool.write(out.k, out.v, (self.table,), positions, torch.ones_like(chosen, dtype=torch.bool), chosen)
+        if self.pool.states is not None and self.state_ids is not None:
+            self.pool.states.commit(out.states, self.state_ids, chosen, torch.full_like(self.state_ids, len(path)))
         self.done += len(path)
 
     def pages(self) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from d2sd.modeling import kv_pool
 from d2sd.modeling.kv_pool import Rows, windowed
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
 from tests.tiny import ancestor_mask, path_to, random_tree
 
@@ -44,7 +45,7 @@ class Call:
         """As models make it, for the rows' positions."""
         context, depth = self.context, torch.zeros_like(self.attn_mask[..., 0]) if self.depth is None else self.depth
         length = context.context_len
-        mask = windowed(Rows(length[:, None] + depth, self.attn_mask, context.page_table, length), self.window)
+        mask = windowed(Rows(length[:, None] + depth, self.attn_mask, Where(context.page_table, length)), self.window)
         assert isinstance(mask, AttnMask)
         return mask
 
@@ -62,9 +63,9 @@ class Call:
         rows = torch.arange(self.q.shape[1]) < torch.tensor(lengths)[:, None]
         starts = torch.tensor([0, *accumulate(lengths)])
         q, k, v = (x[rows][None] for x in (self.q, self.k, self.v))
-        table, length = self.context.page_table, self.context.context_len
-        positions = (length[:, None] + torch.arange(self.q.shape[1]))[rows]
-        chunks = kv_pool.Chunks(ChunkMask(lengths, starts), positions[None], positions, table, length)
+        where = Where(self.context.page_table, self.context.context_len)
+        positions = (where.context_len[:, None] + torch.arange(self.q.shape[1]))[rows]
+        chunks = kv_pool.Chunks(ChunkMask(lengths, starts), positions[None], where, (positions,))
         mask = windowed(chunks, self.window)
         assert isinstance(mask, ChunkMask)
         return Chunks(q, k, v, self.context, mask, rows, self.sinks)

@@ -78,9 +78,9 @@ def test_a_pool_commits_a_path() -> None:
     """A caller may as well gather the rows of the path itself, side by side."""
     k, v = rows(6)
     pools = [bare_pool(2, 7, 4, 3, 8) for _ in "ab"]
-    pools[0].write(k, v, TABLE, POSITIONS, KEEP, PATH)
+    pools[0].write(k, v, (TABLE,), POSITIONS, KEEP, PATH)
     of = torch.arange(2)[:, None]
-    pools[1].write(k[:, of, PATH], v[:, of, PATH], TABLE, POSITIONS, KEEP)
+    pools[1].write(k[:, of, PATH], v[:, of, PATH], (TABLE,), POSITIONS, KEEP)
     assert torch.equal(pools[0].k, pools[1].k)
     assert torch.equal(pools[0].v, pools[1].v)
 

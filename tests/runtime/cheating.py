@@ -64,7 +64,7 @@ class CheatingRunner(ModelRunner):
         if (said := super().draft_ahead(batch, verified, accepted, role, width)) is None:
             return None
         rows, last = torch.arange(len(batch.anchor)), accepted.count - 1
-        behind = replace(batch, anchor=accepted.tokens[rows, last], context_len=batch.context_len + accepted.count)
+        behind = replace(batch, anchor=accepted.tokens[rows, last], where=batch.where.after(accepted.count))
         draft = self._corrected(behind, said, may_have_ended=True)
         self._first = None  # the next batch may have other requests
         return draft
@@ -125,7 +125,7 @@ class CheatingRunner(ModelRunner):
         return [
             (row, self._texts[seed], start, random.Random(f"{seed} {start} {salt}"))
             for row, (seed, start) in enumerate(
-                zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)
+                zip(batch.sampling.seed.tolist(), batch.where.context_len.tolist(), strict=True)
             )
             if seed in self._texts
         ]
@@ -176,7 +176,7 @@ class Knowing(ModelRunner):
     def _known(self, batch: Batch, salt: int) -> tuple[Tensor, Tensor]:
         """The right tokens [B, S], and at which slots they are drafted."""
         row = (batch.sampling.seed[:, None] == self._seeds).int().argmax(1, keepdim=True)
-        place = batch.context_len[:, None] + 1 + torch.arange(self.block_size - 1, device=self._seeds.device)
+        place = batch.where.context_len[:, None] + 1 + torch.arange(self.block_size - 1, device=self._seeds.device)
         right = self._texts[row, place.clamp(max=self._texts.shape[1] - 1)]
         zero = torch.zeros_like(place)
         dice, *_ = philox((zero + batch.sampling.seed[:, None], zero), (place, zero + salt, zero, zero))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
@@ -58,7 +59,7 @@ class Passes:
         """One request alone."""
         one, first, branches, second = slice(row, row + 1), self.first, self.branches, self.second
         return Passes(
-            batch_of(self.batch.anchor[one].tolist(), self.batch.context_len[one].tolist(), self.seeds[one]),
+            batch_of(self.batch.anchor[one].tolist(), self.batch.where.context_len[one].tolist(), self.seeds[one]),
             self.seeds[one],
             Draft(first.tokens[one], first.logprob[one]),
             Branches(branches.tokens[one], branches.prefix_len[one], branches.rejected[one]),
@@ -68,11 +69,10 @@ class Passes:
 
 def batch_of(anchor: Sequence[int], context: Sequence[int], seeds: Sequence[int], temperature: float = 0.0) -> Batch:
     return Batch(
-        anchor=torch.tensor(anchor),
-        page_table=torch.zeros(len(anchor), 1, dtype=torch.long),
-        context_len=torch.tensor(context),
-        active=torch.ones(len(anchor), dtype=torch.bool),
-        sampling=Sampling.of([SamplingParams(temperature, seed=seed) for seed in seeds], 64, "cpu"),
+        torch.tensor(anchor),
+        Where(torch.zeros(len(anchor), 1, dtype=torch.long), torch.tensor(context)),
+        torch.ones(len(anchor), dtype=torch.bool),
+        Sampling.of([SamplingParams(temperature, seed=seed) for seed in seeds], 64, "cpu"),
     )
 
 

@@ -14,6 +14,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import PagedContext, counters
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.cascade_attention.reference import WORD
@@ -69,9 +70,9 @@ def drafter_engine(folder: Path, name: str, drafter: Drafter) -> EngineFile:
         pages, rows, new = _Pages(given, body), _rows(given), given["feature_len"].long()
         steps = torch.arange(k.shape[2])
         for layer, (keys, values) in enumerate(zip(pages.layers_k, pages.layers_v, strict=True)):
-            places, keep = rows.context_len[:, None] + steps, steps < new[:, None]
-            write_pages(k[layer][None], v[layer][None], keys[None], values[None], rows.page_table, places, keep)
-        after = Rows(rows.positions, rows.attn_mask, rows.page_table, rows.context_len + new)
+            places, keep = rows.where.context_len[:, None] + steps, steps < new[:, None]
+            write_pages(k[layer][None], v[layer][None], keys[None], values[None], rows.where.pages, places, keep)
+        after = Rows(rows.positions, rows.attn_mask, Where(rows.where.pages, rows.where.context_len + new))
         return {"hidden": model.draft(given["embedded"], after, pages), "k": k, "v": v}
 
     features: dict[str, Dims] = {"features": ("B", "C", width), "feature_positions": ("B", "C"), "feature_len": ("B",)}
@@ -118,7 +119,7 @@ def _rows(given: dict[str, Tensor]) -> Rows:
     count = given["positions"].shape[1]
     bits = (given["attn_mask"][..., None] >> torch.arange(WORD, dtype=torch.int32)) & 1
     attn_mask = bits.flatten(2)[..., :count].bool()
-    return Rows(given["positions"].long(), attn_mask, given["page_table"].long(), given["context_len"].long())
+    return Rows(given["positions"].long(), attn_mask, Where(given["page_table"].long(), given["context_len"].long()))
 
 
 class _Pages(KVPool):
@@ -133,4 +134,4 @@ class _Pages(KVPool):
         self.states = None
 
     def context(self, index: int, rows: Rows | Chunks) -> PagedContext:
-        return PagedContext(self.layers_k[index], self.layers_v[index], rows.page_table, rows.context_len)
+        return PagedContext(self.layers_k[index], self.layers_v[index], rows.where.pages, rows.where.context_len)

@@ -145,11 +145,11 @@ def honest(windows: str = "none") -> ModelRunner:
 
 
 def memory_of(runner: ModelRunner, pages: int, limits: Limits) -> int:
-    """Bytes of so many pages, and of the slots of recurrent state that go with them."""
-    memory, slot = (1 + pages) * runner.page_bytes(limits.page_size), runner.slot_bytes
-    # Snapshots are at most a quarter of what requests' slots leave, themselves included.
-    snapshots = min(limits.max_batch * limits.prefix_cache, memory // (3 * slot)) if slot else 0
-    return memory + (1 + limits.max_batch + snapshots) * slot
+    """Bytes of so many pages, and of the recurrent states that go with them."""
+    memory, state = (1 + pages) * runner.page_bytes(limits.page_size), runner.state_bytes
+    # Snapshots are at most a quarter of what requests' states leave, themselves included.
+    snapshots = min(limits.max_batch * limits.prefix_cache, memory // (3 * state)) if state else 0
+    return memory + (1 + limits.max_batch + snapshots) * state
 
 
 def make_engine(
@@ -222,19 +222,19 @@ def windowed_bound(engine: Engine) -> int:
     return engine.limits.pages_within(windows[0], BLOCK) if windows else 0
 
 
-def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[bool] = (False, True)) -> None:
-    """Fill pages of these numbers with NaN; `tables`: of `page_table`, of `windowed_table`, or of both."""
-    for part in (part for pool in runner.pools for part in pool._parts if part.windowed in tables):
+def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[int] = (0, 1)) -> None:
+    """Fill pages of these numbers with NaN; `tables`: of which page tables."""
+    for part in (part for pool in runner.pools for part in pool._parts if part.table in tables):
         part.k[:, pages] = torch.nan
         part.v[:, pages] = torch.nan
 
 
-def check_pool(pool: KVPool, tables: dict[bool, Tensor], k: Tensor, v: Tensor) -> None:
+def check_pool(pool: KVPool, tables: dict[int, Tensor], k: Tensor, v: Tensor) -> None:
     """The pages of a request hold k, v [L, S, Hkv, D] of its tokens, but for those behind a window that are freed."""
     for part in pool._parts:
         places = torch.arange(k.shape[1])
-        pages = tables[part.windowed][places // pool.page_size]
-        assert part.windowed or pages.all()
+        pages = tables[part.table][places // pool.page_size]
+        assert part.table or pages.all()
         kept = places[pages > 0]
         for stored, wanted in ((part.k, k), (part.v, v)):
             found = stored[:, pages[kept], kept % pool.page_size]
@@ -286,7 +286,7 @@ def check_pages(
     sync_drafters(runner)
     target, *drafters, _ = models(windows)
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
-    tables = {False: table} if windowed_table is None else {False: table, True: windowed_table}
+    tables = {0: table} if windowed_table is None else {0: table, 1: windowed_table}
     check_pool(runner.pools[0], tables, out.k[:, 0], out.v[:, 0])
     for drafter, pool in zip(drafters, runner.pools[1:], strict=True):
         k, v = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])

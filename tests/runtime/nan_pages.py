@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch, Prefilled
@@ -17,21 +19,14 @@ from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
 class NaNScratch(ModelRunner):
     """Page 0, where padding writes, holds NaN after every write."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        super().allocate(pages, page_size, windowed_pages, slots)
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
         afterwards(self.context, "inject", lambda drafters: poison(self, 0))
 
     def prefill(
-        self,
-        tokens: Tensor,
-        lengths: Sequence[int],
-        page_table: Tensor,
-        context_len: Tensor,
-        windowed_table: Tensor | None = None,
-        following: Tensor | None = None,
-        slots: Tensor | None = None,
+        self, tokens: Tensor, lengths: Sequence[int], where: Where, following: Tensor | None = None
     ) -> Prefilled:
-        found = super().prefill(tokens, lengths, page_table, context_len, windowed_table, following, slots)
+        found = super().prefill(tokens, lengths, where, following)
         poison(self, 0)
         return found
 
@@ -43,8 +38,8 @@ class NaNScratch(ModelRunner):
 class NaNPages(NaNScratch, CheatingRunner):
     """All pages hold NaN until they are written, and again when they are given up."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        super().allocate(pages, page_size, windowed_pages, slots)
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
         poison_what_is_given_up(self)
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:

@@ -9,7 +9,7 @@ from itertools import product
 
 import torch
 
-from d2sd.runtime.batch import page_tables
+from d2sd.runtime.batch import pack_where
 from d2sd.runtime.pages import PageGroup, extend_keys
 from d2sd.runtime.request import Request, power_of_two
 from d2sd.runtime.scheduler import Schedule, Scheduler
@@ -39,7 +39,8 @@ def check_tables(sequences: SequenceOf[Sequence], size: int, *, exact: bool) -> 
     """The page tables of a step are what a loop over page numbers makes of them."""
     longest = max(1, *(len(one.pages) for one in sequences))
     columns = longest if exact else power_of_two(longest)
-    table, windowed = page_tables(sequences, size, exact=exact)
+    where = pack_where(sequences, size, exact=exact)
+    table, windowed = where.pages, where.windowed
     assert table.dtype == torch.long
     assert table.tolist() == _looped([one.pages for one in sequences], size, columns)
     if windowed is None:
@@ -76,9 +77,9 @@ class Pools:
             assert group.pages._references[page] == 1, "a shared page is never written"
             self.holds[group.window, page, position % self.page_size] = tuple(tokens[: position + 1])
         if self.scheduler.states.count:
-            assert one.slot, "the zero state is never written"
-            assert self.states[one.slot] == tuple(tokens[: positions.start])
-            self.states[one.slot] = tuple(tokens[: positions.stop])
+            assert one.state_id, "the zero state is never written"
+            assert self.states[one.state_id] == tuple(tokens[: positions.start])
+            self.states[one.state_id] = tuple(tokens[: positions.stop])
 
     def check(self, one: Sequence) -> None:
         """Every token that the next row sees is there."""
@@ -95,8 +96,7 @@ class Pools:
             self._collect(before)
             before = []
         schedule = self.scheduler.schedule()
-        discarded = schedule.discarded, schedule.windowed_discarded
-        for group, pages in zip(self.scheduler.groups, discarded, strict=False):  # before anything is written
+        for group, pages in zip(self.scheduler.groups, schedule.discarded, strict=True):  # before anything is written
             for page, slot in product(pages, range(self.page_size)):
                 self.holds.pop((group.window, page, slot), None)
         self._compute(schedule)
@@ -119,14 +119,14 @@ class Pools:
         self.snapshots += len(schedule.snapshots)
         assert len({slot for _, slot in schedule.snapshots}) == len(schedule.snapshots)
         for source, slot in schedule.snapshots:
-            assert slot not in {one.slot for one in self.scheduler.running}
+            assert slot not in {one.state_id for one in self.scheduler.running}
             self.states[slot] = self.states[source]
 
     def _restore(self, schedule: Schedule) -> None:
         """One by one, and read before any is written: both are the same."""
         at_once = {slot: self.states[source] for source, slot in schedule.restored}
         assert len(at_once) == len(schedule.restored)
-        assert at_once.keys() <= {one.slot for one in self.scheduler.running}
+        assert at_once.keys() <= {one.state_id for one in self.scheduler.running}
         for source, slot in schedule.restored:
             self.states[slot] = self.states[source]
         assert all(self.states[slot] == state for slot, state in at_once.items())
@@ -151,7 +151,7 @@ class Pools:
         states, running = self.scheduler.states, self.scheduler.running
         if not states.count:
             return
-        pool, own = states._pool, [one.slot for one in running]
+        pool, own = states._pool, [one.state_id for one in running]
         assert sorted([*own, *pool._free, *pool.cache.idle]) == list(range(1, states.count))
         assert states.used == len(running)
         assert len(pool._discarded) <= states.count, "what is given up since the last step, and no more"

@@ -20,6 +20,7 @@ from functools import cache
 
 import torch
 
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
@@ -135,8 +136,8 @@ def cut(answer: SequenceOf[int], request: Request) -> tuple[list[int], str]:
 class Poisoned(Knowing):
     """Free pages hold NaN."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        super().allocate(pages, page_size, windowed_pages, slots)
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
         poison_what_is_given_up(self)
 
 

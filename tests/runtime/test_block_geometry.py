@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches
 from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
@@ -82,14 +84,14 @@ GEOMETRIES = {
 def prefilled(drafters: tuple[Drafter, Drafter]) -> tuple[ModelRunner, Batch]:
     """A sampled request a text."""
     runner = runner_of(deepcopy(models()[0]), *deepcopy(drafters), block_size=BLOCK)
-    runner.allocate(10, PAGE)
+    runner.allocate(PoolSizes(10, PAGE))
     for row, text in enumerate(TEXTS):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], TABLE[row : row + 1], torch.tensor([0]))
+        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(TABLE[row : row + 1], torch.tensor([0])))
     sync_drafters(runner)
     params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
     context = torch.tensor([len(text) - 1 for text in TEXTS])
     active, sampling = torch.ones(len(TEXTS), dtype=torch.bool), Sampling.of(params, runner.vocab_size, "cpu")
-    return runner, Batch(torch.tensor([text[-1] for text in TEXTS]), TABLE, context, active, sampling)
+    return runner, Batch(torch.tensor([text[-1] for text in TEXTS]), Where(TABLE, context), active, sampling)
 
 
 @pytest.mark.sampled(3)
@@ -113,7 +115,7 @@ def test_drafts_equal_drafting_from_nothing(geometry: Geometry) -> None:
 
     def check(drafter: Drafter, drafts: int, row: int, prefix: list[int], rejected: int, found: list[int]) -> None:
         rows = drafts if drafter.config.sample_from_anchor else drafts + 1
-        text, place = TEXTS[row], batch.context_len[row : row + 1]
+        text, place = TEXTS[row], batch.where.context_len[row : row + 1]
         block = [text[-1], *prefix[: rows - 1]]
         block += [drafter.config.mask_token_id] * (rows - len(block))
         logits = fresh_draft(drafter, text, [block])
@@ -168,9 +170,9 @@ def test_a_step_without_a_slot_left_restarts_where_there_is_one() -> None:
     geometry = GEOMETRIES["second smaller"]
     runner, batch = prefilled(geometry.drafters)
     engine = make_engine(runner, "hybrid", max_batch=4)
-    runner.allocate(10, PAGE)
+    runner.allocate(PoolSizes(10, PAGE))
     for row, text in enumerate(TEXTS):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], TABLE[row : row + 1], torch.tensor([0]))
+        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(TABLE[row : row + 1], torch.tensor([0])))
     sync_drafters(runner)
     drafted = draft_trees(runner, engine.policy, batch)
     assert drafted.branches is not None

@@ -39,7 +39,7 @@ class _Recorder:
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)  # type: ignore[misc]
         for row in range(int(batch.active.sum())):
-            start, seed = int(batch.context_len[row]), int(batch.sampling.seed[row])
+            start, seed = int(batch.where.context_len[row]), int(batch.sampling.seed[row])
             for step, node in enumerate(accepted.path[row, : accepted.count[row]].tolist()):
                 self.logits[seed, start + step] = verified.at(row, node).clone()
 

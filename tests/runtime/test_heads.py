@@ -67,7 +67,9 @@ class Leaning(ModelRunner):
 
     def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
         logits, hidden = super()._draft(role, batch, blocks)
-        for row, (seed, start) in enumerate(zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)):
+        for row, (seed, start) in enumerate(
+            zip(batch.sampling.seed.tolist(), batch.where.context_len.tolist(), strict=True)
+        ):
             text = self._texts.get(seed % 2**64, ())
             for slot, right in enumerate(text[start + 1 : start + 1 + logits.shape[2]]):
                 if random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:

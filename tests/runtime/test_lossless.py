@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from d2sd.modeling.config import Family
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import FACTS, NAMES, DrafterRole, DraftUse, PolicyName
 from d2sd.runtime.batch import Batch
@@ -389,8 +390,8 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> N
 class Poisoned(NaNScratch):
     """All pages hold NaN until they are written, and page 0 again after every write."""
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        super().allocate(pages, page_size, windowed_pages, slots)
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
         poison(self, slice(None))
 
     def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from d2sd.errors import RecipeError, RequestError
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.recipe import Recipe
 from d2sd.runtime import memory as module
 from d2sd.runtime.engine import Engine
@@ -124,7 +125,7 @@ def test_slots_of_states(kv_memory: int | None, prefix_cache: bool, pages: int, 
     """700 bytes a state: slot 0 and those of 3 requests first, then up to 3 snapshots in a quarter of what is left."""
     limits = Limits(3, 21, 4, 8, kv_memory, prefix_cache)
     found = plan_kv_memory(limits, 4, PAGE_BYTES, state_bytes=700)
-    assert (found.full_pages, found.pages, found.slots) == (FULL, pages, slots)
+    assert (found.full_pages, found.pages, found.states) == (FULL, pages, slots)
     assert found.total_bytes == (1 + pages) * PAGE_BYTES + slots * 700
     assert kv_memory is None or found.total_bytes <= kv_memory
 
@@ -134,7 +135,7 @@ def test_states_that_leave_no_pages_for_a_request_are_refused() -> None:
         plan_kv_memory(Limits(3, 21, 4, 8, 5_799), 4, PAGE_BYTES, state_bytes=700)
     assert caught.value.where == "limits.kv_memory"
     assert "at least 5,800 bytes, 2,800 of them for the states of 3 requests and slot 0" in str(caught.value)
-    assert planned(5_799).slots == 0
+    assert planned(5_799).states == 0
 
 
 def test_free_memory_of_this_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -207,7 +208,7 @@ def test_a_request_longer_than_the_memory_is_refused_by_the_key_to_raise() -> No
 def test_pools_that_no_device_holds_are_refused() -> None:
     runner = honest()
     with pytest.raises(RecipeError, match=r"limits\.kv_memory"):
-        runner.allocate(2**50, 16)
+        runner.allocate(PoolSizes(2**50, 16))
 
 
 def honest_page_bytes() -> int:

@@ -13,6 +13,8 @@ from torch import Tensor
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, best_first_tree, from_candidates
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
@@ -36,19 +38,18 @@ TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True) -> tuple[ModelRunner, Batch]:
     """Each text in one chunk; all slots hold NaN before, and page 0 afterwards too."""
     runner = honest()
-    runner.allocate(10, PAGE)
+    runner.allocate(PoolSizes(10, PAGE))
     poison(runner, slice(None))
     for row, text in enumerate(texts):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], table[row : row + 1], torch.tensor([0]))
+        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(table[row : row + 1], torch.tensor([0])))
     if paid:
         sync_drafters(runner)
     poison(runner, 0)
     batch = Batch(
-        anchor=torch.tensor([t[-1] for t in texts]),
-        page_table=table,
-        context_len=torch.tensor([len(t) - 1 for t in texts]),
-        active=torch.ones(len(texts), dtype=torch.bool),
-        sampling=Sampling.of([SamplingParams()] * len(texts), runner.vocab_size, "cpu"),
+        torch.tensor([t[-1] for t in texts]),
+        Where(table, torch.tensor([len(t) - 1 for t in texts])),
+        torch.ones(len(texts), dtype=torch.bool),
+        Sampling.of([SamplingParams()] * len(texts), runner.vocab_size, "cpu"),
     )
     return runner, batch
 
@@ -233,7 +234,9 @@ def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> N
     for temperature in (0.0, 1.0):
         sampling = Sampling.pack([SamplingParams(temperature, seed=row) for row in range(3)], 64, "cpu")
         expected, found = (
-            sample_target(cut, of.logits, batch.context_len, sampling, BLOCK, places=of.places, static_shapes=False)
+            sample_target(
+                cut, of.logits, batch.where.context_len, sampling, BLOCK, places=of.places, static_shapes=False
+            )
             for of in (whole, verified)
         )
         assert torch.equal(found.path, expected.path)
@@ -279,7 +282,7 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
-        runner.prefill(torch.zeros(8, dtype=torch.long), [8], TABLE[2:], torch.tensor([0]))
+        runner.prefill(torch.zeros(8, dtype=torch.long), [8], Where(TABLE[2:], torch.tensor([0])))
         runner.context.inject(())
     assert runner.pools[2].k[:, 3, 0].isfinite().all()
 
@@ -316,26 +319,26 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
 @pytest.mark.parametrize("chunk", [1, 3, 5])
 def test_chunked_prefill_commits_the_same(chunk: int) -> None:
     runner = honest()
-    runner.allocate(10, PAGE)
+    runner.allocate(PoolSizes(10, PAGE))
     poison(runner, slice(None))
     text = TEXTS[0]
     for start in range(0, len(text), chunk):
         piece = text[start : start + chunk]
-        runner.prefill(torch.tensor(piece), [len(piece)], TABLE[:1], torch.tensor([start]))
+        runner.prefill(torch.tensor(piece), [len(piece)], Where(TABLE[:1], torch.tensor([start])))
     check_pages(runner, TABLE[0], text)
 
 
 def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
     """Two calls: chunks and contexts of different lengths."""
     runner = honest()
-    runner.allocate(10, PAGE)
+    runner.allocate(PoolSizes(10, PAGE))
     poison(runner, slice(None))
     done = [0, 0, 0]
     for lengths in ({0: 5, 1: 2, 2: 1}, {2: 5, 0: 4}):
         tokens = [token for row, n in lengths.items() for token in TEXTS[row][done[row] : done[row] + n]]
         rows = list(lengths)
         context = torch.tensor([done[row] for row in rows])
-        hidden, _ = runner.prefill(torch.tensor(tokens), list(lengths.values()), TABLE[rows], context)
+        hidden, _ = runner.prefill(torch.tensor(tokens), list(lengths.values()), Where(TABLE[rows], context))
         assert hidden.shape == (len(tokens), runner.target.config.body.hidden_size)
         for row, n in lengths.items():
             done[row] += n
@@ -384,7 +387,7 @@ def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRu
     depth = torch.arange(BLOCK - 1)[None]
     for row, text in enumerate(TEXTS):
         own = Sampling.of(params[row : row + 1], runner.vocab_size, "cpu")
-        place = batch.context_len[row : row + 1]
+        place = batch.where.context_len[row : row + 1]
         block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
         logits = fresh_draft(models_[1], text, [block])
         assert first.top1[row].tolist() == choices(logits, depth, place, BLOCK - 1, own)[0].tolist()

@@ -10,7 +10,7 @@ from typing import TypeVar
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.runtime.batch import Batch, page_tables
+from d2sd.runtime.batch import Batch, pack_where
 from d2sd.runtime.pages import page_row
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
@@ -42,7 +42,7 @@ def test_any_rows(rows: list[tuple[list[int], list[int]]], padding: int, exact: 
 def test_a_table_keeps_its_values() -> None:
     """A step that was packed is not changed by pages that are taken while it waits for the device, or runs."""
     one = Sequence(0, Request((1,)), [1], pages=page_row([5, 6, 7]))
-    table, _ = page_tables([one], 1, exact=True)
+    table = pack_where([one], 1, exact=True).pages
     one.pages[1] = 9
     one.pages.append(8)
     assert table.tolist() == [[5, 6, 7]]
@@ -58,9 +58,9 @@ def test_a_long_context_costs_the_host_a_copy() -> None:
     for _ in range(30):
         for pages, scheduler in served.items():
             seconds, batch = timed(lambda: packed(scheduler))  # noqa: B023  # called at once
-            assert batch.page_table.shape == (REQUESTS, pages)
+            assert batch.where.pages.shape == (REQUESTS, pages)
             packing[pages] = min(packing[pages], seconds)
-            copying[pages] = min(copying[pages], timed(batch.page_table.clone)[0])
+            copying[pages] = min(copying[pages], timed(batch.where.pages.clone)[0])
     short, long = (packing[pages] - copying[pages] for pages in (PAGES, LONG))
     assert long < 1.5 * short
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RequestError
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.acceptance import Acceptance, Gains, RequestAcceptance
@@ -410,9 +411,8 @@ class Scripted:
     block_size: int = 4
     blocks: Mapping[DrafterRole, Block] = field(default_factory=lambda: dict.fromkeys(DrafterRole, Block(4, 3)))
     static_shapes: bool = False
-    pool_pages: int = 8
-    windowed_pages: None = None
-    slot_bytes: int = 0
+    page_counts: tuple[int, ...] = (8,)
+    state_bytes: int = 0
     capture: None = None
 
     drafting: float = 1.0  # seconds of a pass of a drafter
@@ -426,7 +426,10 @@ class Scripted:
     def inject(self, drafters: Collection[DrafterRole]) -> None:
         self.settled = tuple(drafters)
 
-    def drop(self, pages: Sequence[int], windowed_pages: Sequence[int] = ()) -> None:
+    def scratch(self, requests: int, columns: int, context_len: int = 0) -> Where:
+        return Where.scratch(requests, columns, context_len)
+
+    def drop(self, *pages: Sequence[int]) -> None:
         raise AssertionError("there are no requests")
 
     def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
@@ -435,10 +438,10 @@ class Scripted:
         size = len(batch.anchor), *shape
         return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
 
-    def allocate(self, pages: int, page_size: int) -> None:
+    def allocate(self, *sizes: object) -> None:
         raise AssertionError("the engine has done it")
 
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], page_table: Tensor, context_len: Tensor) -> Tensor:
+    def prefill(self, tokens: Tensor, lengths: Sequence[int], where: Where) -> Tensor:
         raise AssertionError("there are no prompts")
 
     def draft_first(self, batch: Batch, width: int, role: DrafterRole) -> Draft:
@@ -449,7 +452,7 @@ class Scripted:
 
     def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None) -> Verified:
         assert not batch.active.any()
-        assert 0 <= int(batch.page_table.min()) <= int(batch.page_table.max()) < self.pool_pages
+        assert 0 <= int(batch.where.pages.min()) <= int(batch.where.pages.max()) < self.page_counts[0]
         size, rows = tree.tokens.shape
         self.now += self.cost(rows, size) * (100 if self.verified.total() in self.slow else 1)
         self.verified[rows, size] += 1
@@ -514,8 +517,8 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
     def _time(
         runner: Any, policy: Policy, batch: Batch, calibration: Any, clock: Any, repeats: int = 5, end: float = 0
     ) -> float:
-        timed.append((policy, int(batch.context_len[0])))
-        return 1.0 + len(batch.anchor) * policy.num_nodes * int(batch.context_len[0])
+        timed.append((policy, int(batch.where.context_len[0])))
+        return 1.0 + len(batch.anchor) * policy.num_nodes * int(batch.where.context_len[0])
 
     monkeypatch.setattr("d2sd.runtime.step_times._time", _time)
     limits, runner = Limits(2, 512, 4, 16), cast(ModelRunner, Scripted(lambda rows, size: 1.0))

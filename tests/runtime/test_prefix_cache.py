@@ -204,7 +204,7 @@ class SharedPrefixes(RuleBasedStateMachine):
     @invariant()
     def slots_have_their_owners(self) -> None:
         self.pools.check_slots()
-        assert all(not one.slot for one in self.everybody if one not in self.scheduler.running)
+        assert all(not one.state_id for one in self.everybody if one not in self.scheduler.running)
 
     @invariant()
     def tenants_share_nothing(self) -> None:

@@ -84,14 +84,14 @@ def test_copies_are_listed_around_the_chunks_that_need_them() -> None:
     one = add(scheduler, 0, prompt(15, 0, 0))
     schedule = scheduler.schedule()
     ((source, snapshot),) = schedule.snapshots
-    assert (schedule.restored, source) == ([(0, one.slot)], one.slot)
+    assert (schedule.restored, source) == ([(0, one.state_id)], one.state_id)
     one.cached += 12
     schedule = scheduler.schedule()
     assert (schedule.restored, schedule.snapshots) == ([], [])
     other = add(scheduler, 1, prompt(15, 0, 0))
     schedule = scheduler.schedule()
-    assert (schedule.restored, schedule.snapshots) == ([(snapshot, other.slot)], [])
-    assert len({0, one.slot, other.slot, snapshot}) == 4
+    assert (schedule.restored, schedule.snapshots) == ([(snapshot, other.state_id)], [])
+    assert len({0, one.state_id, other.state_id, snapshot}) == 4
 
 
 def test_chunks_of_a_long_prompt_end_at_full_pages() -> None:
@@ -237,8 +237,8 @@ def test_the_snapshot_in_the_last_slot_becomes_the_requests_own() -> None:
     pools.step(random.Random(0))
     again = add(scheduler, 2, prompt(0, 7, 0), 1)
     schedule = scheduler.schedule()
-    assert (again.slot, again.cached, schedule.restored) == (snapshot, 4, [])
-    assert pools.states[again.slot] == tuple(again.tokens[:4])
+    assert (again.state_id, again.cached, schedule.restored) == (snapshot, 4, [])
+    assert pools.states[again.state_id] == tuple(again.tokens[:4])
     assert scheduler.states.cached == 0
 
 
@@ -250,15 +250,15 @@ def test_a_slot_that_changes_hands_within_a_schedule_is_written_once() -> None:
     scheduler.waiting.sort(key=lambda one: one.id)
     schedule = scheduler.schedule()
     assert [one.id for one in scheduler.running] == [0, 2]
-    assert sorted(schedule.restored) == sorted((0, one.slot) for one in scheduler.running)
-    assert not scheduler.waiting[0].slot
+    assert sorted(schedule.restored) == sorted((0, one.state_id) for one in scheduler.running)
+    assert not scheduler.waiting[0].state_id
 
 
 def test_dense_targets_have_no_slots() -> None:
     scheduler = Scheduler(Limits(2, 64, SIZE, 16), BLOCK, 50)
     one = add(scheduler, 0, prompt(15, 0, 0))
     schedule = scheduler.schedule()
-    assert (schedule.restored, schedule.snapshots, one.slot) == ([], [], 0)
+    assert (schedule.restored, schedule.snapshots, one.state_id) == ([], [], 0)
     assert [count for _, count in schedule.prefill] == [14]
     stats = scheduler.stats("off")
     assert (stats.slots_total, stats.slots_used, stats.slots_cached) == (0, 0, 0)
@@ -301,14 +301,14 @@ class Traffic:
             scheduler.remove(one)
         self.pools.step(dice, late=dice.random() < 0.6)
         self.pools.check_slots()
-        assert not any(one.slot for one in scheduler.waiting)
+        assert not any(one.state_id for one in scheduler.waiting)
 
     def drain(self) -> Counter[str]:
         while self.scheduler.waiting or self.scheduler.running:
             self.pools.step(self.dice)
             self.pools.check_slots()
         assert all(one.finish for one in self.everybody)
-        assert not any(one.slot for one in self.everybody)
+        assert not any(one.state_id for one in self.everybody)
         stats = self.scheduler.stats("off")
         self.counts.update(hits=stats.prefix_hit_tokens, preempted=stats.preemptions, late=self.pools.late)
         self.counts.update(restored=self.pools.restored, snapshots=self.pools.snapshots)

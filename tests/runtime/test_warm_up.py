@@ -13,6 +13,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.policies import PolicyName
 from d2sd.runtime import warm_up as module
 from d2sd.runtime.model_runner import ModelRunner
@@ -100,7 +101,7 @@ def shapes_of(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> tuple[list[Pre
 
     monkeypatch.setattr(module, "chunk_kernel", kernel)
     runner = honest()
-    runner.allocate(9, 4)
+    runner.allocate(PoolSizes(9, 4))
     return prefill_shapes(runner, limits), kernel
 
 

@@ -17,6 +17,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import Layer
+from d2sd.modeling.where import Where
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
@@ -91,7 +92,7 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
                 feed(decoder, text[:, :anchor], pool, table, torch.tensor([0]))
             everywhere = torch.ones(1, BLOCK, BLOCK, dtype=torch.bool)
             place = torch.tensor([anchor])
-            rows = Rows(place[:, None] + torch.arange(BLOCK), everywhere, table, place)
+            rows = Rows(place[:, None] + torch.arange(BLOCK), everywhere, Where(table, place))
             x = head.blocks(decoder.embed_tokens(text[:, anchor]))
             served = head.draft(x, rows, KVPool.from_layer(pool, head.config.split_layer))
             torch.testing.assert_close(hidden[row, block], served[0], atol=1e-4, rtol=0)

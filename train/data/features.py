@@ -27,6 +27,7 @@ from d2sd.io import write_json
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import Attend
+from d2sd.modeling.where import Where
 from d2sd.schema import read_model
 from d2sd.train.data.responses import Response
 
@@ -214,7 +215,7 @@ class _NoPages:
 def _causal_pass(target: Decoder, tokens: Tensor, aux_layer_ids: tuple[int, ...]) -> DecoderOutput:
     """`full_pass` of tokens [B, T] for layers that see everything before, many texts at a time."""
     nothing = torch.zeros(len(tokens), dtype=torch.long, device=tokens.device)
-    rows = Rows.chain(tokens.shape[1], nothing[:, None][:, :0], nothing)
+    rows = Rows.chain(tokens.shape[1], Where(nothing[:, None][:, :0], nothing))
     out: DecoderOutput = target(tokens, rows, cast("KVPool", _NoPages()), aux_layer_ids)
     return out
 

@@ -33,7 +33,9 @@ from d2sd.io import MARKER, read_json
 from d2sd.manifest import FIT_RATIO
 from d2sd.modeling.config import BodyConfig, DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
@@ -341,14 +343,15 @@ def _prefilled_runner(bundle: Bundle, drafters: Mapping[Place, Drafter], plain: 
     """Make a runner with every text prefilled, one page per text, from page 1."""
     prepare_for_inference(bundle.target, drafters.values())
     runner = ModelRunner(bundle.target, cast("Mapping[DrafterRole, Drafter]", drafters))
-    runner.allocate(1 + len(plain), max(len(sequence.tokens) for sequence in plain), slots=2)
-    slot = torch.tensor([1]) if runner.slot_bytes else None
+    runner.allocate(PoolSizes(1 + len(plain), max(len(sequence.tokens) for sequence in plain), states=2))
+    state_ids = torch.tensor([1]) if runner.state_bytes else None
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
         runner.copy_states([(0, 1)])
         for start in range(0, len(sequence.tokens), chunk):
             tokens = torch.tensor(sequence.tokens[start : start + chunk])
-            runner.prefill(tokens, [len(tokens)], torch.tensor([[page]]), torch.tensor([start]), slots=slot)
+            where = Where(torch.tensor([[page]]), torch.tensor([start]), state_ids=state_ids)
+            runner.prefill(tokens, [len(tokens)], where)
     runner.context.inject(cast("Collection[DrafterRole]", drafters))
     return runner
 
@@ -377,7 +380,7 @@ def _draft(runner: ModelRunner, place: Place, mask: int, page: int, anchor: Tens
     """The top-1 tokens [P, S] after `anchor [P]` at `position [P]` of one text."""
     count, slots = len(anchor), runner.block_size - 1
     sampling = Sampling.of([SamplingParams()] * count, runner.vocab_size, runner.device)
-    batch = Batch(anchor, torch.full((count, 1), page), position, torch.ones(count, dtype=torch.bool), sampling)
+    batch = Batch(anchor, Where(torch.full((count, 1), page), position), torch.ones(count, dtype=torch.bool), sampling)
     # Passed as kept prefix tokens, these masks replace the mask of the drafter's config.
     masks = torch.full((count, 1, slots), mask)
     branches = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))

@@ -141,4 +141,4 @@ def _real(rows: Rows | Chunks) -> Tensor:
     """
     if isinstance(rows, Chunks):
         return torch.ones_like(rows.positions, dtype=torch.bool)
-    return (rows.page_table[:, :1] != 0).expand_as(rows.positions)
+    return (rows.where.pages[:, :1] != 0).expand_as(rows.positions)

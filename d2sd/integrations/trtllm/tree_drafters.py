@@ -28,8 +28,9 @@ from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import TargetModel, embedding_of
 from d2sd.modeling.drafters.dflash import DFlashModel
-from d2sd.modeling.kv_pool import ContextRows
+from d2sd.modeling.kv_pool import ContextRows, PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Tree
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import draft_trees
@@ -122,7 +123,7 @@ class TreeDrafters(nn.Module):
                 fix="lower max_batch_size, max_seq_len or kv_cache_config.free_gpu_memory_fraction",
             )
         print(f"d2sd: the drafters' context takes {text}", file=sys.stderr, flush=True)
-        self.runner.allocate(1 + slots * each, page)
+        self.runner.allocate(PoolSizes(1 + slots * each, page))
         if self.policy.copies:
             self.runner.keep_text()
         self._table = 1 + torch.arange(slots * each, device=self.runner.device).view(slots, each)
@@ -133,7 +134,7 @@ class TreeDrafters(nn.Module):
         page, last = self.runner.target_pool.page_size, self._table.shape[1] - 1
         places = positions // page
         pages = torch.where(keep & (places <= last), self._table[slots, places.clamp(max=last)], 0)
-        self.runner.context.add(ContextRows(features, positions, pages))
+        self.runner.context.add(ContextRows(features, positions, (pages,)))
         self.runner.context.inject(self.policy.drafters)
         if self.runner.text_pages is not None:
             self.runner.text_pages[pages, positions % page] = tokens
@@ -143,8 +144,8 @@ class TreeDrafters(nn.Module):
         """A tree for each request: anchor [B] behind context_len [B] committed tokens of slots [B]."""
         count = len(anchor)
         if count not in self._batches:  # made before a graph of this size is captured: TensorRT-LLM warms each up
-            batch = Batch.dummy(count, 1, 0, self.runner.vocab_size, self.runner.device)
+            batch = Batch.dummy(self.runner.scratch(count, 1), self.runner.vocab_size, self.runner.device)
             self._batches[count] = batch.to(self.runner.device)
         length = context_len.clamp(max=self._table.numel() // len(self._table) * self.runner.target_pool.page_size)
-        batch = replace(self._batches[count], anchor=anchor, page_table=self._table[slots], context_len=length)
+        batch = replace(self._batches[count], anchor=anchor, where=Where(self._table[slots], length))
         return draft_trees(self.runner, self.policy, batch, self.calibration).tree

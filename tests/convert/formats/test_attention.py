@@ -25,6 +25,7 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import CommittedRows, Rows
+from d2sd.modeling.where import Where
 from tests.convert.formats.helpers import public_fields, speculators_fields, tiny_pair, write_foreign, write_tiny_target
 from tests.convert.helpers import tree_bytes
 from tests.tiny import pool_for, random_tokens
@@ -182,9 +183,10 @@ def served(decoder: Decoder, drafter: Drafter, context: Tensor, block: Tensor) -
     pool, table = pool_for(config.body, 1, len(context) + len(block))
     positions = torch.arange(len(context))[None]
     keep = torch.ones_like(positions, dtype=torch.bool)
-    committed = CommittedRows(features, table, positions, keep, pool.page_size)
-    rows = Rows(len(context) + torch.arange(len(block))[None], torch.ones(1, len(block), len(block), dtype=torch.bool),
-                table, torch.tensor([len(context)]))  # fmt: skip
+    committed = CommittedRows(features, (table,), positions, keep, pool.page_size)
+    attn_mask = torch.ones(1, len(block), len(block), dtype=torch.bool)
+    where = Where(table, torch.tensor([len(context)]))
+    rows = Rows(len(context) + torch.arange(len(block))[None], attn_mask, where)
     return drafter.inject_and_draft(committed, block[None], decoder.embed_tokens, rows, pool)[0]
 
 

@@ -16,6 +16,7 @@ from d2sd.modeling.config import Role
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.where import Where
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
@@ -86,7 +87,7 @@ def test_a_target_verifies_trees(pair: Pair, rows: int) -> None:
     tokens = random_tokens(pair.target, 3, rows)
     attn_mask = torch.stack([ancestor_mask(random_tree(rows, seed)) for seed in range(3)])
     depth = attn_mask.sum(-1) - 1
-    asked = tokens, Rows(lengths[:, None] + depth, attn_mask, table, lengths), pool, TAPS
+    asked = tokens, Rows(lengths[:, None] + depth, attn_mask, Where(table, lengths)), pool, TAPS
     found, expected = pair.graph(*asked), pair.target(*asked)
     for name in ("hidden", "features", "k", "v"):
         close(getattr(found, name), getattr(expected, name))
@@ -101,7 +102,7 @@ def test_a_drafter_fills_blocks(pair: Pair, blocks: int) -> None:
     attn_mask = (of_block[:, None] == of_block).expand(3, -1, -1)
     positions = lengths[:, None] + torch.arange(4).repeat(blocks)
     embedded = pair.target.embed_tokens(random_tokens(pair.target, 3, 4 * blocks))
-    asked = embedded, Rows(positions, attn_mask, table, lengths), pool
+    asked = embedded, Rows(positions, attn_mask, Where(table, lengths)), pool
     close(pair.draft_graph.draft(*asked), pair.drafter.draft(*asked))
 
 
@@ -125,11 +126,11 @@ def test_context_that_is_not_in_the_pages_is_read_too(pair: Pair) -> None:
     embedded = pair.target.embed_tokens(random_tokens(pair.target, 2, 4))
     attn_mask = torch.ones(2, 4, 4, dtype=torch.bool)
     after = lengths + new
-    rows = Rows(after[:, None] + torch.arange(4), attn_mask, table, lengths)
+    rows = Rows(after[:, None] + torch.arange(4), attn_mask, Where(table, lengths))
     found = pair.draft_graph.draft_with_new_context(embedded, rows, pool, features, places, new)
     k, v = pair.drafter.context_keys_values(features, places)
-    pool.write(k, v, table, places, torch.arange(3) < new[:, None])
-    close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, table, after), pool))
+    pool.write(k, v, (table,), places, torch.arange(3) < new[:, None])
+    close(found, pair.drafter.draft(embedded, Rows(rows.positions, attn_mask, Where(table, after)), pool))
 
 
 def test_equal_models_give_equal_files(
@@ -165,7 +166,7 @@ def test_a_graph_with_a_head_writes_the_text_of_plain_decoding(tmp_path: Path, n
         pool, table, lengths = context(drafter, [5, 0, 24], torch.float32)
         of_block = torch.arange(3).repeat_interleave(4)
         attn_mask = (of_block[:, None] == of_block).expand(3, -1, -1)
-        rows = Rows(lengths[:, None] + torch.arange(4).repeat(3), attn_mask, table, lengths)
+        rows = Rows(lengths[:, None] + torch.arange(4).repeat(3), attn_mask, Where(table, lengths))
         embedded = target.embed_tokens(random_tokens(target, 3, 12))
         close(graphs[-1].draft(embedded, rows, pool), drafter.draft(embedded, rows, pool))
     requests = [Request((5, 9, 1, 33), 20, SamplingParams(seed=1)), Request((60, 3), 20, SamplingParams(1.0, seed=2))]

@@ -137,7 +137,7 @@ def test_states_are_counted_beside_pages(tmp_path: Path) -> None:
     assert dense.target is not None
     hybrid = replace(dense, target=replace(dense.target, state_bytes=50_000))
     before, memory = dense.kv_memory(), hybrid.kv_memory()
-    assert (before.slots, memory.slots, memory.pages) == (0, 1 + 4 + 4, before.pages)
+    assert (before.states, memory.states, memory.pages) == (0, 1 + 4 + 4, before.pages)
     assert memory.total_bytes == sum(map(hybrid.kv_bytes, hybrid.parts)) == before.total_bytes + 9 * 50_000
     assert hybrid.request_bytes == dense.request_bytes + 50_000
     told = dict(kv_lines(hybrid))

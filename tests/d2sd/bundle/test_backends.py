@@ -23,6 +23,7 @@ from d2sd.cli.main import main
 from d2sd.convert.engines.build import Job, Report
 from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.where import Where
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
 from tests.conftest import Once
@@ -138,7 +139,7 @@ def test_padding_is_not_compared() -> None:
 
     target = tiny_decoder(layers=1)
     tokens, (pool, _) = random_tokens(target, 2, 4, seed=1), pool_for(target.config.body, 2, 4)
-    rows = Rows.chain(4, torch.tensor([[1], [0]]), torch.zeros(2, dtype=torch.long))
+    rows = Rows.chain(4, Where(torch.tensor([[1], [0]]), torch.zeros(2, dtype=torch.long)))
     out = target(tokens, rows, pool, (0,))
     answer = {name: getattr(out, name).clone() for name in ("hidden", "features", "k", "v")}
     beside = ShadowDecoder(target, (0,), Off())

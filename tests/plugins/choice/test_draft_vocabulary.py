@@ -67,7 +67,9 @@ class Coached(ModelRunner):
         logits, hidden = super()._draft(role, batch, blocks)
         assert logits.shape[-1] == len(self.ids[role])
         place = {token: index for index, token in enumerate(self.ids[role])}
-        for row, (seed, start) in enumerate(zip(batch.sampling.seed.tolist(), batch.context_len.tolist(), strict=True)):
+        for row, (seed, start) in enumerate(
+            zip(batch.sampling.seed.tolist(), batch.where.context_len.tolist(), strict=True)
+        ):
             text = self._texts.get(seed % 2**64, ())
             for slot, right in enumerate(text[start + 1 : start + BLOCK]):
                 if right in place and random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:
@@ -210,7 +212,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 
     def wanted(which: DrafterRole, logits: Tensor) -> Draft:
         ids = torch.tensor(vocabularies[which])
-        return candidates(masked(logits, ids), batch.context_len, batch.sampling, width)
+        return candidates(masked(logits, ids), batch.where.context_len, batch.sampling, width)
 
     first = small.draft_first(batch, width + 3)  # there are not so many in the second vocabulary
     masks = torch.full((len(TEXTS), 1, BLOCK - 1), 63)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import Where
 from d2sd.plugins import handover as kernels
 from d2sd.plugins.trees import Accepted
 from d2sd.runtime.batch import Batch
@@ -33,11 +34,12 @@ def drawn(rows: int, size: int, block: int, seed: int) -> tuple[Tensor, Batch, L
 
     state = upto(50, 3, rows)
     state[2] = upto(2, rows)
-    batch = Batch.dummy(size, 1, 0, 9, "cpu")
-    batch = replace(batch, anchor=upto(2**40, size), context_len=upto(2**33, size), active=upto(3, size) > 0)
+    batch = Batch.dummy(Where.scratch(size, 1), 9, "cpu")
+    anchor, where = upto(2**40, size), replace(batch.where, context_len=upto(2**33, size))
+    batch = replace(batch, anchor=anchor, where=where, active=upto(3, size) > 0)
     stop = upto(12, size, STOP_TOKENS)
     stop = torch.where(upto(4, size, STOP_TOKENS) > seed % 2 * 4, -1, stop)  # few, or as many as there is room for
-    limit = batch.context_len + upto(2 * block, size)
+    limit = batch.where.context_len + upto(2 * block, size)
     link = Link(upto(2, size) > 0, upto(rows, size), limit, stop)
     count, tokens = 1 + upto(block, size), upto(13, size, block) - 1  # -1: no token, at which a row ends
     stop[:, -1] = NOT_FINITE
@@ -58,8 +60,12 @@ def run(
     made = SimpleNamespace(accepted=where(result.accepted), packed=where(result.packed))
     given = handover.begin(batch.to(calls.DEVICE if fused else "cpu"), where(link))
     handover.end(given, where(link), made)  # type: ignore[arg-type]
-    assert [x.dtype for x in (given.anchor, given.context_len, given.active)] == [torch.long, torch.long, torch.bool]
-    return [x.tolist() for x in (given.anchor, given.context_len, given.active)], handover._state.tolist()
+    assert [x.dtype for x in (given.anchor, given.where.context_len, given.active)] == [
+        torch.long,
+        torch.long,
+        torch.bool,
+    ]
+    return [x.tolist() for x in (given.anchor, given.where.context_len, given.active)], handover._state.tolist()
 
 
 @pytest.mark.parametrize(("rows", "size", "block"), SIZES)
@@ -68,7 +74,7 @@ def test_handover(rows: int, size: int, block: int, monkeypatch: pytest.MonkeyPa
         state, batch, link, result = drawn(rows, size, block, seed)
         expected = run(monkeypatch, False, state, batch, link, result)
         assert run(monkeypatch, True, state, batch, link, result) == expected
-        columns = zip(*((x.tolist()) for x in (batch.anchor, batch.context_len, batch.active)), strict=True)
+        columns = zip(*((x.tolist()) for x in (batch.anchor, batch.where.context_len, batch.active)), strict=True)
         given, after = [], [*zip(*state.tolist(), strict=True)]
         for row, own in enumerate(columns):
             source = int(link.source[row])

@@ -12,6 +12,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch, layer_ops, trees
 from d2sd.plugins.trees import Tree, merged_branches
 from d2sd.runtime.decode import sources_of
@@ -75,7 +76,7 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
     pool, table = pool_for(target.config.body, 2, 9)
     feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
     everywhere = torch.ones(2, 4, 4, dtype=torch.bool)
-    rows, pool = Rows(context[:, None] + torch.arange(4), everywhere, table, context), pool.from_layer(1)
+    rows, pool = Rows(context[:, None] + torch.arange(4), everywhere, Where(table, context)), pool.from_layer(1)
     x = head.blocks(target.embed_tokens(torch.tensor([3, 7])))
     expected = head.draft(x, rows, pool)
     on_kernels(monkeypatch, fused=True)

@@ -17,7 +17,8 @@ from torch import Tensor
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, INPUTS, TREE, VERSION
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import Builder
@@ -186,7 +187,7 @@ def test_drafting_and_injecting_write_to_no_page(tmp_path: Path) -> None:
     pool.v.normal_()
     before = pool.k.clone(), pool.v.clone()
     embedded, features = torch.randn(2, SIZE, 32), torch.randn(1, 6, first.fc.in_features)
-    rows = Rows.chain(SIZE, table, torch.tensor([3, 9]))
+    rows = Rows.chain(SIZE, Where(table, torch.tensor([3, 9])))
     torch.testing.assert_close(graph.draft(embedded, rows, pool), first.draft(embedded, rows, pool))
     graph.context_keys_values(features, torch.arange(6)[None])
     assert torch.equal(pool.k[:, 1:], before[0][:, 1:])
@@ -204,12 +205,14 @@ def test_new_context_is_written_behind_the_committed(tmp_path: Path) -> None:
     first, graph = models()[1], drafting(tmp_path)
     pool, table = pool_for(first.config.body, 1, 16, page_size=PAGE)
     features, places = torch.randn(1, 3, first.fc.in_features), torch.arange(3)[None]
-    rows = Rows(2 + torch.arange(SIZE)[None], torch.ones(1, SIZE, SIZE, dtype=torch.bool), table, torch.tensor([0]))
+    rows = Rows(
+        2 + torch.arange(SIZE)[None], torch.ones(1, SIZE, SIZE, dtype=torch.bool), Where(table, torch.tensor([0]))
+    )
     found = graph.draft_with_new_context(torch.ones(1, SIZE, 32), rows, pool, features, places, torch.tensor([2]))
     k, v = first.context_keys_values(features, places)
     committed, _ = pool_for(first.config.body, 1, 16, page_size=PAGE)
-    committed.write(k, v, table, places, torch.tensor([[True, True, False]]))
-    after = replace(rows, context_len=torch.tensor([2]))
+    committed.write(k, v, (table,), places, torch.tensor([[True, True, False]]))
+    after = replace(rows, where=rows.where.after(2))
     torch.testing.assert_close(found, first.draft(torch.ones(1, SIZE, 32), after, committed))
     torch.testing.assert_close(pool.k[:, table[0]], committed.k[:, table[0]], equal_nan=True)
 
@@ -244,8 +247,8 @@ def test_what_a_drafter_passes_lies_on_its_device() -> None:
     graph = GraphDrafter(first, Asked(), PAGE)  # type: ignore[arg-type]
     with torch.device("meta"):
         table, lengths = torch.zeros(3, 2, dtype=torch.long).t(), torch.zeros(2, dtype=torch.long)
-        pool = KVPool(body, 3, PAGE, torch.float32, "meta")
-        graph.draft(torch.zeros(2, SIZE, 32), Rows.chain(SIZE, table, lengths), pool)
+        pool = KVPool(body, PoolSizes(3, PAGE), torch.float32, "meta")
+        graph.draft(torch.zeros(2, SIZE, 32), Rows.chain(SIZE, Where(table, lengths)), pool)
         graph.context_keys_values(torch.zeros(1, 4, width), torch.zeros(4, 1, dtype=torch.long).t())
 
 

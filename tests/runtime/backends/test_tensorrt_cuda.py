@@ -16,7 +16,8 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.policies import DrafterRole
 from d2sd.runtime.backends.exported import GraphDrafter
@@ -96,7 +97,7 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
     """Noise in all pages of two requests, on the CPU and on the GPU, and the page table."""
     body = model.config.body
     pool, table = pool_for(body, len(lengths), 24, page_size=PAGE, dtype=torch.float16)
-    there = KVPool(body, len(pool.k[0]), PAGE, torch.float16, "cuda")
+    there = KVPool(body, PoolSizes(len(pool.k[0]), PAGE), torch.float16, "cuda")
     for kind, (pages, copy) in enumerate(((pool.k, there.k), (pool.v, there.v))):
         pages.copy_(torch.randn(pages.shape, generator=torch.Generator().manual_seed(kind)))
         copy.copy_(pages)
@@ -105,9 +106,9 @@ def context(model: Decoder | Drafter, lengths: list[int]) -> tuple[KVPool, KVPoo
 
 def moved(rows: Rows) -> Rows:
     positions, mask, table, context = (
-        t.cuda() for t in (rows.positions, rows.attn_mask, rows.page_table, rows.context_len)
+        t.cuda() for t in (rows.positions, rows.attn_mask, rows.where.pages, rows.where.context_len)
     )
-    return Rows(positions, mask, table, context)
+    return Rows(positions, mask, Where(table, context))
 
 
 @torch.inference_mode()
@@ -116,7 +117,7 @@ def test_the_targets_engine_verifies_trees(served: Served) -> None:
     pool, there, table = context(served.target, lengths.tolist())
     tokens = random_tokens(served.target, 2, BUDGET)
     attn_mask = torch.stack([ancestor_mask(random_tree(BUDGET, seed)) for seed in range(2)])
-    rows = Rows(lengths[:, None] + attn_mask.sum(-1) - 1, attn_mask, table, lengths)
+    rows = Rows(lengths[:, None] + attn_mask.sum(-1) - 1, attn_mask, Where(table, lengths))
     found = served.engines.target(tokens.cuda(), moved(rows), there, aux_layer_ids)
     expected = served.target(tokens, rows, pool, aux_layer_ids)
     for name in ("hidden", "features", "k", "v"):
@@ -134,7 +135,7 @@ def test_a_drafters_engine_fills_blocks_and_gives_keys_and_values(served: Served
     embedded = served.target.embed_tokens(random_tokens(served.target, 2, 2 * BLOCK))
     of_block = torch.arange(2).repeat_interleave(BLOCK)
     attn_mask = (of_block[:, None] == of_block).expand(2, -1, -1)
-    rows = Rows(lengths[:, None] + torch.arange(BLOCK).repeat(2), attn_mask, table, lengths)
+    rows = Rows(lengths[:, None] + torch.arange(BLOCK).repeat(2), attn_mask, Where(table, lengths))
     close(graph.draft(embedded.cuda(), moved(rows), there), drafter.draft(embedded, rows, pool))
     features = torch.randn(1, 7, drafter.fc.in_features, generator=torch.Generator().manual_seed(0)).half()
     places = torch.arange(7)[None]

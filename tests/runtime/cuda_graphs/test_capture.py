@@ -158,7 +158,7 @@ def test_steps_behind_windows_are_the_same(policy: PolicyName) -> None:
     """Of layers with and without a window, which have pages of their own."""
     engine = running(policy, HOT, windows="mixed")
     check_same(record(engine, 10))
-    assert engine.prepare(engine.admit()).batch.windowed_table is not None
+    assert engine.prepare(engine.admit()).batch.where.windowed is not None
     assert any(s.cached > 7 + BLOCK for s in engine.scheduler.running)
 
 
@@ -189,8 +189,8 @@ def test_padding_of_a_batch_owns_nothing() -> None:
     engine = running("d2sd", HOT, GREEDY)
     batch = engine.prepare(engine.admit()).batch
     assert batch.active.tolist() == [True] * 5 + [False]
-    assert batch.page_table[5].tolist() == [0] * batch.page_table.shape[1]
-    assert int(batch.context_len[5]) == 0
+    assert batch.where.pages[5].tolist() == [0] * batch.where.pages.shape[1]
+    assert int(batch.where.context_len[5]) == 0
 
 
 def test_a_prefill_computes_its_prompts_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import CommittedRows, KVPool
+from d2sd.modeling.kv_pool import CommittedRows, KVPool, PoolSizes
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
@@ -35,7 +35,7 @@ def committed(requests: int, length: int, start: int) -> CommittedRows:
     places = torch.arange(start, start + requests * length).view(requests, length)
     features = places[..., None].expand(-1, -1, WIDTH).float()
     table = torch.arange(start, start + requests * PAGES).view(requests, PAGES)
-    return CommittedRows(features, table, places, torch.ones(requests, length, dtype=torch.bool), page_size=4)
+    return CommittedRows(features, (table,), places, torch.ones(requests, length, dtype=torch.bool), 4)
 
 
 def static(requests: int = 4) -> DrafterContext:
@@ -43,7 +43,9 @@ def static(requests: int = 4) -> DrafterContext:
     body = replace(tiny_decoder().config.body, hidden_size=WIDTH, num_layers=1)
     config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
     drafter = cast(Drafter, SimpleNamespace(config=config))
-    context = DrafterContext({FIRST: drafter}, {FIRST: KVPool(body, 8, 4, torch.float32, "cpu")}, torch.float32)
+    context = DrafterContext(
+        {FIRST: drafter}, {FIRST: KVPool(body, PoolSizes(8, 4), torch.float32, "cpu")}, torch.float32
+    )
     context.reserve(requests, PAGES, BLOCK)
     return context
 
@@ -73,7 +75,7 @@ def test_rows_of_a_shallower_step_are_the_first() -> None:
     rows = found_by(context, 2)
     assert rows.keep.tolist() == [[True] * 3 + [False] * (BLOCK - 3)] * 2
     wanted = committed(2, 3, 7)
-    assert torch.equal(rows.page_table, wanted.page_table)
+    assert torch.equal(rows.tables[0], wanted.tables[0])
     assert torch.equal(rows.features[:, :3], wanted.features)
     assert torch.equal(rows.positions[:, :3], wanted.positions)
     assert rows.positions.shape == (2, BLOCK)
@@ -108,15 +110,15 @@ class Watched(ModelRunner):
         super().__init__(*prepared(*copies()[:3]))
         self.taken: list[bool] = []
 
-    def allocate(self, pages: int, page_size: int, windowed_pages: int | None = None, slots: int = 0) -> None:
-        super().allocate(pages, page_size, windowed_pages, slots)
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
         replay = self.context.replay
 
         @contextmanager
         def noted(requests: int, length: int, drafters: Collection[DrafterRole]) -> Iterator[None]:
             left = self.context._left
             with replay(requests, length, drafters):
-                self.taken.append(left is not None and bool(self.context.memory[3].any()))
+                self.taken.append(left is not None and bool(self.context.memory[2].any()))
                 yield
 
         self.context.replay = noted  # type: ignore[method-assign]
@@ -195,12 +197,12 @@ def injected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 def left(positions: SequenceOf[int], page: int) -> CommittedRows:
     places = torch.tensor([positions])
     features = torch.ones(1, len(positions), 32)
-    return CommittedRows(features, torch.tensor([[page] * 4]), places, torch.ones_like(places, dtype=torch.bool), 4)
+    return CommittedRows(features, (torch.tensor([[page] * 4]),), places, torch.ones_like(places, dtype=torch.bool), 4)
 
 
 def runner_with_pages() -> ModelRunner:
     runner = runner_of(*copies()[:3])
-    runner.allocate(8, 4)
+    runner.allocate(PoolSizes(8, 4))
     return runner
 
 
@@ -217,7 +219,7 @@ def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, 
     leave(context, left([1, 2], 1))
     assert context.pending_rows == {FIRST: 0, SECOND: 0}
     context.add(left([9], 2))
-    context.memory[2].fill_(99)
+    context.memory[1].fill_(99)
     context.inject((FIRST,))
     assert injected == [(1, 2, 9)]
     assert context.pending_rows == {FIRST: 0, SECOND: 3}, "the second drafter did not run"
@@ -231,7 +233,7 @@ def test_a_graph_takes_the_rows_left_for_its_drafters_alone(injected: list[tuple
     leave(context, left([2, 3], 1))
     with context.replay(1, 2, (FIRST,)):
         assert injected == [(1,)]
-        assert context.memory[3][:, :2].all()
+        assert context.memory[2][:, :2].all()
     assert context.pending_rows == {FIRST: 0, SECOND: 3}
 
 
@@ -241,7 +243,7 @@ def test_a_graph_over_another_batch_finds_no_rows(injected: list[tuple[int, ...]
     leave(context, left([1, 2], 1))
     with context.replay(2, 2, (FIRST, SECOND)):
         assert injected == [(1, 2)] * 2
-        assert not context.memory[3].any()
+        assert not context.memory[2].any()
 
 
 def test_rows_left_are_dropped_with_their_page(injected: list[tuple[int, ...]]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from d2sd.errors import D2SDError
+from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cascade_attention.arguments import PagedContext
 from d2sd.plugins.cascade_attention.reference import chunks_reference
@@ -172,11 +173,12 @@ def test_chunks_that_only_the_device_knows_are_the_same(window: int | None) -> N
 def test_inputs_name_no_page_for_what_is_left_over() -> None:
     engine, *_ = captured("none", "off", max_batch=2, prefill_chunk=30)
     limits: Limits = engine.limits
-    inputs = PrefillInputs(torch.arange(20), [7, 13], torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1]))
-    tokens, starts, positions, pages, table, context_len = engine.steps.prefills._host_tensors(inputs, 30)
-    assert starts.tolist() == [0, 7, 20, 30]
+    inputs = PrefillInputs(torch.arange(20), [7, 13], Where(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1])))
+    tokens, chunks = engine.steps.prefills._host_inputs(inputs, 30)
+    positions, (pages,), table = chunks.positions, chunks.pages, chunks.where.pages
+    assert chunks.attn_mask.starts.tolist() == [0, 7, 20, 30]
     assert tokens[20:].tolist() == pages[20:].tolist() == [0] * 10
     assert positions[0].tolist() == [*range(7), *range(1, 14), *range(10)]
     assert table.shape == (3, engine.steps.prefills._pages)
-    assert context_len.tolist() == [0, 1, 0]
+    assert chunks.where.context_len.tolist() == [0, 1, 0]
     assert limits.prefill_chunk == 30

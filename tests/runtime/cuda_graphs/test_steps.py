@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from d2sd.errors import D2SDError
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
@@ -132,20 +133,20 @@ def test_steps_of_varying_shapes_run_without_a_graph() -> None:
 
 def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
     """Two buffers take turns, so each is filled by a long request and then by a short one."""
-    longer = Batch.dummy(1, 3, 0, 64, "cpu", windowed=True)
+    longer = Batch.dummy(Where.scratch(1, 3, windowed=True), 64, "cpu")
     inputs = StaticInputs(longer, None, 4, "cpu")
     for pages in (3, 3, 1, 1, 4, 2, 2, 1):
         table = torch.full((1, pages), 5)
-        inputs.load(replace(longer, page_table=table, windowed_table=table + 1), Link.pack([], 1), None)
+        inputs.load(replace(longer, where=longer.where.with_tables([table, table + 1])), Link.pack([], 1), None)
         loaded = inputs.batch(longer.sampling)
-        assert loaded.page_table.tolist() == [[5] * pages + [0] * (4 - pages)]
-        assert loaded.windowed_table is not None
-        assert loaded.windowed_table.tolist() == [[6] * pages + [0] * (4 - pages)]
+        assert loaded.where.pages.tolist() == [[5] * pages + [0] * (4 - pages)]
+        assert loaded.where.windowed is not None
+        assert loaded.where.windowed.tolist() == [[6] * pages + [0] * (4 - pages)]
 
 
 def test_buffers_of_two_steps_take_turns() -> None:
     """The copy of the first to the device may not have begun when the second is packed."""
-    batch = Batch.dummy(1, 1, 0, 64, "cpu")
+    batch = Batch.dummy(Where.scratch(1, 1), 64, "cpu")
     inputs = StaticInputs(batch, None, 1, "cpu")
     held = []
     for anchor in (5, 6):
@@ -199,14 +200,15 @@ def test_the_device_ends_answers_like_the_host() -> None:
             stop = frozenset(dice.sample(range(9), dice.choice((0, 2, STOP_TOKENS - 1))))
             sequences.append(Sequence(0, Request((1,) * dice.randrange(1, 5), 12, stop_tokens=stop), [7]))
         lengths = torch.tensor([len(s.request.prompt) - 1 for s in sequences] + [0])
-        dummy, active = Batch.dummy(rows, 1, 0, 64, "cpu"), torch.tensor([True] * 3 + [False])
-        batch = replace(dummy, active=active, anchor=torch.full((rows,), 60), context_len=lengths)
+        dummy, active = Batch.dummy(Where.scratch(rows, 1), 64, "cpu"), torch.tensor([True] * 3 + [False])
+        where = replace(dummy.where, context_len=lengths)
+        batch = replace(dummy, active=active, anchor=torch.full((rows,), 60), where=where)
         link = Link.pack(sequences, rows, before)
         own = handover.begin(batch, link)
         for row, one in enumerate(sequences):
             fresh = 60, len(one.request.prompt) - 1, True
             wanted = state[id(one)] if one in before else fresh
-            assert (int(own.anchor[row]), int(own.context_len[row]), bool(own.active[row])) == wanted
+            assert (int(own.anchor[row]), int(own.where.context_len[row]), bool(own.active[row])) == wanted
             seen[wanted[2]] += 1
         assert not own.active[3]
         count = torch.tensor([dice.randrange(1, block + 1) for _ in range(rows)])
@@ -220,7 +222,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
         state = {}
         for row, one in enumerate(sequences):
             taken = tokens[row, : count[row]].tolist()
-            length = int(own.context_len[row]) + len(taken)
+            length = int(own.where.context_len[row]) + len(taken)
             ended = bool(one.request.stop_tokens & set(taken)) or length - len(one.request.prompt) + 1 >= 12
             ended |= taken[-1] == NOT_FINITE
             state[id(one)] = max(taken[-1], 0), length, bool(own.active[row]) and not ended

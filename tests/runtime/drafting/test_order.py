@@ -6,6 +6,7 @@ Within a stretch no place of a page is written twice, so the order of rows does 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool
+from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool, PoolSizes
 from d2sd.policies import DrafterRole
 from d2sd.runtime.drafting.context import DrafterContext
 from tests.runtime.cuda_graphs.test_steps import NARROW, knowing, served, some
@@ -30,7 +31,7 @@ class Noted(KVPool):
 
     writes: list[list[int]]
 
-    def write_rows(self, k: Tensor, v: Tensor, *places: Tensor | None) -> None:
+    def write_rows(self, k: Tensor, v: Tensor, pages: Sequence[Tensor], positions: Tensor) -> None:
         self.writes.append(k[0, :, 0, 0].long().tolist())
 
 
@@ -47,7 +48,7 @@ class Counting:
 
 
 def context() -> tuple[DrafterContext, Noted]:
-    pool = Noted(tiny_decoder().config.body, 8, 4, torch.float32, "cpu")
+    pool = Noted(tiny_decoder().config.body, PoolSizes(8, 4), torch.float32, "cpu")
     pool.writes = []
     made = DrafterContext({ROLE: cast("Drafter", Counting())}, {ROLE: pool}, torch.float32)
     made._on_cpu = False
@@ -58,12 +59,12 @@ def step(*numbers: int, width: int = 2) -> CommittedRows:
     """A row of each of so many requests."""
     features = torch.tensor(numbers).float().view(-1, 1, 1)
     table, places = torch.ones(len(numbers), width, dtype=torch.long), torch.zeros(len(numbers), 1, dtype=torch.long)
-    return CommittedRows(features, table, places, torch.ones(len(numbers), 1, dtype=torch.bool), page_size=4)
+    return CommittedRows(features, (table,), places, torch.ones(len(numbers), 1, dtype=torch.bool), 4)
 
 
 def chunk(*numbers: int) -> ContextRows:
     places = torch.ones(len(numbers), dtype=torch.long)
-    return ContextRows(torch.tensor(numbers).float()[:, None], places, places)
+    return ContextRows(torch.tensor(numbers).float()[:, None], places, (places,))
 
 
 def test_steps_and_chunks_between_two_drops_are_one_write() -> None:
@@ -112,15 +113,14 @@ def test_no_place_is_written_twice_at_once(monkeypatch: pytest.MonkeyPatch) -> N
     for pool in engine.runner.pools[1:]:
         write = pool.write_rows
 
-        def noted(
-            k: Tensor, v: Tensor, pages: Tensor, positions: Tensor, *windowed: Tensor | None, write: Any = write
-        ) -> None:
-            places = [place for place in zip(pages.tolist(), (positions % 4).tolist(), strict=True) if place[0]]
+        def noted(k: Tensor, v: Tensor, pages: Sequence[Tensor], positions: Tensor, *, write: Any = write) -> None:
+            numbers = pages[0].tolist()
+            places = [place for place in zip(numbers, (positions % 4).tolist(), strict=True) if place[0]]
             assert len(set(places)) == len(places)
             written.append(len(places))
-            write(k, v, pages, positions, *windowed)
+            write(k, v, pages, positions)
 
-        pool.write_rows = noted  # type: ignore[assignment, method-assign]
+        pool.write_rows = noted  # type: ignore[method-assign]
     served(engine, requests, ("chain", "d2sd", "off"), random.Random(3))
     assert max(written) > 12, "several steps at once"
     assert engine.stats.preemptions > 0

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool
+from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool, PoolSizes
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.drafting.context import DrafterContext
@@ -54,7 +54,7 @@ def test_a_prompt_of_32k_tokens_queues_64_megabytes_at_most(chunk: int) -> None:
     """On a GPU. Its rows are injected while it is prefilled, in products of many rows, each once."""
     body = replace(tiny_decoder().config.body, num_layers=1, num_kv_heads=1, head_dim=2, windows=(None,))
     drafters = Flat(), Flat()
-    pools = {role: KVPool(body, 3, 16, torch.float32, "cpu") for role in tuple(DrafterRole)[:2]}
+    pools = {role: KVPool(body, PoolSizes(3, 16), torch.float32, "cpu") for role in tuple(DrafterRole)[:2]}
     of_roles = cast("dict[DrafterRole, Drafter]", dict(zip(pools, drafters, strict=True)))
     context = DrafterContext(of_roles, pools, torch.bfloat16)
     context._on_cpu = False
@@ -62,7 +62,7 @@ def test_a_prompt_of_32k_tokens_queues_64_megabytes_at_most(chunk: int) -> None:
     most, places = 0, torch.ones(chunk, dtype=torch.long)
     step = 16 if chunk == 1 else 1  # of single rows a sixteenth of the prompt will do
     for _ in range(0, PROMPT, chunk * step):
-        context.add(ContextRows(number.expand(chunk, WIDTH), places, places))
+        context.add(ContextRows(number.expand(chunk, WIDTH), places, (places,)))
         most = max(most, queued(context))
     assert most <= 64_000_000
     context.inject(pools)

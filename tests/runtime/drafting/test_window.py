@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.where import Where
 from d2sd.policies import PolicyName
 from d2sd.runtime.drafting.window import Window
 from tests.runtime.helpers import STEADY, expected, honest, make_engine, run_staggered, some_requests
@@ -23,8 +24,8 @@ def test_the_first_pages_and_the_last(lengths: list[int], first: int, last: int,
     used = [-(-length // PAGE) for length in lengths]
     width = max(max(used), 1) + spare
     table = torch.arange(1, 1 + len(lengths) * width).view(len(lengths), width)
-    rows = Window(first, last).cut(Rows.chain(1, table, torch.tensor(lengths)), PAGE)
-    pages, context = rows.page_table, rows.context_len
+    rows = Window(first, last).cut(Rows.chain(1, Where(table, torch.tensor(lengths))), PAGE)
+    pages, context = rows.where.pages, rows.where.context_len
     assert pages.shape == (len(lengths), min(width, first + last))
     for row, length in enumerate(lengths):
         wanted = [

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.layers import Attend
+from d2sd.modeling.where import Where
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
@@ -235,12 +237,14 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     trained = TARGET.logits(hidden[:, 1:])  # [A, G-1, V]
 
     runner = runner_of(deepcopy(TARGET), deepcopy(first), deepcopy(second))  # it may repack weights
-    runner.allocate(pages=6, page_size=4)
+    runner.allocate(PoolSizes(6, 4))
     page_table, nothing = torch.tensor([[5, 2, 4, 1]]), torch.tensor([0])
     if anchor:
-        runner.prefill(text.tokens[:anchor], [anchor], page_table, nothing)
+        runner.prefill(text.tokens[:anchor], [anchor], Where(page_table, nothing))
     sampling = Sampling.of([SamplingParams()], TARGET.config.vocab_size, "cpu")
-    batch = Batch(text.tokens[anchor : anchor + 1], page_table, torch.tensor([anchor]), torch.tensor([True]), sampling)
+    batch = Batch(
+        text.tokens[anchor : anchor + 1], Where(page_table, torch.tensor([anchor])), torch.tensor([True]), sampling
+    )
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
     runner.context.inject((DrafterRole(which),))
     served = runner._draft(DrafterRole(which), batch, branches[None])[0][0][:, : BLOCK - 1]

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
+from d2sd.modeling.where import Where
 from tests.d2sd.integrations.trtllm.standin import ops
 from tests.d2sd.integrations.trtllm.standin.modules import Resources
 
@@ -113,7 +114,7 @@ class Server:
         body, page = self.decoder.config.body, self.settings.tokens_per_block
         each = -(-(self.max_seq_len + self.nodes) // page)
         blocks = self.settings.slots * each
-        self.pool = KVPool(body, blocks, page, self.decoder.embed_tokens.weight.dtype, "cpu")
+        self.pool = KVPool(body, PoolSizes(blocks, page), self.decoder.embed_tokens.weight.dtype, "cpu")
         order = torch.randperm(blocks, generator=torch.Generator().manual_seed(7)).tolist()
         self._blocks = [order[slot * each : (slot + 1) * each] for slot in range(self.settings.slots)]
         number = 1 + len(ops.POOLS)
@@ -239,7 +240,7 @@ class Server:
         hidden, features, start = list[Tensor](), list[Tensor](), 0
         for request, count in zip(contexts, chunks, strict=True):
             table = torch.tensor([request.blocks])
-            rows = Rows.chain(count, table, torch.tensor([request.cached]))
+            rows = Rows.chain(count, Where(table, torch.tensor([request.cached])))
             hidden.append(self._rows(input_ids[None, start : start + count], rows, features, layers))
             start += count
         if generations:
@@ -248,7 +249,7 @@ class Server:
             offsets = self.metadata.spec_decoding_position_offsets[: count * nodes].view(count, nodes).long()
             mask = self.metadata.tree_mask(count, nodes)
             table = torch.tensor([r.blocks for r in generations])
-            rows = Rows(past[:, None] + offsets, mask, table, past)
+            rows = Rows(past[:, None] + offsets, mask, Where(table, past))
             hidden.append(self._rows(input_ids[start:].view(count, nodes), rows, features, layers))
         captured = torch.cat(features)
         self.spec_metadata.hidden_states[: len(captured)] = captured
@@ -256,8 +257,8 @@ class Server:
 
     def _rows(self, tokens: Tensor, rows: Rows, features: list[Tensor], layers: tuple[int, ...]) -> Tensor:
         out = self.decoder(tokens, rows, self.pool, layers)
-        places = rows.context_len[:, None] + torch.arange(tokens.shape[1])
-        self._write(out.k, out.v, rows.page_table, places)
+        places = rows.where.context_len[:, None] + torch.arange(tokens.shape[1])
+        self._write(out.k, out.v, rows.where.pages, places)
         features.append(out.features.flatten(0, 1))
         hidden: Tensor = out.hidden.flatten(0, 1)
         return hidden
