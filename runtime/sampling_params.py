@@ -35,7 +35,7 @@ SEEDS = 2**64
 
 
 class Bound(NamedTuple):
-    """A bound of a field, beside its type; None is always within."""
+    """A bound of a field, written with its type; None is always within."""
 
     holds: Callable[[Any], bool]
     expected: str

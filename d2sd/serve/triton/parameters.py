@@ -45,5 +45,5 @@ class Parameters(EngineOptions):
         """The values that are set, as config.pbtxt holds them."""
         return {
             name: f"{value:g}" if isinstance(value, float) else str(value)
-            for name, value in self.model_dump(exclude_none=True).items()
+            for name, value in ({"bundle": self.bundle} | self.model_dump(exclude_none=True)).items()
         }
