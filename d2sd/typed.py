@@ -10,6 +10,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from d2sd.errors import D2SDError, RequestError, shortened
 
+WRONG_TYPE = "This has the wrong type or value."
+
 
 def plain(value: Any, depth: int = 1) -> Any:
     """Turn arrays, tensors and their numbers into Python's, also inside sequences and mappings `depth` deep."""
@@ -33,7 +35,7 @@ def typed(value: Any, kind: Any, where: str, error: type[D2SDError] = RequestErr
         expected = "; ".join(
             dict.fromkeys(fault["msg"] for fault in problem.errors(include_url=False, include_input=False))
         )
-        raise error("This has the wrong type or value.", where=where, found=named(value), expected=expected) from None
+        raise error(WRONG_TYPE, where=where, found=named(value), expected=expected) from None
 
 
 def named(value: object) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
@@ -14,9 +14,6 @@ from d2sd.typed import typed
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
 MAX_LOGPROBS = 20
-#: Bounds of the repetition penalty: it multiplies a logit by up to 100, the lowest temperature by up to 1e5 more, so
-#: logits up to 1e31 stay finite in fp32, which ends at 3e38.
-PENALTIES = 0.01, 100.0
 
 # What a request carries is bounded, because the engine's thread works on it between two steps of everybody. The bounds
 # are far above what OpenAI's API takes (4 stop strings, 300 biases) and what users of vLLM send.
@@ -35,6 +32,31 @@ MAX_BAD_WORDS, MAX_BAD_CHARACTERS = 1_024, 32_768
 MAX_COMPLETIONS = 128
 #: Seeds are below this; the i-th of n completions has the seed (seed + i) modulo it.
 SEEDS = 2**64
+
+
+class Bound(NamedTuple):
+    """A bound of a field, written with its type; None is always within."""
+
+    holds: Callable[[Any], bool]
+    expected: str
+
+
+def _between(least: float, most: float) -> Bound:
+    return Bound(lambda value: least <= value <= most, f"{least} .. {most}")
+
+
+def _at_most(count: int, what: str) -> Bound:
+    return Bound(lambda entries: len(entries) <= count, f"at most {count} {what}")
+
+
+def _are_words(words: Sequence[str]) -> bool:
+    try:  # the tokenizer takes no half of a surrogate pair
+        return all(word.encode() for word in words)
+    except UnicodeEncodeError:
+        return False
+
+
+_WORDS = Bound(_are_words, "non-empty strings of Unicode")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,30 +94,52 @@ class SamplingParams:
     Numbers may be numpy's. Raises `RequestError` naming the field that is out of range or of another type.
     """
 
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    max_tokens: int | None = None
-    stop: str | Sequence[str] = ()
-    n: int = 1
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    bad_words: Sequence[str] = ()
-    min_tokens: int = 0
-    stop_token_ids: Sequence[int] = ()
+    temperature: Annotated[float, Bound(lambda t: 0 <= t < 100, "0 (greedy) or more, below 100")] = 0.0
+    top_p: Annotated[float, Bound(lambda p: 0 < p <= 1, "above 0, at most 1")] = 1.0
+    top_k: Annotated[int, Bound(lambda k: 0 <= k < 2**31, "0 or -1 (off) .. 2^31 - 1")] = 0
+    seed: Annotated[int | None, Bound(lambda seed: 0 <= seed < SEEDS, "0 .. 2^64 - 1, or None")] = None
+    max_tokens: Annotated[int | None, Bound(lambda count: count >= 1, "1 or more")] = None
+    stop: Annotated[
+        str | Sequence[str],
+        _WORDS,
+        _at_most(MAX_STOP_STRINGS, "strings"),
+        Bound(lambda stop: all(len(one) <= MAX_STOP_LENGTH for one in stop), f"{MAX_STOP_LENGTH} characters in each"),
+    ] = ()
+    n: Annotated[int, _between(1, MAX_COMPLETIONS)] = 1
+    min_p: Annotated[float, Bound(lambda p: 0 <= p <= 1, "0 (off) .. 1")] = 0.0
+    # It multiplies a logit by up to 100, the lowest temperature by up to 1e5 more, so logits up to 1e31 stay finite in
+    # fp32, which ends at 3e38.
+    repetition_penalty: Annotated[float, Bound(lambda p: 0.01 <= p <= 100, "0.01 .. 100; 1 is off")] = 1.0
+    presence_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    frequency_penalty: Annotated[float, _between(-2, 2)] = 0.0
+    logit_bias: Annotated[
+        Mapping[int, float],
+        _at_most(MAX_LOGIT_BIAS, "biases"),
+        Bound(lambda biases: all(-100 <= bias <= 100 for bias in biases.values()), "biases of -100 .. 100"),
+    ] = field(default_factory=dict, hash=False)
+    bad_words: Annotated[
+        Sequence[str],
+        _WORDS,
+        _at_most(MAX_BAD_WORDS, "strings"),
+        Bound(lambda words: sum(map(len, words)) <= MAX_BAD_CHARACTERS, f"{MAX_BAD_CHARACTERS} characters"),
+    ] = ()
+    min_tokens: Annotated[int, Bound(lambda count: count >= 0, "0 or more")] = 0
+    stop_token_ids: Annotated[Sequence[int], _at_most(MAX_STOP_TOKEN_IDS, "tokens")] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    bad_words_token_ids: Sequence[Sequence[int]] = ()
+    logprobs: Annotated[int | None, _between(0, MAX_LOGPROBS)] = None
+    prompt_logprobs: Annotated[int | None, _between(0, MAX_LOGPROBS)] = None
+    bad_words_token_ids: Annotated[
+        Sequence[Sequence[int]],
+        _at_most(MAX_BAD_SEQUENCES, "token sequences"),
+        Bound(all, "at least one token in each"),
+        Bound(lambda banned: all(len(one) <= MAX_BAD_SEQUENCE for one in banned), f"{MAX_BAD_SEQUENCE} tokens in each"),
+        Bound(lambda banned: sum(map(len, banned)) <= MAX_BAD_TOKENS, f"at most {MAX_BAD_TOKENS} tokens in all"),
+    ] = ()
     structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
-        for name, kind in _kinds().items():
+        for name, kind in hints().items():
             object.__setattr__(self, name, typed(getattr(self, name), kind, name))
         for name, value in (
             ("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)),
@@ -106,45 +150,11 @@ class SamplingParams:
             ("logit_bias", dict(self.logit_bias)),
         ):
             object.__setattr__(self, name, value)
-        for name, fine, expected in (*self._number_checks(), *self._list_checks()):
-            if not fine:  # NaN fails every comparison, so it is refused too
-                raise RequestError(f"{name} out of range", where=name, found=getattr(self, name), expected=expected)
-
-    def _number_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Field, whether it is in range, and the range."""
-        yield "temperature", 0 <= self.temperature < 100, "0 (greedy) or more, below 100"
-        yield "top_p", 0 < self.top_p <= 1, "above 0, at most 1"
-        yield "top_k", 0 <= self.top_k < 2**31, "0 or -1 (off) .. 2^31 - 1"
-        yield "seed", self.seed is None or 0 <= self.seed < SEEDS, "0 .. 2^64 - 1, or None"
-        yield "max_tokens", self.max_tokens is None or self.max_tokens >= 1, "1 or more"
-        yield "n", 1 <= self.n <= MAX_COMPLETIONS, f"1 .. {MAX_COMPLETIONS}"
-        yield "min_p", 0 <= self.min_p <= 1, "0 (off) .. 1"
-        least, most = PENALTIES
-        yield "repetition_penalty", least <= self.repetition_penalty <= most, "0.01 .. 100; 1 is off"
-        yield "presence_penalty", -2 <= self.presence_penalty <= 2, "-2 .. 2"
-        yield "frequency_penalty", -2 <= self.frequency_penalty <= 2, "-2 .. 2"
-        yield "min_tokens", self.min_tokens >= 0, "0 or more"
-        for name in ("logprobs", "prompt_logprobs"):
-            count = getattr(self, name)
-            yield name, count is None or 0 <= count <= MAX_LOGPROBS, f"0 .. {MAX_LOGPROBS}"
-
-    def _list_checks(self) -> Iterator[tuple[str, bool, str]]:
-        """Field, whether it has as many entries and as long ones as an engine takes, and the bound."""
-        stop, words, biases = self.stop, self.bad_words, self.logit_bias
-        yield "stop", _all_words(stop), "non-empty strings of Unicode"
-        yield "stop", len(stop) <= MAX_STOP_STRINGS, f"at most {MAX_STOP_STRINGS} strings"
-        yield "stop", max(map(len, stop), default=0) <= MAX_STOP_LENGTH, f"{MAX_STOP_LENGTH} characters in each"
-        yield "stop_token_ids", len(self.stop_token_ids) <= MAX_STOP_TOKEN_IDS, f"at most {MAX_STOP_TOKEN_IDS} tokens"
-        yield "bad_words", _all_words(words), "non-empty strings of Unicode"
-        yield "bad_words", len(words) <= MAX_BAD_WORDS, f"at most {MAX_BAD_WORDS} strings"
-        yield "bad_words", sum(map(len, words)) <= MAX_BAD_CHARACTERS, f"{MAX_BAD_CHARACTERS} characters"
-        yield "logit_bias", len(biases) <= MAX_LOGIT_BIAS, f"at most {MAX_LOGIT_BIAS} biases"
-        yield "logit_bias", all(-100 <= bias <= 100 for bias in biases.values()), "biases of -100 .. 100"
-        name, banned = "bad_words_token_ids", self.bad_words_token_ids
-        yield name, len(banned) <= MAX_BAD_SEQUENCES, f"at most {MAX_BAD_SEQUENCES} token sequences"
-        yield name, all(banned), "at least one token in each"
-        yield name, max(map(len, banned), default=0) <= MAX_BAD_SEQUENCE, f"{MAX_BAD_SEQUENCE} tokens in each"
-        yield name, sum(map(len, banned)) <= MAX_BAD_TOKENS, f"at most {MAX_BAD_TOKENS} tokens in all"
+        for name, kind in hints().items():
+            value = getattr(self, name)
+            for bound in getattr(kind, "__metadata__", ()) if value is not None else ():
+                if not bound.holds(value):  # NaN fails every comparison, so it is refused too
+                    raise RequestError(f"{name} out of range", where=name, found=value, expected=bound.expected)
 
     def with_seed(self, seed: int) -> SamplingParams:
         """A copy with another seed, which is not checked again."""
@@ -162,13 +172,6 @@ class SamplingParams:
 
 
 @cache
-def _kinds() -> dict[str, Any]:
-    """The annotated type of each field."""
-    return get_type_hints(SamplingParams)
-
-
-def _all_words(words: Sequence[str]) -> bool:
-    try:  # the tokenizer takes no half of a surrogate pair
-        return all(word.encode() for word in words)
-    except UnicodeEncodeError:
-        return False
+def hints() -> dict[str, Any]:
+    """The annotated type of each field, with its bounds."""
+    return get_type_hints(SamplingParams, globals(), include_extras=True)

@@ -11,8 +11,7 @@ import click
 from d2sd.bench.answers import write_answers, write_pictures
 from d2sd.bench.speculation_table import show_stats, time_plain
 from d2sd.bundle.backends import BackendName
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.serving import chat_request
 from d2sd.cli.options import (
     FilePath,
     backend_option,
@@ -28,6 +27,7 @@ from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
+from d2sd.serve.options import EngineOptions
 from d2sd.viz.record import Recording
 
 
@@ -70,14 +70,15 @@ def generate(
     """
     for path in filter(None, (tree_svg, html)):
         check_writable(path)
-    loaded = load_bundle(bundle, progress=bar, tensor_parallel=tensor_parallel, device=device)
+    how = EngineOptions(policy=policy, device=device, tensor_parallel=tensor_parallel, backend=backend)
+    loaded = how.load(bundle, progress=bar)
     defaults = loaded.recipe.sampling
     options: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     sampling = SamplingParams(**{n: getattr(defaults, n) if value is None else value for n, value in options.items()})
     length = defaults.max_new_tokens if max_new_tokens is None else max_new_tokens
     requests = [chat_request(loaded, text, sampling, length, raw=raw, stop=stop) for text in prompts]
-    batch = min(len(prompts), loaded.recipe.limits.max_batch)
-    engine = make_engine(loaded, policy=policy, device=device, backend=backend, max_batch=batch)
+    how = how.model_copy(update={"max_batch": min(len(prompts), loaded.recipe.limits.max_batch)})
+    engine = how.engine(loaded)
     sequences = [engine.submit(request) for request in requests]
     recordings: dict[Sequence, Recording] = {}
     if tree_svg is not None or html is not None:
@@ -93,5 +94,5 @@ def generate(
             click.echo(f"exchanged by {what}: {size_text(size // engine.clock.steps)} a step", err=True)
         served = [s.stats for s in sequences], engine.stats, engine.clock
         del engine  # its pools: those of two do not fit where one takes most of the memory
-        make = partial(make_engine, loaded, policy="off", device=device, backend=backend, max_batch=batch)
+        make = partial(how.model_copy(update={"policy": "off"}).engine, loaded)
         show_stats(*served, time_plain(make, requests, sum(len(s.answer) for s in sequences)))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, get_args
+from typing import Any
 
 import click
 
-from d2sd.bundle.backends import BackendName, check_device
+from d2sd.bundle.backends import check_device
 from d2sd.option_types import FilePath as FilePath  # for all commands
 from d2sd.option_types import Seconds
-from d2sd.recipe import Method
+from d2sd.serve.options import EngineOptions
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -20,47 +20,42 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str) -> 
     return value
 
 
+_FIELDS: dict[str, Any] = EngineOptions.model_json_schema()["properties"]
+
 bundle_argument = click.argument("bundle", type=FilePath)
-device_option = click.option(
-    "--device", default="cpu", show_default=True, callback=_checked, help="PyTorch device: cpu, cuda or cuda:N."
-)
-backend_option = click.option(
-    "--executor",
-    "backend",
-    type=click.Choice(get_args(BackendName)),
-    default="torch",
-    show_default=True,
-    help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
-)
-policy_option = click.option(
-    "--policy", type=click.Choice(get_args(Method)), help="Tree policy; +lookup: with copies.  [default: the bundle's]"
-)
-max_batch_option = click.option(
-    "--max-batch", type=click.IntRange(1, 4096), help="Requests that decode together.  [default: the bundle's]"
-)
-tensor_parallel_option = click.option(
-    "--tensor-parallel",
-    type=click.IntRange(1, 64),
-    default=1,
-    show_default=True,
-    help="Processes that share the target, on CUDA a GPU each.",
-)
+
+
+def engine_option(name: str, *declared: str, **more: Any) -> Callable[..., Any]:
+    """The option of a field of `EngineOptions`: its type, default and help are the field's."""
+    field = _FIELDS[name]
+    kind = field.get("anyOf", [field])[0]  # without null
+    if "enum" in kind:
+        more["type"] = click.Choice(kind["enum"])
+    elif kind["type"] == "integer":
+        more["type"] = click.IntRange(kind["minimum"], kind["maximum"])
+    own = field["default"] is not None
+    text = field["description"] if own else f"{field['description']}  [default: the bundle's]"
+    declared = declared or (f"--{name.replace('_', '-')}",)
+    return click.option(*declared, default=field["default"], show_default=own, help=text, **more)
+
+
+device_option = engine_option("device", callback=_checked)
+backend_option = engine_option("backend", "--executor", "backend")
+policy_option = engine_option("policy")
+tensor_parallel_option = engine_option("tensor_parallel")
 max_waiting_option = click.option(
     "--max-waiting", type=click.IntRange(0, 10**6), default=256, show_default=True, help="Requests that may wait."
 )
 drain_option = click.option(
     "--drain-timeout", type=Seconds(), default=30, show_default=True, help="Seconds at shutdown."
 )
-prefix_cache_option = click.option(
-    "--prefix-cache/--no-prefix-cache", default=None, help="Reuse K/V of shared prefixes.  [default: the bundle's]"
-)
 
 
 def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """The options of a server's engine, whose values the command gets as `engine`."""
     options = {
-        "max_batch": max_batch_option,
-        "prefix_cache": prefix_cache_option,
+        "max_batch": engine_option("max_batch"),
+        "prefix_cache": engine_option("prefix_cache", "--prefix-cache/--no-prefix-cache"),
         "policy": policy_option,
         "device": device_option,
         "tensor_parallel": tensor_parallel_option,
@@ -69,7 +64,7 @@ def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(command)
     def with_engine(**values: Any) -> Any:
-        engine = {name: values.pop(name) for name in options}
+        engine = EngineOptions(**{name: values.pop(name) for name in options})
         return command(engine=engine, **values)
 
     for option in reversed(options.values()):

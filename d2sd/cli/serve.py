@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.extras import require
 from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_empty
+
+if TYPE_CHECKING:
+    from d2sd.serve.options import EngineOptions
 
 
 @click.command(cls=Reporting)
@@ -31,7 +34,7 @@ from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_em
 @click.option("--allow-origin", "origins", type=Origin, multiple=True, help="Origin of web pages (CORS); repeatable.")
 @click.option("--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` first.")
 @options.engine_options
-def serve(bundle: Path, host: str, port: int, engine: dict[str, Any], **settings: Any) -> None:
+def serve(bundle: Path, host: str, port: int, engine: EngineOptions, **settings: Any) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 
     A page at / shows speculation at work. SIGTERM and Ctrl-C finish running requests first.
@@ -44,4 +47,4 @@ def serve(bundle: Path, host: str, port: int, engine: dict[str, Any], **settings
     from d2sd.serve.openai.run import serve_bundle
     from d2sd.serve.openai.settings import ServerSettings
 
-    serve_bundle(bundle, ServerSettings(**settings), host, port, **engine)
+    serve_bundle(bundle, ServerSettings(**settings), host, port, engine)

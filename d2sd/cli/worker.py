@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,9 @@ from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.extras import require
 from d2sd.option_types import Name
+
+if TYPE_CHECKING:
+    from d2sd.serve.options import EngineOptions
 
 
 @click.command(cls=Reporting)
@@ -34,7 +37,7 @@ from d2sd.option_types import Name
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
 @options.engine_options
-def worker(bundle: Path, dynamo: bool, disaggregation_mode: str, engine: dict[str, Any], **settings: Any) -> None:
+def worker(bundle: Path, dynamo: bool, disaggregation_mode: str, engine: EngineOptions, **settings: Any) -> None:
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 
     SIGTERM finishes running requests within the drain timeout; the rest move to other workers.
@@ -54,4 +57,4 @@ def worker(bundle: Path, dynamo: bool, disaggregation_mode: str, engine: dict[st
     from d2sd.serve.dynamo.engine import WorkerSettings
     from d2sd.serve.dynamo.run import run_worker
 
-    run_worker(bundle, WorkerSettings(**settings), **engine)
+    run_worker(bundle, WorkerSettings(**settings), engine)

@@ -6,18 +6,14 @@ import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
-from pydantic import Field
-
 from d2sd.bundle.backends import BackendName, check_device
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
 from d2sd.recipe import Method
@@ -25,9 +21,10 @@ from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.completion import Completion, make_completion
 from d2sd.serve.errors import EngineFailed, ShuttingDown
+from d2sd.serve.options import EngineOptions
 from d2sd.serve.prompts import Input, Sampling, Tools, each_params, make_requests
 from d2sd.serve.structured import GrammarCompiler
-from d2sd.typed import typed
+from d2sd.typed import WRONG_TYPE, typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -35,24 +32,6 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import Sequence as Finished
     from d2sd.serve.stream import Stream
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """The arguments of `LLM` and `AsyncLLM`, which document them. Raises `D2SDError` naming a wrong one."""
-
-    model: str | Path
-    device: str
-    policy: Method | None
-    backend: BackendName
-    max_batch: Annotated[int, Field(ge=1, lt=2**31)] | None
-    verify: bool
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1
-
-    def __post_init__(self) -> None:
-        kinds = get_type_hints(Options, include_extras=True)
-        for item in fields(self):
-            object.__setattr__(self, item.name, typed(getattr(self, item.name), kinds[item.name], item.name, D2SDError))
 
 
 class Opened:
@@ -69,7 +48,10 @@ class Opened:
         verify: bool = True,
         tensor_parallel: int = 1,
     ) -> None:
-        self._session = Session(Options(model, device, policy, backend, max_batch, verify, tensor_parallel))
+        given = {"device": device, "policy": policy, "backend": backend, "max_batch": max_batch}
+        options = EngineOptions.of({**given, "tensor_parallel": tensor_parallel}, WRONG_TYPE, strict=True)
+        folder = Path(typed(model, str | Path, "model", D2SDError))
+        self._session = Session(folder, options, verify=typed(verify, bool, "verify", D2SDError))
 
     @property
     def stats(self) -> SequenceStats:
@@ -87,20 +69,13 @@ class Session:
     batch, and what interrupts a caller, such as Ctrl-C, never interrupts a step.
     """
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, model: Path, options: EngineOptions, *, verify: bool) -> None:
         check_device(options.device)
-        bundle = load_bundle(
-            Path(options.model),
-            verify=options.verify,
-            progress=bar,
-            tensor_parallel=options.tensor_parallel,
-            device=options.device,
-        )
-        self._name = f"{str(options.model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
+        bundle = options.load(model, verify=verify, progress=bar)
+        self._name = f"{str(model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
-        given: dict[str, Any] = {name: getattr(options, name) for name in ("policy", "device", "backend", "max_batch")}
         try:
-            engine = make_engine(bundle, **given)
+            engine = options.engine(bundle)
         except BaseException:
             if bundle.ranks is not None:
                 bundle.ranks.close()

@@ -38,7 +38,7 @@ from d2sd.runtime.engine import Engine, Prepared
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
-from d2sd.runtime.sampling_params import PENALTIES, SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
@@ -131,7 +131,7 @@ def parameters(dice: random.Random, seed: int) -> SamplingParams:
         top_k=int(value(0, 1, 5, 20, 2**31 - 1)),
         seed=seed,
         min_p=value(0.0, 0.1, 1.0, 1e-45, 1e-300),
-        repetition_penalty=value(1.0, 1.3, 0.7, *PENALTIES),
+        repetition_penalty=value(1.0, 1.3, 0.7, 0.01, 100.0),
         presence_penalty=value(0.0, 1.0, 2.0, -2.0),
         frequency_penalty=value(0.0, 1.0, 2.0, -2.0),
         logit_bias=biases,

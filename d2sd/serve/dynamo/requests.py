@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy
@@ -11,6 +11,7 @@ from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.serve.fields import FIELDS
 from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 
@@ -23,19 +24,27 @@ def number_fields(parameters: type) -> tuple[str, ...]:
     return tuple(name for name, hint in get_type_hints(parameters).items() if hint in (float, float | None))
 
 
-#: Sampling options that `SamplingParams` has under the same name; the numbers among them arrive as float32.
+#: Numbers among the sampling options: they arrive as float32.
 _NUMBERS = number_fields(SamplingParams)
-_SHARED = (*_NUMBERS, "top_k", "seed", "include_stop_str_in_output")
 _STOP_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-_SHOWN = ("skip_special_tokens", "return_tokens_as_token_ids", "formatted_prompt", "no_stop_trim")
-#: Options that are read here, and those that Dynamo's frontend carries out.
-_KNOWN: Mapping[str, tuple[str, ...]] = {
-    "sampling_options": (*_SHARED, "guided_decoding"),
-    "stop_conditions": (*_STOP_IDS, "max_tokens", "min_tokens", "ignore_eos", "stop"),
-    "output_options": (*_SHOWN, "logprobs"),
+#: Sampling options that `SamplingParams` has under the same name.
+_SHARED = tuple(row.name for row in FIELDS.values() if row.dynamo == "sampling_options")
+#: Fields of each part without a row in the table: those that are read here, and those of Dynamo's frontend and router.
+_OWN: Mapping[str, Sequence[str]] = {
+    "sampling_options": ("guided_decoding",),
+    "stop_conditions": _STOP_IDS,
+    "output_options": ("skip_special_tokens", "return_tokens_as_token_ids", "formatted_prompt", "no_stop_trim"),
+    "routing": (
+        *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
+        *("expected_output_tokens", "priority_jump", "strict_priority", "allowed_worker_ids", "routing_constraints"),
+    ),
 }
-#: The value of an option that is not done which changes nothing.
-_HARMLESS: Mapping[str, float] = {"n": 1, "best_of": 1, "length_penalty": 1.0}
+#: Members of a request besides these parts and what `_PARTS` refuses.
+_MEMBERS = (
+    *("model", "token_ids", "eos_token_ids", "mdc_sum", "annotations", "router_config_override", "router"),
+    *("extra_args", "agent_context", "migration_link", "mm_routing_info", "request_timestamp_ms", "tracker"),
+    "_HEALTH_CHECK",
+)
 #: Parts of a request that are refused, by what they are for.
 _PARTS = {
     "multi_modal_data": "images, audio and video",
@@ -111,7 +120,10 @@ class RequestReader:
 
 def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A part of a request; what the client left out is null."""
-    return {key: value for key, value in (message.get(name) or {}).items() if value is not None}
+    part = message.get(name) or {}
+    if not isinstance(part, Mapping):
+        raise RequestError("This part of a request is not a mapping.", where=name, found=part)
+    return {key: value for key, value in part.items() if value is not None}
 
 
 def _refuse(message: Mapping[str, Any]) -> None:
@@ -121,15 +133,30 @@ def _refuse(message: Mapping[str, Any]) -> None:
             raise RequestError(f"This worker does not support {purpose}.", where=name)
     if (adapter := _part(message, "routing").get("lora_name")) is not None:
         raise _unsupported("lora_name", adapter)
-    for part, names in _KNOWN.items():
+    for name, value in message.items():
+        if name not in (*_OWN, *_MEMBERS) and _asks(name, value):
+            raise _unsupported(name, value)
+    for part, own in _OWN.items():
         for name, value in _part(message, part).items():
-            asks = value is not False and value not in ("", [], {}, _HARMLESS.get(name))
-            if asks and name not in names:
+            known = name in own or (name in FIELDS and FIELDS[name].dynamo == part)
+            if not known and _asks(name, value):
                 raise _unsupported(name, value)
 
 
+def _asks(name: str, value: Any) -> bool:
+    """Whether a field asks for something: it is not empty, not off, and not the value that changes nothing."""
+    return value is not None and value is not False and value not in ("", [], {}, _neutral(name))
+
+
+def _neutral(name: str) -> float | None:
+    """The number that changes nothing in a field that the worker does without, if there is one."""
+    neutral = FIELDS[name].neutral if name in FIELDS else None
+    return neutral if type(neutral) in (int, float) else None
+
+
 def _unsupported(name: str, value: Any) -> RequestError:
-    harmless = f"{_HARMLESS[name]}, or nothing" if name in _HARMLESS else "nothing"
+    neutral = _neutral(name)
+    harmless = "nothing" if neutral is None else f"{neutral}, or nothing"
     return RequestError("This worker does not support the parameter.", where=name, found=value, expected=harmless)
 
 

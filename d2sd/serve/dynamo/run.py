@@ -8,8 +8,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.extras import require
 from d2sd.progress import bar
 from d2sd.serve.dynamo.engine import DynamoEngine
@@ -18,6 +16,7 @@ if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.runtime.engine import Engine
     from d2sd.serve.dynamo.engine import WorkerSettings
+    from d2sd.serve.options import EngineOptions
 
 
 def load_sdk() -> Any:
@@ -42,21 +41,20 @@ def load_sdk() -> Any:
     )
 
 
-def run_worker(path: Path, settings: WorkerSettings, *, tensor_parallel: int = 1, **options: Any) -> None:
-    """Serve a bundle until SIGTERM; `options` are those of `make_engine`. An empty model name takes the bundle's."""
+def run_worker(path: Path, settings: WorkerSettings, options: EngineOptions) -> None:
+    """Serve a bundle until SIGTERM. An empty model name takes the bundle's."""
     sdk = load_sdk()
     from dynamo.common.backend.run import run
     from dynamo.common.utils.namespace import get_worker_namespace
 
-    device = options.get("device", "cpu")
-    bundle = load_bundle(path, progress=bar, tensor_parallel=tensor_parallel, device=device)
+    bundle = options.load(path, progress=bar)
     settings = replace(settings, model=settings.model or bundle.recipe.name)
     # More requests than this get 529 from the frontend, unless another worker has room.
-    os.environ.setdefault("DYN_ENGINE_REQUEST_LIMIT", str(options.get("max_batch") or bundle.recipe.limits.max_batch))
+    os.environ.setdefault("DYN_ENGINE_REQUEST_LIMIT", str(options.max_batch or bundle.recipe.limits.max_batch))
     os.environ.setdefault("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", str(settings.max_waiting))
 
     def load() -> tuple[Bundle, Engine]:
-        return bundle, make_engine(bundle, **options)
+        return bundle, options.engine(bundle)
 
     async def factory(argv: list[str] | None) -> tuple[Any, Any]:
         # Its own methods first; what they leave out is the default of Dynamo's base class.

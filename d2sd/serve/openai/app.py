@@ -168,7 +168,8 @@ class Server:
         if isinstance(body.prompt, str) or not any(isinstance(prompt, str) for prompt in body.prompt):
             return body
         prompts = [await self.tokenizing(http, self.requests.encode_prompt, prompt) for prompt in body.prompt]
-        return body.model_copy(update={"prompt": prompts})
+        encoded: CompletionBody = body.model_copy(update={"prompt": prompts})
+        return encoded
 
 
 async def _events(generation: Generation, shape: Format, options: StreamOptions) -> AsyncIterator[dict[str, Any]]:

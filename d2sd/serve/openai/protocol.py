@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from d2sd.recipe import TEMPLATE_ARGUMENTS
-
-# The first wrong element is enough: an error for each of a hundred thousand takes seconds.
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
-Texts = Annotated[list[str], Field(fail_fast=True)]
+from d2sd.serve.fields import Texts, TokenIds, body_fields
 
 
 class Body(BaseModel):
@@ -63,28 +60,16 @@ class StructuredOutputs(Body):
     disable_additional_properties: bool = False
 
 
-class SampledBody(Body):
-    """The fields that every body has which asks for answers."""
+_Fields: Any = create_model("_Fields", __base__=Body, **body_fields("all"))
+_CompletionFields: Any = create_model("_CompletionFields", __base__=Body, **body_fields("completions"))
+
+
+class SampledBody(_Fields):  # type: ignore[misc]
+    """The fields that every body has which asks for answers: those of the table `FIELDS`, and these."""
 
     model: str | None = None
     stream: bool = False
 
-    # sampling; names and meanings of `d2sd.SamplingParams`
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    stop: str | Texts | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[Annotated[str, Field(pattern=r"^[0-9]{1,9}$")], float] | None = None
-    bad_words: Texts | None = None
-    min_tokens: int | None = None
-    stop_token_ids: TokenIds | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
     structured_outputs: StructuredOutputs | None = None
 
     # of this server
@@ -92,32 +77,13 @@ class SampledBody(Body):
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] = 0  # lower values are served first
     cache_salt: Annotated[str, Field(max_length=256)] = ""  # cached prefixes are shared within a salt only
 
-    # accepted for their senders' sake, without effect on an answer
-    user: str | None = None
-    safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_retention: str | None = None
-    metadata: dict[str, str] | None = None
-    store: bool | None = None  # nothing is stored
-    service_tier: Literal["auto", "default"] = "auto"
 
-    # the values that change nothing; others are refused
-    use_beam_search: Literal[False] = False
-    length_penalty: Literal[1] = 1
-    skip_special_tokens: Literal[True] = True
-    spaces_between_special_tokens: Literal[True] = True
-
-
-class GenerationBody(SampledBody):
+class GenerationBody(SampledBody, _CompletionFields):  # type: ignore[misc]
     """The fields that chat and text completions share."""
 
     stream_options: StreamOptions | None = None
-    n: Annotated[int, Field(ge=1)] | None = None
-    max_tokens: int | None = None
-    prompt_logprobs: int | None = None
     response_format: dict[str, Any] | None = None
     return_token_ids: bool = False
-    best_of: int | None = None  # as many as `n`, or absent
 
 
 class CompletionBody(GenerationBody):

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 from d2sd.logs import log_to_stderr
@@ -35,6 +33,7 @@ if TYPE_CHECKING:
 
     from d2sd.serve.openai.app import Server
     from d2sd.serve.openai.settings import ServerSettings
+    from d2sd.serve.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 
@@ -96,10 +95,8 @@ def on_signals(handle: Callable[[int, FrameType | None], Any], *more: signal.Sig
             signal.signal(number, handler)
 
 
-def serve_bundle(
-    path: Path, settings: ServerSettings, host: str, port: int, *, tensor_parallel: int = 1, **options: Any
-) -> None:
-    """Serve a bundle until a signal; `options` are those of `make_engine`. An empty model name takes the bundle's.
+def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, options: EngineOptions) -> None:
+    """Serve a bundle until a signal. An empty model name takes the bundle's.
 
     SIGTERM and SIGHUP end the process with exit code 0, after the drain if it serves; Ctrl-C raises KeyboardInterrupt.
     Raises RankLost if one of the processes that share the target has ended; no request is served then.
@@ -111,10 +108,9 @@ def serve_bundle(
         settings = _checking_hosts(settings, host, listener.getsockname()[0])
         address = "http://{}:{}".format(*listener.getsockname()[:2])
         logger.info("loading %s; until it is served, clients that connect to %s wait", path, address)
-        device = options.get("device", "cpu")
-        bundle = load_bundle(path, progress=bar, tensor_parallel=tensor_parallel, device=device)
+        bundle = options.load(path, progress=bar)
         settings = replace(settings, model=settings.model or bundle.recipe.name)
-        engine = make_engine(bundle, **options)
+        engine = options.engine(bundle)
         app = create_app(bundle, engine, settings)
         logger.info("serving %s at %s", settings.model, address)
         server = make_server(app, host, port)

@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.logs import log_to_stderr
 from d2sd.serve.async_engine import AsyncEngine
@@ -54,19 +52,10 @@ class TritonPythonModel:
         config = json.loads(args["model_config"])
         gpu = args["model_instance_kind"] == "GPU"
         try:
-            parameters = Parameters.of(config["parameters"])
             device = f"cuda:{args['model_instance_device_id']}" if gpu else "cpu"
-            self._bundle = bundle = load_bundle(
-                Path(parameters.bundle), tensor_parallel=parameters.tensor_parallel, device=device
-            )
-            engine = make_engine(
-                bundle,
-                policy=parameters.policy,
-                device=device,
-                backend=parameters.backend,
-                max_batch=parameters.max_batch,
-                prefix_cache=parameters.prefix_cache,
-            )
+            parameters = Parameters.read(config["parameters"], device)
+            self._bundle = bundle = parameters.load(Path(parameters.bundle))
+            engine = parameters.engine(bundle)
         except D2SDError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._batched, self._drain_timeout = config["max_batch_size"] > 0, parameters.drain_timeout

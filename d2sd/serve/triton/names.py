@@ -6,9 +6,9 @@ frontend sends to the backends `vllm` and `tensorrtllm`. All inputs are optional
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-DataType = Literal["STRING", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32"]
+from d2sd.serve.fields import FIELDS, DataType
 
 
 class Input(NamedTuple):
@@ -24,17 +24,10 @@ class Input(NamedTuple):
 
 INPUTS: dict[str, Input] = {
     "text_input": Input("STRING", "prompt"),
+    **{name: Input(row.data_type, row.name, row.many) for row in FIELDS.values() for name in row.triton},
     # TensorRT-LLM's llmapi model
     "streaming": Input("BOOL", "stream"),
-    "sampling_param_temperature": Input("FP32", "temperature"),
-    "sampling_param_top_k": Input("INT32", "top_k"),
-    "sampling_param_top_p": Input("FP32", "top_p"),
-    "sampling_param_frequency_penalty": Input("FP32", "frequency_penalty"),
-    "sampling_param_presence_penalty": Input("FP32", "presence_penalty"),
-    "sampling_param_max_tokens": Input("INT32", "max_tokens"),
-    "sampling_param_stop": Input("STRING", "stop", many=True),
-    "sampling_param_seed": Input("UINT64", "seed"),
-    "sampling_param_best_of": Input("INT32", "", neutral=(1,)),
+    "sampling_param_best_of": Input("INT32", "", neutral=(FIELDS["best_of"].neutral,)),
     "sampling_param_exclude_input_from_output": Input("BOOL", "@exclude_input"),
     "sampling_param_return_perf_metrics": Input("BOOL", "@perf_metrics"),
     "return_finish_reason": Input("BOOL", "@finish_reason"),
@@ -52,13 +45,6 @@ INPUTS: dict[str, Input] = {
     "exclude_input_in_output": Input("BOOL", "@exclude_input"),
     "return_num_input_tokens": Input("BOOL", "@num_input_tokens"),
     "return_num_output_tokens": Input("BOOL", "@num_output_tokens"),
-    "max_tokens": Input("INT32", "max_tokens"),
-    "stop_words": Input("STRING", "stop", many=True),
-    "temperature": Input("FP32", "temperature"),
-    "top_p": Input("FP32", "top_p"),
-    "seed": Input("UINT64", "seed"),
-    "frequency_penalty": Input("FP32", "frequency_penalty"),
-    "presence_penalty": Input("FP32", "presence_penalty"),
     "guided_decoding_guide_type": Input("STRING", "@guide_type"),
     "guided_decoding_guide": Input("STRING", "@guide"),
 }

@@ -5,59 +5,45 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
+from typing_extensions import Self
 
-from d2sd.bundle.backends import BackendName
 from d2sd.errors import D2SDError
-from d2sd.recipe import Method
+from d2sd.serve.options import EngineOptions
+
+_WRONG = "A parameter is invalid."
 
 
-class Parameters(BaseModel):
+class Parameters(EngineOptions):
     """Parameters that `d2sd triton` writes and the model reads; Triton carries all values as strings.
 
-    Raises D2SDError that names the parameter.
+    The instance of a model has a device, so that config.pbtxt names none. Raises D2SDError that names the parameter.
     """
 
-    model_config = ConfigDict(frozen=True, extra="ignore")  # Triton has parameters of its own
-
     bundle: str  # absolute path, as the server sees it
-    policy: Method | None = None
-    backend: BackendName = "torch"
-    max_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
-    prefix_cache: bool | None = None
-    tensor_parallel: Annotated[int, Field(ge=1, le=64)] = 1  # GPUs from that of the instance on
+    device: Annotated[str, Field(exclude=True)] = "cpu"
     max_waiting: Annotated[int, Field(ge=0, le=10**6)] = 256  # in addition to max_batch; more get UNAVAILABLE
     stream_interval: Annotated[int, Field(ge=1, le=2**20)] = 4  # least tokens of a stream's responses after its first
     drain_timeout: Annotated[float, Field(ge=0, le=366 * 86400)] = 30  # seconds
 
     @classmethod
-    def parse(cls, values: Sequence[str]) -> Parameters:
+    def parse(cls, values: Sequence[str]) -> Self:
         """Read `key=value` strings; unknown keys are errors."""
         parameters = dict(value.partition("=")[::2] for value in values)
-        if unknown := parameters.keys() - cls.model_fields.keys():
-            raise D2SDError(
-                "There is no such parameter.", found=", ".join(sorted(unknown)), expected=", ".join(cls.model_fields)
-            )
-        return cls._checked(parameters)
+        known = [name for name, field in cls.model_fields.items() if not field.exclude]
+        if unknown := sorted(parameters.keys() - known):
+            raise D2SDError("There is no such parameter.", found=", ".join(unknown), expected=", ".join(known))
+        return cls.of(parameters, _WRONG)
 
     @classmethod
-    def of(cls, parameters: Mapping[str, Mapping[str, Any]]) -> Parameters:
-        """Read the parameters of a model's configuration."""
-        return cls._checked({name: value["string_value"] for name, value in parameters.items()})
-
-    @classmethod
-    def _checked(cls, values: Mapping[str, Any]) -> Parameters:
-        try:
-            return cls(**values)
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise D2SDError(
-                "A parameter is invalid.", where=str(first["loc"][0]), found=first["input"], expected=first["msg"]
-            ) from None
+    def read(cls, parameters: Mapping[str, Mapping[str, Any]], device: str) -> Self:
+        """Read the parameters of a model's configuration, for an instance on `device`; Triton's own are in capitals."""
+        values = {name: value["string_value"] for name, value in parameters.items() if not name.isupper()}
+        return cls.of(values | {"device": device}, _WRONG)
 
     def strings(self) -> dict[str, str]:
         """The values that are set, as config.pbtxt holds them."""
         return {
             name: f"{value:g}" if isinstance(value, float) else str(value)
-            for name, value in self.model_dump(exclude_none=True).items()
+            for name, value in ({"bundle": self.bundle} | self.model_dump(exclude_none=True)).items()
         }

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from d2sd.errors import RequestError, shortened
 from d2sd.io import parse_json
+from d2sd.serve.fields import FIELDS
 from d2sd.serve.openai.protocol import CompletionBody
 from d2sd.serve.triton.names import INPUTS
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 #: guided_decoding_guide_type of TensorRT-LLM -> field of structured_outputs.
 _GUIDES = {"json_schema": "json", "json": "json_object", "regex": "regex", "ebnf_grammar": "grammar"}
 #: Values in sampling_parameters that the frontend sends for parameters that a client did not give.
-_NEUTRAL: dict[str, tuple[object, ...]] = {"logprobs": (False, None), "best_of": (1, None), "n": (1, None)}
+_NEUTRAL = {"logprobs": (False, None), **{name: (FIELDS[name].neutral, None) for name in ("best_of", "n")}}
 
 
 @dataclass(slots=True)

@@ -129,7 +129,7 @@ def test_one_engine_has_pools_at_a_time(path: Path, tmp_path: Path, monkeypatch:
         pools.extend(ref(pool) for pool in engine.runner.pools)
         return engine
 
-    monkeypatch.setattr("d2sd.cli.generate.make_engine", make)
+    monkeypatch.setattr("d2sd.bundle.serving.make_engine", make)
     result = run(path, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
     assert result.exit_code == 0, result.output
     assert len(pools) == 4, "of target and two drafters, and of the target alone"

@@ -15,6 +15,7 @@ pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynam
 
 from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.run import load_sdk, run_worker
+from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.dynamo import fakes
 
 
@@ -89,7 +90,7 @@ def test_workers_of_a_rollout_have_a_namespace_of_their_own(monkeypatch: pytest.
         monkeypatch.setenv(limit, "1")  # run_worker sets them; undone after the test
     made: list[Any] = []
     monkeypatch.setattr("dynamo.common.backend.run.run", lambda kind, engine_factory: made.append(engine_factory))
-    monkeypatch.setattr("d2sd.serve.dynamo.run.load_bundle", MagicMock())
-    run_worker(Path("/bundle"), WorkerSettings("m", namespace="fleet"))
+    monkeypatch.setattr("d2sd.bundle.load.load_bundle", MagicMock())
+    run_worker(Path("/bundle"), WorkerSettings("m", namespace="fleet"), EngineOptions())
     _, config = asyncio.run(made[0](None))
     assert config.namespace == "fleet-1a2b"

@@ -22,6 +22,7 @@ from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.requests import RequestReader
+from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.dynamo import fakes
 from tests.d2sd.serve.http import until
 
@@ -330,10 +331,9 @@ async def test_without_kv_events_nothing_is_recorded(bundle: Bundle, engine: Eng
 
 
 def test_options_of_the_command_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    given: list[dict[str, Any]] = []
+    given: list[EngineOptions] = []
     monkeypatch.setattr("d2sd.cli.worker.require", lambda *needed: None)
-    monkeypatch.setattr("d2sd.serve.dynamo.run.run_worker", lambda *_, **options: given.append(options))
+    monkeypatch.setattr("d2sd.serve.dynamo.run.run_worker", lambda path, settings, options: given.append(options))
     for flags in ([], ["--no-prefix-cache", "--max-batch", "3"]):
         assert CliRunner().invoke(main, ["worker", str(tmp_path), "--dynamo", *flags]).exit_code == 0
-    assert [one["prefix_cache"] for one in given] == [None, False]
-    assert given[1]["max_batch"] == 3
+    assert given == [EngineOptions(), EngineOptions(prefix_cache=False, max_batch=3)]

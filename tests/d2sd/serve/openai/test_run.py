@@ -23,6 +23,7 @@ from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.run import DrainingServer, serve_bundle
 from d2sd.serve.openai.settings import ServerSettings
 from d2sd.serve.openai.spans import Spans
+from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.http import serving, wait_until
 from tests.d2sd.serve.test_refusals import TEXT, Held, connect
 
@@ -93,7 +94,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Serve a bundle, with the logs of these tests."""
     monkeypatch.setattr(run, "_log_to_stderr", lambda: None)
     monkeypatch.setattr("gc.freeze", lambda: None)
-    return lambda bundle: serve_bundle(bundle, ServerSettings(""), "127.0.0.1", 0)
+    return lambda bundle: serve_bundle(bundle, ServerSettings(""), "127.0.0.1", 0, EngineOptions())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -101,7 +102,7 @@ def test_a_signal_while_the_bundle_is_loaded_ends_it_with_zero(
     tiny_bundle: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, begin: Callable[[Path], None]
 ) -> None:
     usual = signal.getsignal(number)
-    monkeypatch.setattr(run, "load_bundle", lambda *arguments, **options: signal.raise_signal(number))
+    monkeypatch.setattr("d2sd.bundle.load.load_bundle", lambda *arguments, **options: signal.raise_signal(number))
     with pytest.raises(SystemExit) as ended:
         begin(tiny_bundle)
     assert ended.value.code == 0

@@ -46,9 +46,16 @@ def test_the_config_declares_every_tensor() -> None:
 
 def test_parameters_survive_the_config() -> None:
     given = Parameters(bundle="/b", policy="chain", max_batch=3, drain_timeout=0.5, stream_interval=1)
-    assert Parameters.of({name: {"string_value": value} for name, value in given.strings().items()}) == given
+    assert Parameters.read({name: {"string_value": value} for name, value in given.strings().items()}, "cpu") == given
     with pytest.raises(D2SDError, match="max_waiting"):
-        Parameters.of({"bundle": {"string_value": "/b"}, "max_waiting": {"string_value": "many"}})
+        Parameters.read({"bundle": {"string_value": "/b"}, "max_waiting": {"string_value": "many"}}, "cpu")
+
+
+def test_a_misspelled_parameter_is_refused_and_tritons_own_is_not() -> None:
+    own = {"bundle": {"string_value": "/b"}, "EXECUTION_ENV_PATH": {"string_value": "/e"}}
+    assert Parameters.read(own, "cuda:1") == Parameters(bundle="/b", device="cuda:1")
+    with pytest.raises(D2SDError, match="max_batchs"):
+        Parameters.read(own | {"max_batchs": {"string_value": "3"}}, "cpu")
 
 
 def test_another_folder_is_not_overwritten(tiny_bundle: Path, tmp_path: Path) -> None:

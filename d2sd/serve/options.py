@@ -1,0 +1,75 @@
+"""The options of an engine, for every face that serves a bundle: names, bounds, neutral values and what each does."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing_extensions import Self
+
+from d2sd.bundle.backends import BackendName
+from d2sd.errors import D2SDError
+from d2sd.progress import Progress, silent
+from d2sd.recipe import Method
+from d2sd.typed import named, plain
+
+if TYPE_CHECKING:
+    from d2sd.bundle.load import Bundle
+    from d2sd.runtime.engine import Engine
+
+
+class EngineOptions(BaseModel):
+    """How a bundle is served; None takes the recipe's value. Descriptions are the help of the commands' options.
+
+    Raises `D2SDError` naming a wrong one where `of` makes it.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    max_batch: Annotated[int | None, Field(ge=1, le=4096, description="Requests that decode together.")] = None
+    prefix_cache: Annotated[bool | None, Field(description="Reuse K/V of shared prefixes.")] = None
+    policy: Annotated[Method | None, Field(description="Tree policy; +lookup: with copies.")] = None
+    device: Annotated[str, Field(description="PyTorch device: cpu, cuda or cuda:N.")] = "cpu"
+    tensor_parallel: Annotated[
+        int, Field(ge=1, le=64, description="Processes that share the target, on CUDA a GPU each.")
+    ] = 1
+    backend: Annotated[
+        BackendName, Field(description="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.")
+    ] = "torch"
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], what: str, *, strict: bool = False) -> Self:
+        """Check the values. Raises `D2SDError`, whose first sentence is `what`, for the first that is wrong.
+
+        With `strict` no text is read as a number or a switch; numbers may be numpy's.
+        """
+        try:
+            return cls.model_validate({name: plain(value) for name, value in values.items()}, strict=strict)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = str(first["loc"][0])
+            found = named(values.get(where)) if strict else first["input"]
+            raise D2SDError(what, where=where, found=found, expected=first["msg"]) from None
+
+    def load(self, path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
+        """Open a bundle for these options, as `load_bundle` does."""
+        from d2sd.bundle.load import load_bundle  # here, so that a command's help needs no torch
+
+        return load_bundle(
+            path, verify=verify, progress=progress, tensor_parallel=self.tensor_parallel, device=self.device
+        )
+
+    def engine(self, bundle: Bundle) -> Engine:
+        """Make the engine of a bundle that `load` has opened, as `make_engine` does."""
+        from d2sd.bundle.serving import make_engine
+
+        return make_engine(
+            bundle,
+            policy=self.policy,
+            device=self.device,
+            backend=self.backend,
+            max_batch=self.max_batch,
+            prefix_cache=self.prefix_cache,
+        )
