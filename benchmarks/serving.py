@@ -32,13 +32,12 @@ from pydantic import BaseModel
 from benchmarks.load import direct, report, workloads
 from benchmarks.load.answers import check_answers, compare, plain_answers
 from benchmarks.load.faces import FACES
-from benchmarks.load.figures import Sample
+from benchmarks.load.figures import Sample, Slo
 from benchmarks.load.plots import write_plots
 from benchmarks.load.result import Cell, Key, Result, Run, Variant, Workload
 from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.workloads import Conversation
-from d2sd.bench.capacity import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import save
 from d2sd.cli.options import FilePath

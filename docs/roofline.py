@@ -15,12 +15,11 @@ from pathlib import Path
 
 from benchmarks.gpu.hybrid_steps import POLICIES, HybridStep, count_hybrid
 from benchmarks.gpu.kernel_seconds import counted_seconds
-from benchmarks.gpu.roofline import floor_bytes, floor_seconds, passes, seconds
+from benchmarks.gpu.roofline import NODE_SECONDS as NODE
+from benchmarks.gpu.roofline import PEAKS, floor_bytes, floor_seconds, passes, seconds
 from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, FILTERED, ROWS, SAMPLED, Step, count, rows
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, LOGITS, STATES, WEIGHTS, Launch, read, written
 from d2sd.bench.markdown import line_table
-from d2sd.bench.roofline import NODE_SECONDS as NODE
-from d2sd.bench.roofline import PEAKS
 
 PAGE = Path(__file__).with_name("roofline.md")
 DRAFT_VOCABULARY = 32768
@@ -65,8 +64,8 @@ NOT_COUNTED = """
 - **The L2 cache between nodes.** A node's activations are charged to memory even if the node before has just written
   them. At batch 1 most are a few MB and stay in L2 (50 MB on H100 and H200), so true bytes are nearer to the floor.
 - **Reads within a node.** Row tiles of one K/V head read the same bytes again, from L2 as far as they fit.
-- **Efficiency.** Peaks are data sheets'; products of few rows reach less. [Capacity](capacity.md) assumes one share of
-  them, or takes the shares that were measured on the user's GPU.
+- **Efficiency.** Peaks are data sheets'; products of few rows reach less. [Capacity](capacity.md) has nothing but
+  steps that were measured.
 - **The host**, which a graph and the step behind it hide, and prefill.
 - **Operators of PyTorch that are several kernels.** Each counts as one node.
 """
@@ -82,7 +81,7 @@ def page() -> str:
         [gpu, f"{one.bandwidth / 1e12:g}", f"{one.half / 1e12:,.0f}", f"{one.fp8 / 1e12:,.0f}", SHEETS[gpu]]
         for gpu, one in PEAKS.items()
     ]
-    parts = [TOP, line_table(SHEET, sheets), "\n\nDense rates, as in `d2sd/bench/roofline.py`.\n", bounds()]
+    parts = [TOP, line_table(SHEET, sheets), "\n\nDense rates, as in `benchmarks/gpu/roofline.py`.\n", bounds()]
     found = rows()
     parts += ["\n\n## Bytes, operations, nodes\n\n", line_table(COUNTS, map(counts, found))]
     parts += [

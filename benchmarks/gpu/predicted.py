@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.record import Row
+from benchmarks.gpu.roofline import PEAKS
 from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
-from d2sd.bench.roofline import PEAKS
 
 COPY = "ceilings/copy"
 

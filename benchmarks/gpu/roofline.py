@@ -1,4 +1,4 @@
-"""The least that a decode step reads and computes, and the seconds of its launches on a GPU, over `steps.count`.
+"""The roofline: the least that a decode step reads and computes, and the seconds of its launches, over `steps.count`.
 
 A pass (a stage of `decode_step`) must read its weights and the K/V of the context once, and compute its products; it
 takes the longer of the two at the peaks of the data sheet. Activations, logits and writes cost nothing in that floor.
@@ -11,7 +11,26 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from benchmarks.gpu.traffic import KV, STATES, WEIGHTS, Launch
-from d2sd.bench.roofline import GpuPeaks
+
+#: Seconds of a small kernel behind another in a CUDA graph, 1.5 to 2.5 µs: an assumption.
+NODE_SECONDS = 2e-6
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPeaks:
+    """Peak rates from NVIDIA's data sheets, of the SXM or HGX version; products are dense."""
+
+    bandwidth: float  # bytes a second
+    half: float  # operations a second, bf16 and fp16
+    fp8: float
+
+
+#: By the names of `d2sd.build.plan.GPUS`.
+PEAKS = {
+    "H100": GpuPeaks(3.35e12, 989e12, 1979e12),
+    "H200": GpuPeaks(4.8e12, 989e12, 1979e12),
+    "B200": GpuPeaks(8.0e12, 2250e12, 4500e12),
+}
 
 
 @dataclass(slots=True)

@@ -21,9 +21,8 @@ import torch
 
 from benchmarks.gpu import traffic
 from benchmarks.gpu.cases import Case, Note
-from benchmarks.gpu.roofline import floor_seconds, seconds
+from benchmarks.gpu.roofline import NODE_SECONDS, PEAKS, floor_seconds, seconds
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, STATES, Launch, Meter, without_gpu
-from d2sd.bench.roofline import NODE_SECONDS, PEAKS
 from d2sd.bundle.product_times import choose_products
 from d2sd.convert.checkpoint.flexdraft import flex_linears
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig

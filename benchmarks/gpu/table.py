@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from benchmarks.gpu.record import Row
+from benchmarks.gpu.roofline import PEAKS, GpuPeaks
 from benchmarks.gpu.shapes import COMPUTED, GATE
 from d2sd.bench.markdown import line_table
 from d2sd.bench.measured import is_kind
-from d2sd.bench.roofline import PEAKS, GpuPeaks
 
 Rows = dict[str, Row]
 #: A figure and its case.

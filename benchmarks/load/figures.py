@@ -12,10 +12,17 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import BaseModel
 
 from benchmarks.load.client import Reply
-from d2sd.bench.capacity import Slo
 from d2sd.bench.result import Part
+
+
+class Slo(BaseModel):
+    """Bounds in seconds of a request that counts for goodput: of its TTFT, and of its mean inter-token latency."""
+
+    ttft: float
+    itl: float
 
 
 class Sample(Part):

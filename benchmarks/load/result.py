@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
-from benchmarks.load.figures import Figures, Sample
-from d2sd.bench.capacity import Slo
+from benchmarks.load.figures import Figures, Sample, Slo
 from d2sd.bench.result import Part, Provenance, ResultFile
 
 Workload = Literal["prompts", "poisson", "prefix", "turns"]

@@ -1,77 +1,148 @@
-"""How many GPUs a load needs within latency targets, by arithmetic over step times, tokens a step and memory.
-
-A GPU that always decodes the same number of requests gives each of them a prefill and its decode steps in turn; the
-largest rate within the targets is what it sustains. Random arrivals queue in front of a GPU that is always busy, so
-GPUs are counted at a share of that rate. The queue itself is not computed: it needs a measurement under load.
-"""
+"""Requests of a bundle that a GPU holds, and its decode steps where an engine has measured them on such a GPU."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from d2sd.bench.roofline import Measured, Roofline, StepCost, step_costs
+from d2sd.bench.markdown import table
+from d2sd.bench.measured import StepFiles, step_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
 from d2sd.bundle.serving import auto_policies
 from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
-from d2sd.policies import FACTS
-from d2sd.recipe import Drafters, Policy, load_recipe
+from d2sd.policies import FACTS, parse_method
+from d2sd.recipe import Drafters, Method, Policy, load_recipe
 from d2sd.runtime.memory import plan_kv_memory
-from d2sd.runtime.request import Limits, Request, bucket
-
-#: Share of the rate a GPU sustains that it is given; the rest is for arrivals that bunch. An assumption.
-UTILIZATION = 0.8
+from d2sd.runtime.request import Limits, Request
 
 Positive = Annotated[int, Field(ge=1)]
 
 
-class Slo(BaseModel):
-    """Bounds in seconds of a request that counts for goodput: of its TTFT, and of its mean inter-token latency."""
-
-    ttft: float
-    itl: float
-
-
-class Demand(BaseModel):
-    """The load and its targets."""
+class Lengths(BaseModel):
+    """Tokens of each request."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    rate: Annotated[float, Field(gt=0)]  # requests a second
     prompt_tokens: Positive
     output_tokens: Positive
-    targets: Slo
+
+    @property
+    def context(self) -> int:
+        """Tokens of context in the middle of the answer."""
+        return self.prompt_tokens + self.output_tokens // 2
 
 
-class Operation(BaseModel):
-    """A GPU that always decodes `batch` requests."""
+class Step(BaseModel):
+    """A measured decode step of `batch` requests."""
 
     batch: int
-    rate: float  # requests a second that it finishes
-    ttft: float  # seconds of a request that arrives in a step, without a queue
-    itl: float  # seconds, mean of a request
+    policy: str
+    seconds: float
+    tokens: float  # that each request gains
+
+    @property
+    def itl(self) -> float:
+        """Mean seconds from token to token."""
+        return self.seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of all requests together."""
+        return self.batch / self.itl
 
 
 class Option(BaseModel):
     """One policy on one kind of GPU."""
 
     policy: str
-    served: dict[int, str]  # by batch bucket
-    tokens_per_step: dict[str, float]  # of these
-    measured: bool = False  # whether its step times are the user's GPU's
-    gpus: int
-    most_rate: float  # requests a second that a GPU is given
     weight_bytes: int
     pages: int  # K/V pages that fit
     request_pages: int  # of these, the ones of a whole request
-    sustained: Operation
+    steps: list[Step] = []  # none where nothing was measured
+
+
+class Sheet(BaseModel):
+    """The sheet as JSON."""
+
+    name: str  # of the recipe
+    source: str
+    precision: str
+    gpu: str
+    max_batch: int
+    ranks: int = 1  # GPUs that share the target
+    lengths: Lengths
+    options: list[Option]
+
+    def markdown(self) -> str:
+        """The sheet as text."""
+        lengths, first = self.lengths, self.options[0]
+        columns = [(option.policy, list(_memory(option).values())) for option in self.options]
+        lines = [
+            f"# Capacity: {self.name} on {self.gpu}",
+            "",
+            f"Requests of {lengths.prompt_tokens} prompt and {lengths.output_tokens} output tokens; precision "
+            f"{self.precision}. Weights and K/V fill at most four fifths of {GPUS[self.gpu] // 10**9} GB."
+            f"{self._shared()}",
+            "",
+            table([("", list(_memory(first))), *columns]),
+            "",
+            *self._speed(),
+            "",
+        ]
+        return "\n".join(lines)
+
+    def _shared(self) -> str:
+        return f" {self.ranks} GPUs share the target; bytes are of one." if self.ranks > 1 else ""
+
+    def _speed(self) -> list[str]:
+        """The decode steps, or how to measure them."""
+        steps = [step for option in self.options for step in option.steps]
+        if not steps:
+            return [
+                f"Nothing is known of its speed: no step times of {self.source} were measured on such a GPU. An engine "
+                "that chooses among policies measures them at its first start, of a bundle with a calibration, and "
+                "keeps them:",
+                "",
+                f"    D2SD_NO_FALLBACK=1 d2sd generate {self.source} --policy auto --device cuda -p Hello"
+                + self._options(),
+                "",
+                "They are a file `step-times-….json` in d2sd's cache folder; `--step-times FILE` reads one of another "
+                "machine.",
+            ]
+        columns = {
+            "requests in a step": [str(step.batch) for step in steps],
+            "served": [step.policy for step in steps],
+            "step, ms": [f"{1e3 * step.seconds:.2f}" for step in steps],
+            "tokens a step of each": [f"{step.tokens:.2f}" for step in steps],
+            "ITL, mean, ms": [f"{1e3 * step.itl:.2f}" for step in steps],
+            "output tokens/s": [f"{step.tokens_per_second:.0f}" for step in steps],
+        }
+        return [
+            f"Decode steps as measured on such a GPU, of {self.lengths.context} tokens of context a request:",
+            "",
+            table([*columns.items()]),
+            "",
+            "Tokens a step are the calibration's forecast, or the given ones. Prefill and queueing are not in these "
+            "figures: measure them under load.",
+        ]
+
+    def _options(self) -> str:
+        return f" --tensor-parallel {self.ranks}" if self.ranks > 1 else ""
+
+
+def _memory(option: Option) -> dict[str, str]:
+    """The memory of one policy under its headings."""
+    return {
+        "weights": f"{option.weight_bytes / 1e9:.2f} GB",
+        "K/V pages that fit": f"{option.pages:,}",
+        "K/V pages of a request": f"{option.request_pages:,}",
+        "requests that they hold": f"{option.pages // option.request_pages:,}",
+    }
 
 
 def read_plan(source: Path) -> Plan:
@@ -88,73 +159,70 @@ def read_plan(source: Path) -> Plan:
     return make_plan(recipe.model_copy(update=changed).at(source))
 
 
-def compute(
-    roofline: Roofline, policy: Policy, demand: Demand, max_batch: int, tau: float | None, measured: Measured | None
-) -> Option:
-    """GPUs of one kind that serve `demand` with `policy`. Raises D2SDError that names the bound that fails.
+def make_sheet(
+    plan: Plan,
+    source: Path,
+    gpu: str,
+    lengths: Lengths,
+    max_batch: int | None = None,
+    policy: Method | None = None,
+    tau: float | None = None,
+    step_times: Path | None = None,
+) -> Sheet:
+    """Plain decoding and `policy`, by default the recipe's; `tau` is the tokens a step of the latter.
 
-    `tau` and `measured`: see `step_costs`.
+    `step_times` is a file that an engine has kept; None: those of this bundle in d2sd's cache folder. Raises D2SDError
+    where a request is longer than `limits.max_context`, where the model does not fit, and by `step_costs`.
     """
-    plan, gpu = roofline.plan, roofline.gpu
+    recipe = plan.recipe
+    named, copies = parse_method(policy or recipe.tree.policy)
+    tree = recipe.tree.model_copy(update={"lookup": copies or recipe.tree.lookup})
+    plan = replace(plan, recipe=recipe.model_copy(update={"tree": tree}))
+    limits, chosen = Limits.of(recipe.limits, max_batch), cast("Policy", named)
+    limits.check(Request((0,) * lengths.prompt_tokens, lengths.output_tokens), 1)
+    files = StepFiles.of(plan, gpu, step_times)
+    options = [
+        _option(plan, files, name, lengths, limits, tau if name == chosen else None)
+        for name in dict.fromkeys(("off", chosen))
+    ]
+    if step_times is not None and not any(option.steps for option in options):
+        raise D2SDError(
+            "This file has no step times of this bundle on such a GPU.",
+            where=step_times,
+            expected=f"times of {source} on {gpu}, of batches up to {limits.max_batch}, by {plan.ranks} GPUs together",
+        )
+    return Sheet(
+        name=recipe.name,
+        source=str(source),
+        precision=recipe.precision + (" with FP8" if recipe.fp8 else ""),
+        gpu=gpu,
+        max_batch=limits.max_batch,
+        ranks=plan.ranks,
+        lengths=lengths,
+        options=options,
+    )
+
+
+def _option(
+    plan: Plan, files: StepFiles, policy: Policy, lengths: Lengths, limits: Limits, tau: float | None
+) -> Option:
+    """One policy; the drafters that it does not run take no memory."""
     configs = {role: part.draft_config for role, part in plan.drafters.items()}
     names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
     roles = {role for name in names for role in FACTS[name].among(configs).drafters}
     plan = replace(plan, drafters={role: part for role, part in plan.drafters.items() if role in roles})
-    limits = Limits.of(plan.recipe.limits, max_batch)
-    limits.check(Request((0,) * demand.prompt_tokens, demand.output_tokens), 1)
-    pages = fitting_pages(plan, gpu, limits)
-    request_pages = limits.pages_for(demand.prompt_tokens + demand.output_tokens + plan.recipe.tree.block_size)
-    roofline = replace(roofline, plan=plan)
-    context = demand.prompt_tokens + demand.output_tokens // 2  # in the middle of its answer
-    costs = step_costs(roofline, policy, max_batch, context, tau, measured)
-    prompt, chunk = demand.prompt_tokens, limits.prefill_chunk
-    chunks = [roofline.prefill_seconds(min(chunk, prompt - start), start) for start in range(0, prompt, chunk)]
-    # The pages that fit hold a request of max_context, and so at least one of this load.
-    sustained = most_sustained(costs, chunks, demand, min(max_batch, max(1, pages // request_pages)))
-    most_rate = UTILIZATION * sustained.rate
+    costs = step_costs(plan, files, policy, limits.max_batch, lengths.context, tau) or {}
+    steps = [
+        Step(batch=batch, policy=cost.policy, seconds=cost.seconds, tokens=cost.tokens) for batch, cost in costs.items()
+    ]
+    pages = limits.pages_for(lengths.prompt_tokens + lengths.output_tokens + plan.recipe.tree.block_size)
     return Option(
         policy=policy,
-        served={size: cost.policy for size, cost in costs.items()},
-        tokens_per_step={cost.policy: cost.tokens for cost in costs.values()},
-        measured=any(cost.measured for cost in costs.values()),
-        gpus=math.ceil(demand.rate / most_rate) * plan.ranks,
-        most_rate=most_rate,
         weight_bytes=plan.weight_bytes,
-        pages=pages,
-        request_pages=request_pages,
-        sustained=sustained,
+        pages=fitting_pages(plan, files.gpu, limits),
+        request_pages=pages,
+        steps=steps,
     )
-
-
-def operation(cost: StepCost, chunks: list[float], demand: Demand, batch: int) -> Operation:
-    """The work of a GPU with `batch` requests at all times: when one ends, the next one is there."""
-    prefill, steps = sum(chunks), max(1.0, demand.output_tokens / cost.tokens)
-    # Alone a request waits for its prefill and one step; among others for the step in progress, and a step a chunk.
-    waited = 1 if batch == 1 else len(chunks) + 1
-    return Operation(
-        batch=batch,
-        rate=batch / (batch * prefill + steps * cost.seconds),
-        ttft=prefill + waited * cost.seconds,
-        itl=cost.seconds / cost.tokens + (batch - 1) * prefill / demand.output_tokens,
-    )
-
-
-def most_sustained(costs: Mapping[int, StepCost], chunks: list[float], demand: Demand, most: int) -> Operation:
-    """The highest rate within the targets of up to `most` requests together. Raises D2SDError if one alone misses."""
-    targets, alone = demand.targets, operation(costs[1], chunks, demand, 1)
-    late = alone.ttft > targets.ttft
-    if late or alone.itl > targets.itl:
-        name, reached, target = ("TTFT", alone.ttft, targets.ttft) if late else ("ITL", alone.itl, targets.itl)
-        raise D2SDError(
-            f"No number of GPUs meets the target: one request alone on a GPU misses the {name}.",
-            where=f"--{name.lower()}",
-            found=f"{1e3 * reached:.1f} ms",
-            expected=f"at most {1e3 * target:.1f} ms",
-            fix="allow more, shorten the prompt, or choose a faster GPU or policy",
-        )
-    together = (operation(costs[bucket(batch)], chunks, demand, batch) for batch in range(1, most + 1))
-    within = (point for point in together if point.ttft <= targets.ttft and point.itl <= targets.itl)
-    return max(within, key=lambda point: point.rate)
 
 
 def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:

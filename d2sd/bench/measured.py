@@ -1,67 +1,58 @@
-"""The user's own GPU in a capacity sheet: step times of a bundle and efficiencies of products that it has measured.
-
-Both are in files that engines keep (`d2sd.bundle.step_times`, `d2sd.bundle.product_times`).
-"""
+"""Decode steps of a bundle as an engine measured them on the user's GPU, with the tokens that each gains."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from d2sd.bench.roofline import PEAKS, Kind, Measured
 from d2sd.build.plan import Plan
-from d2sd.bundle.product_times import measured_product_times
+from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, forecasts, policy_of_tree
 from d2sd.bundle.step_times import About, measured_step_times
+from d2sd.errors import D2SDError
 from d2sd.io import cache_folder, digest
 from d2sd.manifest import NAME, load_manifest
-from d2sd.runtime.product_times import Times
-from d2sd.runtime.speculation.policy import Policy
-from d2sd.runtime.step_times import StepTimes
-
-#: Least bytes of weights: smaller ones may have been in the L2 cache.
-_LEAST = 8 << 20
-_BYTES = {"bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
-
-def steps(plan: Plan, gpu: str) -> Measured:
-    """The function that finds step times of a bundle's plan on GPUs of this kind."""
-    folder, bundle = _folder(), plan.recipe.folder
-
-    def find(policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes | None:
-        if folder is None or not (bundle / NAME).exists():
-            return None
-        files = digest(load_manifest(bundle).files)
-
-        def matches(about: About) -> bool:
-            same = about.bundle == files and about.ranks == plan.ranks and about.backend == "torch"
-            return same and about.gpu is not None and is_kind(about.gpu, gpu)
-
-        return measured_step_times(folder, matches, policies, sizes)
-
-    return find
+from d2sd.recipe import Policy
+from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
+from d2sd.runtime.request import buckets
+from d2sd.runtime.speculation.policy import Off
+from d2sd.runtime.speculation.policy import Policy as TreePolicy
+from d2sd.runtime.step_times import Forecast, StepTimes
 
 
-def shares(gpu: str) -> dict[tuple[Kind, int], float]:
-    """Shares of a GPU's peaks that products reached on one of this kind, by type and bucket of rows."""
-    folder = _folder()
-    times = None if folder is None else measured_product_times(folder, lambda name: is_kind(name, gpu))
-    return {} if times is None else shares_of(times, gpu)
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """The policy that an engine serves in one batch bucket, with the costs and tokens of a step."""
+
+    policy: str
+    seconds: float  # of a decode step
+    tokens: float  # that each request gains in it
 
 
-def shares_of(times: Times, gpu: str) -> dict[tuple[Kind, int], float]:
-    """The same by these times: of all shapes together, the longer of reading and computing over the fastest form."""
-    peaks = PEAKS[gpu]
-    ideal, taken = defaultdict[tuple[Kind, int], float](float), defaultdict[tuple[Kind, int], float](float)
-    for (shape, rows), seconds in times.items():
-        weights, size = shape.outputs * shape.inputs, _BYTES[shape.dtype]
-        if weights * size < _LEAST:
-            continue
-        kind: Kind = "FP8 weights" if size == 1 else "16-bit weights"
-        peak = peaks.fp8 if size == 1 else peaks.half
-        ideal[kind, rows] += max(weights * size / peaks.bandwidth, 2 * rows * weights / peak)
-        taken[kind, rows] += min(seconds.values())
-    return {one: ideal[one] / taken[one] for one in ideal}
+@dataclass(frozen=True, slots=True)
+class StepFiles:
+    """The files in which engines keep step times, and the times in them that are of a plan on a kind of GPU."""
+
+    files: Sequence[Path]
+    bundle: str | None  # hash of its files' hashes; None: any
+    gpu: str
+    ranks: int
+
+    @staticmethod
+    def of(plan: Plan, gpu: str, given: Path | None) -> StepFiles:
+        """Those in d2sd's cache folder, or the one `given`. A recipe has none but that."""
+        folder, files = plan.recipe.folder, [given] if given is not None else _kept()
+        is_bundle = (folder / NAME).exists()
+        bundle = digest(load_manifest(folder).files) if is_bundle else None
+        return StepFiles(files if is_bundle or given is not None else [], bundle, gpu, plan.ranks)
+
+    def find(self, policies: Sequence[TreePolicy], sizes: Sequence[int]) -> StepTimes | None:
+        """Step times of all `policies` and `sizes`, but of trees that did not pay."""
+        return measured_step_times(self.files, self._matches, policies, sizes)
+
+    def _matches(self, about: About) -> bool:
+        same = self.bundle in (None, about.bundle) and about.ranks == self.ranks and about.backend == "torch"
+        return same and about.gpu is not None and is_kind(about.gpu, self.gpu)
 
 
 def is_kind(name: str, gpu: str) -> bool:
@@ -69,8 +60,75 @@ def is_kind(name: str, gpu: str) -> bool:
     return gpu in name.split()
 
 
-def _folder() -> Path | None:
-    try:
-        return cache_folder()
-    except OSError:  # the user has no home
+def step_costs(
+    plan: Plan, files: StepFiles, policy: Policy, max_batch: int, context: int, tau: float | None = None
+) -> dict[int, StepCost] | None:
+    """Costs of an engine of `policy` by batch bucket, for requests of `context` tokens each; None if `files` lack them.
+
+    `tau` is the tokens a step of the policy, in place of the calibration's forecast at the recipe's temperature. Raises
+    D2SDError if it is out of range, or if there is neither.
+    """
+    tree, temperature = plan.recipe.tree, plan.recipe.sampling.temperature
+    drafters, named = {role: part.draft_config for role, part in plan.drafters.items()}, plan.recipe.drafters.sources
+    if policy == "auto":
+        candidates = candidate_policies(tree, tree.row_budget, auto_policies(drafters, plan.calibration), named)
+    else:
+        check_policy(drafters, policy, Path(plan.recipe.name))
+        candidates = [policy_of_tree(tree, policy, tree.row_budget, named)]
+    _check_tau(tau, tree.block_size)
+    largest = candidates[-1]
+    if policy != "auto" or tau is not None or plan.calibration is None:
+        candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
+    batches = buckets(max_batch)
+    seconds = _seconds(files, candidates, batches, context, all_of=policy != "auto")
+    if seconds is None:
         return None
+    forecast = _forecast(plan, candidates, tau)
+    selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
+    chosen = {size: selector.choose(size, temperature).policy if policy == "auto" else largest for size in batches}
+    return {
+        size: StepCost(str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature))
+        for size, choice in chosen.items()
+    }
+
+
+def _kept() -> list[Path]:
+    """The files of d2sd's cache folder; none where the user has no home."""
+    try:
+        return [*cache_folder().glob("step-times-*.json")]
+    except OSError:
+        return []
+
+
+def _seconds(
+    files: StepFiles, candidates: Sequence[TreePolicy], batches: Sequence[int], context: int, *, all_of: bool
+) -> dict[tuple[TreePolicy, int], float] | None:
+    """Seconds of the steps that a GPU has measured: trees that did not pay there are missing, unless `all_of` them."""
+    times = files.find(candidates, batches)
+    if times is None:
+        return None
+    found = {(one, size): times.step(one, size, context) for one in candidates for size in batches}
+    known = {step: seconds for step, seconds in found.items() if seconds is not None}
+    return None if all_of and len(known) < len(found) else known
+
+
+def _check_tau(tau: float | None, block_size: int) -> None:
+    if tau is not None and not 1 <= tau <= block_size:
+        raise D2SDError(
+            "Tokens a step are out of range.", where="--tau", found=tau, expected=f"1 .. {block_size}, the block size"
+        )
+
+
+def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> Forecast:
+    if tau is not None:
+        return {policy.name: ([tau], [tau]) for policy in policies if not isinstance(policy, Off)}
+    known = {} if plan.calibration is None else forecasts(plan.calibration, plan.recipe.tree.branches)
+    missing = [str(policy) for policy in policies if policy.drafters and policy.name not in known]
+    if missing:
+        raise D2SDError(
+            "The tokens a step are unknown: they depend on the drafters.",
+            where=plan.recipe.name,
+            found=f"no calibration of {', '.join(missing)}",
+            fix="name a calibration in the recipe (d2sd calibrate), or pass --tau",
+        )
+    return known

@@ -65,11 +65,6 @@ class Part:
     def body(self) -> BodyConfig:
         return self.config.body
 
-    def seen(self, context: int) -> int:
-        """Tokens of a context that a row behind it sees, summed over the layers that attend."""
-        windows = self.body.windows or (None,) * len(self.body.attention_layers)
-        return sum(context if window is None else min(context, window - 1) for window in windows)
-
     @property
     def draft_config(self) -> DraftConfig:
         """The config of a drafter."""

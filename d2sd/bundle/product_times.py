@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -129,20 +128,6 @@ def read(path: Path, gpu: str) -> Times:
     if (file.gpu, file.torch) != here:
         raise D2SDError("The times are of another GPU or PyTorch.", where=path, found=file.gpu, expected=gpu)
     return file.times
-
-
-def measured_product_times(folder: Path, is_gpu: Callable[[str], bool]) -> Times | None:
-    """The times in the newest file of the cache folder whose GPU's name `is_gpu`, whatever PyTorch measured them."""
-    files = sorted(folder.glob("product-times-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files:
-        try:
-            file = read_model(File, path, error=D2SDError, what="file of product times")
-        except (D2SDError, OSError) as error:
-            logger.info("product times are not used: %s", error)
-        else:
-            if is_gpu(file.gpu):
-                return file.times
-    return None
 
 
 def write(path: Path, times: Times, gpu: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
@@ -204,11 +204,10 @@ def _times(
 
 
 def measured_step_times(
-    folder: Path, about: Callable[[About], bool], policies: Sequence[Policy], sizes: Sequence[int]
+    files: Iterable[Path], about: Callable[[About], bool], policies: Sequence[Policy], sizes: Sequence[int]
 ) -> StepTimes | None:
-    """Step times in the newest file of the cache folder that is `about` this and has these policies and sizes."""
-    files = sorted(folder.glob("step-times-*.json"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in files:
+    """Step times in the newest of the files that is `about` this and has these policies and sizes."""
+    for path in sorted(files, key=_changed, reverse=True):
         try:
             file = read_model(_File, path, error=D2SDError, what="file of step times")
             if file.about is not None and about(file.about):
@@ -216,6 +215,14 @@ def measured_step_times(
         except (D2SDError, OSError) as error:
             logger.info("step times are not used: %s", error)
     return None
+
+
+def _changed(path: Path) -> float:
+    """When a file was changed; 0 if it cannot be read."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
 
 
 def _write(path: Path, times: StepTimes, about: About | None, *, busy: bool) -> None:

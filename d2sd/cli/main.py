@@ -16,7 +16,7 @@ COMMANDS = {
     "bench": "Measure BUNDLE: tokens per step, acceptance, cost and speed of every method.",
     "build": "Build the serving bundle that RECIPE describes.",
     "calibrate": "Fit the drafters' confidence to what BUNDLE's target accepts.",
-    "capacity": "Compute how many GPUs serve a load within latency targets, with and without speculation.",
+    "capacity": "Show how many requests a GPU holds, and its decode steps where an engine has measured them.",
     "convert": "Convert the drafter in SOURCE to another checkpoint format.",
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
     "generate": "Generate text from the bundle at BUNDLE.",

@@ -22,7 +22,7 @@ from benchmarks.load.answers import check_answers, reference
 from benchmarks.load.client import HttpClient, Reply, error_of
 from benchmarks.load.direct import compare_policies
 from benchmarks.load.dynamo import DynamoClient
-from benchmarks.load.figures import Figures, Sample
+from benchmarks.load.figures import Figures, Sample, Slo
 from benchmarks.load.guests_http import HttpGuests
 from benchmarks.load.health import bad_lines
 from benchmarks.load.plots import write_plots
@@ -34,7 +34,6 @@ from benchmarks.load.triton import triton_code
 from benchmarks.load.workloads import multi_turn, shared_prefix, single
 from benchmarks.serving import Benchmark
 from benchmarks.soak import growth
-from d2sd.bench.capacity import Slo
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.run import listen

@@ -167,7 +167,7 @@ def test_a_recipe_alone_is_planned(
 
 def test_without_checkpoints_the_downloads_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    load = ["--gpu", "H100", "--rate", "1", "--prompt-tokens", "9", "--output-tokens", "9", "--ttft", "1", "--itl", "1"]
+    load = ["--gpu", "H100", "--prompt-tokens", "9", "--output-tokens", "9"]
     assert "H100" in run("capacity", "qwen3-8b", *load, "--policy", "ddtree", "--tau", "3")
     assert re.findall("hf download .*", run("build", "qwen3-8b", "--plan")) == QWEN3_8B
     whole = CliRunner().invoke(main, ["build", "qwen3-8b"])
@@ -228,7 +228,7 @@ def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dic
     assert [(p.parameters, p.weight_bytes, p.kv_token_bytes) for p in found] == [
         (p.parameters, p.weight_bytes, p.kv_token_bytes) for p in whole[:2]
     ]
-    load = ["--rate", "1", "--prompt-tokens", "512", "--output-tokens", "128", "--ttft", "2", "--itl", "1"]
+    load = ["--prompt-tokens", "512", "--output-tokens", "128"]
     assert "H100" in run("capacity", recipe, "--gpu", "H100", *load, "--policy", "chain", "--tau", "3")
     failed = CliRunner().invoke(main, ["build", str(recipe), "--out", str(tmp_path / "out")])
     assert failed.exit_code == 2

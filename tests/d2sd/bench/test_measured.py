@@ -1,10 +1,9 @@
-"""What engines measured on the user's GPU, found again for a capacity sheet."""
+"""Step times that engines measured on the user's GPU, found again for a capacity sheet, and the steps made of them."""
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -12,15 +11,17 @@ from typing import Any, cast
 import pytest
 
 from d2sd.bench import measured
-from d2sd.bundle.product_times import write
+from d2sd.build.plan import Part, Plan
 from d2sd.bundle.step_times import About, kept_step_times
+from d2sd.errors import D2SDError
 from d2sd.io import digest
 from d2sd.manifest import NAME
-from d2sd.modeling.product_forms import ProductShape
+from d2sd.modeling.config import BodyConfig, DrafterConfig, RopeConfig
+from d2sd.policies import DrafterRole
+from d2sd.recipe import Recipe
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.product_times import Times
 from d2sd.runtime.request import Limits
-from d2sd.runtime.speculation.policy import Chain, Off
+from d2sd.runtime.speculation.policy import Chain, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -65,7 +66,11 @@ def test_the_newest_step_times_of_this_bundle_on_such_a_gpu(
     folder: Path, keep: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     plan = plan_of(tmp_path, monkeypatch)
-    assert measured.steps(plan, "H100")(POLICIES, (1, 2)) is None
+
+    def find(gpu: str, policies: Sequence[Policy], sizes: Sequence[int], given: Path | None = None) -> StepTimes | None:
+        return measured.StepFiles.of(plan, gpu, given).find(policies, sizes)
+
+    assert find("H100", POLICIES, (1, 2)) is None
     keep()
     keep()
     others: list[dict[str, Any]] = [
@@ -79,53 +84,86 @@ def test_the_newest_step_times_of_this_bundle_on_such_a_gpu(
         keep(**changed)
     (folder / "step-times-x.json").write_text("{")
     os.utime(folder / "step-times-x.json", (99, 99))
-    found = measured.steps(plan, "H100")(POLICIES, (1, 2))
+    found = find("H100", POLICIES, (1, 2))
     assert found is not None
     assert found.step(POLICIES[1], 2, 0) == pytest.approx(0.02), "the second, the last that is like this"
-    assert measured.steps(plan, "B200")(POLICIES, (1, 2)) is None
-    fewer = measured.steps(plan, "H100")(POLICIES[:1], (1,))
+    assert find("B200", POLICIES, (1, 2)) is None
+    fewer = find("H100", POLICIES[:1], (1,))
     assert fewer is not None
     assert fewer.seconds.keys() == {(POLICIES[0], 1), (POLICIES[0], 2)}
-    assert measured.steps(plan, "H100")(POLICIES, (1, 2, 4)) is None, "a batch was not measured"
+    assert find("H100", POLICIES, (1, 2, 4)) is None, "a batch was not measured"
+    first = find("H100", POLICIES, (1, 2), folder / "step-times-1.json")
+    assert first is not None
+    assert first.step(POLICIES[1], 2, 0) == pytest.approx(0.01), "the file that was named"
+    assert find("H100", POLICIES, (1, 2), folder / "step-times-3.json") is None, "of another GPU"
+    assert find("H100", POLICIES, (1, 2), folder / "absent.json") is None
     (plan.recipe.folder / NAME).unlink()
-    assert measured.steps(plan, "H100")(POLICIES, (1, 2)) is None, "a recipe has no step times"
+    assert find("H100", POLICIES, (1, 2), folder / "step-times-1.json") is not None
+    assert find("H100", POLICIES, (1, 2)) is None, "a recipe has no step times"
 
 
-def test_shares_are_of_all_products_together() -> None:
-    """4,096 × 4,096 in bf16: 33.6 MB, 10.0 µs at 3.35 TB/s; at 512 rows 17.4 µs at 989 TFLOP/s."""
-    shape, wide = (ProductShape(size, 4096, "bfloat16", "bfloat16", False, True) for size in (4096, 8192))
-    narrow, small = ProductShape(4096, 4096, "float8_e4m3fn", "bfloat16", False, True), shape._replace(inputs=64)
-    times: Times = {
-        (shape, 1): {"plain": 20e-6, "padded": 30e-6},
-        (wide, 1): {"plain": 40e-6, "kernel": 25e-6},
-        (shape, 512): {"plain": 40e-6},
-        (narrow, 1): {"plain": 10e-6},
-        (small, 1): {"plain": 1e-6},
-    }
-    read, computed = 4096 * 4096 * 2 / 3.35e12, 2 * 512 * 4096 * 4096 / 989e12
-    assert measured.shares_of(times, "H100") == pytest.approx(
-        {
-            ("16-bit weights", 1): 3 * read / 45e-6,
-            ("16-bit weights", 512): computed / 40e-6,
-            ("FP8 weights", 1): read / 2 / 10e-6,
-        }
-    )
-
-
-def test_shares_of_a_gpu_are_read_from_its_newest_file(folder: Path) -> None:
-    assert measured.shares("H100") == {}
-    shape = ProductShape(4096, 4096, "bfloat16", "bfloat16", False, True)
-    for number, (gpu, seconds) in enumerate([(H100, 40e-6), (H100, 20e-6), ("NVIDIA H200", 10e-6)]):
-        path = folder / f"product-times-{number}.json"
-        write(path, {(shape, 1): {"plain": seconds}}, gpu)
-        os.utime(path, (number, number))
-    newer = json.loads(path.read_text()) | {"more": 1}
-    path.with_stem("product-times-9").write_text(json.dumps(newer))
-    empty = json.loads(path.with_stem("product-times-1").read_text())
-    empty["products"][0]["seconds"] = {}
-    path.with_stem("product-times-8").write_text(json.dumps(empty))
-    (found,) = measured.shares("H100").values()
-    assert found == pytest.approx(4096 * 4096 * 2 / 3.35e12 / 20e-6)
-    assert measured.shares("B200") == {}
+def test_names_of_gpus() -> None:
     assert measured.is_kind("NVIDIA B200", "B200")
     assert not measured.is_kind("NVIDIA GH200 480GB", "H200")
+
+
+RECIPE = Recipe.model_validate(
+    {
+        "d2sd": 1,
+        "name": "qwen3-8b",
+        "target": {"path": "t"},
+        "precision": "bf16",
+        "drafters": {"first": {"path": "f"}, "second": {"path": "s"}},
+        "tree": {"block_size": 16, "branches": 4, "row_budget": 64},
+        "limits": {"max_batch": 16, "max_context": 8192, "prefill_chunk": 512},
+    }
+)
+
+
+def _drafter(role: DrafterRole) -> Part:
+    body = BodyConfig(4096, 12288, 5, 32, 8, 128, 1e-6, RopeConfig(1e6), 40960, True, False, False)
+    config = DrafterConfig(body, 151_936, 16, 151_669, (1, 9, 17, 25, 33), 36, "first")
+    return Part(role.folder, "", config, 1_048_626_432, 2 * 1_048_626_432, 20_480, True, role)
+
+
+PLAN = Plan(RECIPE, None, None, {role: _drafter(role) for role in (DrafterRole.FIRST, DrafterRole.SECOND)})
+OFF = make_policy("off", block_size=16, branches=4, row_budget=64)
+TREE = make_policy("hybrid", block_size=16, branches=4, row_budget=64, lookup=True)
+SECONDS = {(policy, size): 0.01 * size for policy in (OFF, TREE) for size in (1, 2, 3, 4)}
+
+
+def costs(
+    policy: Any, tau: float | None, changed: dict[tuple[Policy, int], float | None]
+) -> dict[int, measured.StepCost] | None:
+    """Costs of requests of 1,064 tokens by `SECONDS` with these changes; those that are None are left out."""
+    seconds = {step: found for step, found in (SECONDS | changed).items() if found is not None}
+    files = SimpleNamespace(find=lambda *_: StepTimes(seconds, {(OFF, 1): 1e-6}, {}))
+    return measured.step_costs(PLAN, cast("measured.StepFiles", files), policy, 4, 1064, tau)
+
+
+def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
+    found = costs("auto", 4.0, {(TREE, 4): 0.5})
+    assert found is not None
+    assert [cost.policy for cost in found.values()] == ["hybrid+lookup of 64 rows and 4 branches"] * 3 + ["off"]
+    assert [cost.seconds for cost in found.values()] == pytest.approx([0.01, 0.02, 0.03, 0.04])
+    assert [cost.tokens for cost in found.values()] == [4.0, 4.0, 4.0, 1.0]
+
+
+def test_steps_are_those_of_the_context() -> None:
+    plain = costs("off", None, {})
+    assert plain is not None
+    assert plain[1].seconds == pytest.approx(0.01 + 1e-6 * 1000)
+
+
+def test_trees_that_were_not_timed_are_not_served_unless_they_are_asked_for() -> None:
+    fewer = costs("auto", 4.0, {(TREE, 4): None})
+    assert fewer is not None
+    assert fewer[4].policy == "off"
+    assert costs("hybrid", 4.0, {(TREE, 4): None}) is None
+
+
+def test_unknown_tokens_a_step_are_asked_for() -> None:
+    with pytest.raises(D2SDError, match=r"(?s)tokens a step are unknown.*--tau"):
+        costs("auto", None, {})
+    with pytest.raises(D2SDError, match=r"(?s)out of range.*1 \.\. 16"):
+        costs("auto", 17, {})

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.bench.capacity import Demand, Slo
-from d2sd.bench.capacity_sheet import make_sheet
+from d2sd.bench.capacity import Lengths, make_sheet
 from d2sd.build.plan import make_plan
 from d2sd.build.shares import of_one_gpu, step_bytes
 from d2sd.build.tables import shared_lines
@@ -20,8 +19,6 @@ from d2sd.modeling.tensor_parallel import Shard
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
 from tests.tiny import tiny_decoder
-
-DEMAND = Demand(rate=3, prompt_tokens=20, output_tokens=30, targets=Slo(ttft=1, itl=1))
 
 
 @pytest.mark.parametrize(
@@ -48,14 +45,11 @@ def test_a_plan_shows_the_numbers_that_divide(tmp_path: Path) -> None:
     assert "each; to verify 16 rows they exchange" in lines["2 GPUs"]
 
 
-def test_capacity_counts_all_gpus(tmp_path: Path) -> None:
-    """Tiny models are all waiting: sums make a step longer, and a group of two is two GPUs."""
+def test_capacity_is_of_one_of_several_gpus(tmp_path: Path) -> None:
     plan = make_plan(load_recipe(write_project(tmp_path)))
-    one, two = (
-        make_sheet(of_one_gpu(plan, size), "H100", DEMAND, None, "off", tau=None, efficiency=0.8) for size in (1, 2)
-    )
-    assert two.options[0].gpus == 2 * one.options[0].gpus
-    assert two.options[0].sustained.itl - one.options[0].sustained.itl == pytest.approx(6 * 10e-6, rel=0.1)
+    lengths = Lengths(prompt_tokens=20, output_tokens=30)
+    one, two = (make_sheet(of_one_gpu(plan, size), tmp_path, "H100", lengths, None, "off") for size in (1, 2))
+    assert two.options[0].weight_bytes < one.options[0].weight_bytes
     assert "2 GPUs share the target" in two.markdown()
     assert "share the target" not in one.markdown()
 

@@ -34,8 +34,8 @@ FLAGS = {
     },
     "calibrate": {"bundle", "--prompts", "--exclude", "--count", "--max-new-tokens", "--device", "--out"},
     "capacity": {
-        *("source", "--gpu", "--rate", "--prompt-tokens", "--output-tokens", "--ttft", "--itl", "--max-batch"),
-        *("--policy", "--tau", "--efficiency", "--out", "--tensor-parallel"),
+        *("source", "--gpu", "--prompt-tokens", "--output-tokens", "--max-batch", "--policy", "--tau"),
+        *("--step-times", "--out", "--tensor-parallel"),
     },
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
