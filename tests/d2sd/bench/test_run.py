@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from click.testing import Result as Ended
 
 from d2sd.bench import run as bench_run
@@ -22,10 +21,10 @@ from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Difference, Key, Result, load_result
 from d2sd.build.pipeline import build
 from d2sd.bundle.serving import make_engine
-from d2sd.cli.main import main
 from d2sd.recipe import load_recipe
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.policy_selector import PolicySelector
+from tests.commands import refused, run_cli
 from tests.convert.helpers import add_calibration, write_project
 
 SETS = {"one": ["w1 w5 w9", "w7", "w8 w3", "w4"], "two": ["w2 w40", "w61 w17 w3"]}
@@ -74,15 +73,7 @@ def write_sets(folder: Path, sets: dict[str, list[str]]) -> Path:
 
 def bench(project: Path, out: Path, *arguments: str, bundle: str = "bundle", prompts: str | None = "sets") -> Ended:
     chosen = () if prompts is None else ("--prompts", str(project / prompts))
-    return CliRunner().invoke(main, ["bench", str(project / bundle), "--out", str(out), *chosen, *arguments])
-
-
-def refused(ended: Ended, *told: str) -> None:
-    """Exit code 2 and a message, not a traceback."""
-    assert ended.exit_code == 2, ended.output + repr(ended.exception)
-    assert isinstance(ended.exception, SystemExit)
-    for part in told:
-        assert part in ended.stderr
+    return run_cli("bench", project / bundle, "--out", out, *chosen, *arguments)
 
 
 def done(project: Path, out: Path, *arguments: str, **options: Any) -> Result:
@@ -196,7 +187,7 @@ def test_our_own_prompts_and_a_folder_of_its_name(
     """Where neither --prompts nor --out is given."""
     monkeypatch.chdir(tmp_path)
     arguments = ["--methods", "chain", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0"]
-    ended = CliRunner().invoke(main, ["bench", str(project / "bundle"), *arguments])
+    ended = run_cli("bench", str(project / "bundle"), *arguments)
     assert ended.exit_code == 0, ended.output
     assert {cell.set for cell in load_result(Path("build/bench/bundle/result.json")).cells} == {"prompts"}
 
@@ -211,7 +202,7 @@ def test_two_bundles_of_one_recipe_leave_two_results(
 
     def run(bundle: Path | str, *out: str) -> Ended:
         arguments = ["--methods", "off", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0", *out]
-        return CliRunner().invoke(main, ["bench", str(bundle), "--prompts", str(project / "sets"), *arguments])
+        return run_cli("bench", str(bundle), "--prompts", str(project / "sets"), *arguments)
 
     for bundle in (project / "bundle", project / "one"):
         assert run(bundle).exit_code == 0
@@ -516,19 +507,19 @@ def test_two_runs_count_the_same_and_are_compared(project: Path, tmp_path: Path)
     first, second = (done(project, tmp_path / name, *SMALL, "--temperatures", "1") for name in ("a", "b"))
     assert counted(first) == counted(second)
     files = [str(tmp_path / name / "result.json") for name in ("a", "b")]
-    ended = CliRunner().invoke(main, ["bench", "--compare", *files])
+    ended = run_cli("bench", "--compare", *files)
     assert ended.exit_code == 0, ended.output
     assert "## B against A" in ended.stdout
     assert ended.stdout.count("1.000") >= 6, "nothing but the clock differs"
-    refused(CliRunner().invoke(main, ["bench", "--compare", files[0], str(tmp_path / "none.json")]), "none.json")
+    refused(run_cli("bench", "--compare", files[0], str(tmp_path / "none.json")), "none.json")
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
 def test_no_bundle(tmp_path: Path) -> None:
-    refused(CliRunner().invoke(main, ["bench"]), "bundle", "--compare")
-    refused(CliRunner().invoke(main, ["bench", str(tmp_path / "nowhere")]), "nowhere")
+    refused(run_cli("bench"), "bundle", "--compare")
+    refused(run_cli("bench", str(tmp_path / "nowhere")), "nowhere")
 
 
 @pytest.mark.parametrize(
