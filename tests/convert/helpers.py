@@ -161,6 +161,7 @@ def write_project(folder: Path, decoder: Decoder | None = None, head: HeadConfig
         "tree": {"block_size": 4, "branches": 3, "row_budget": 16},
         "sampling": {"max_new_tokens": 16},
         "limits": {"max_batch": 2, "max_context": 64},
+        "checks": {"count": 1, "tokens": 8},
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe | changes))

@@ -12,17 +12,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.build.sources import located, sources_of
 from d2sd.bundle.load import load_bundle
-from d2sd.cli.main import main
 from d2sd.errors import RecipeError
 from d2sd.prompt_sets import prompt_sets
 from d2sd.recipe import load_recipe
 from d2sd.shipped import find_recipe, shipped_names
 from d2sd.train_recipe import TrainRecipe, load_train_recipe
+from tests.commands import run_cli, succeeds
 from tests.convert.shrunken import CHECKPOINTS, write_headers, write_shrunken
 
 ROOT = Path(__file__).parents[2]
@@ -48,9 +47,7 @@ def lay_out(folder: Path) -> Path:
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output + repr(result.exception)
-    return result.stdout
+    return succeeds(*arguments).stdout
 
 
 @pytest.fixture(scope="module")
@@ -170,11 +167,11 @@ def test_without_checkpoints_the_downloads_are_told(tmp_path: Path, monkeypatch:
     load = ["--gpu", "H100", "--prompt-tokens", "9", "--output-tokens", "9"]
     assert "H100" in run("capacity", "qwen3-8b", *load, "--policy", "ddtree", "--tau", "3")
     assert re.findall("hf download .*", run("build", "qwen3-8b", "--plan")) == QWEN3_8B
-    whole = CliRunner().invoke(main, ["build", "qwen3-8b"])
+    whole = run_cli("build", "qwen3-8b")
     assert whole.exit_code == 2
     assert re.findall("hf download .*", whole.stderr) == QWEN3_8B
     undescribed = [word for override in UNDESCRIBED for word in ("--set", override)]
-    planned = CliRunner().invoke(main, ["build", "qwen3-8b", "--plan", *undescribed])
+    planned = run_cli("build", "qwen3-8b", "--plan", *undescribed)
     assert planned.exit_code == 2
     assert [line.split(" --")[0] for line in re.findall("hf download .*", planned.stderr)] == [
         "hf download Qwen/Qwen3-8B",
@@ -196,7 +193,7 @@ def test_a_checkpoint_is_the_one_of_the_recipe(project: Path, override: str, tol
     recipe = project / "recipes" / "qwen3-8b.yaml"
     for plan in (["--plan"], []):  # before anything is built, too
         arguments = ["build", str(recipe), *plan, "--out", str(project / "out"), "--set", override]
-        refused = CliRunner().invoke(main, arguments)
+        refused = run_cli(*arguments)
         assert refused.exit_code == 2
         for part in ("not the one that the recipe describes", "config.json and recipe: ", *told):
             assert part in refused.stderr
@@ -209,7 +206,7 @@ def test_a_geometry_that_is_refused_is_named_by_its_key(tmp_path: Path, monkeypa
         ("target.geometry.num_hidden_layers=0", "recipe: target.geometry: num_hidden_layers"),
         ("drafters.first.geometry.is_causal=3", "recipe: drafters.first.geometry: is_causal"),
     ):
-        refused = CliRunner().invoke(main, ["build", "qwen3-8b", "--plan", "--set", override])
+        refused = run_cli("build", "qwen3-8b", "--plan", "--set", override)
         assert refused.exit_code == 2
         assert f"where: {key}" in refused.stderr
         assert "/tmp" not in refused.stderr
@@ -230,7 +227,7 @@ def test_config_json_is_enough_to_plan(project: Path, tmp_path: Path, plans: dic
     ]
     load = ["--prompt-tokens", "512", "--output-tokens", "128"]
     assert "H100" in run("capacity", recipe, "--gpu", "H100", *load, "--policy", "chain", "--tau", "3")
-    failed = CliRunner().invoke(main, ["build", str(recipe), "--out", str(tmp_path / "out")])
+    failed = run_cli("build", str(recipe), "--out", str(tmp_path / "out"))
     assert failed.exit_code == 2
     assert "found" not in failed.stderr
     assert "hf download Qwen/Qwen3-8B --revision" in failed.stderr

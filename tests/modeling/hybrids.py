@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.native import pack
+from tests.tiny import random_tokens
 
 _BODY = {
     "vocab_size": 64,
@@ -89,3 +90,18 @@ def copy_of(case: str, dtype: torch.dtype = torch.float32, *, packed: bool = Tru
     if packed:
         pack(decoder)
     return decoder
+
+
+@torch.no_grad()
+def check_features(ours: Decoder, theirs: Any, layers: tuple[int, ...], tolerance: float) -> None:
+    """Features are the outputs of these layers of transformers' model."""
+    tokens, seen = random_tokens(ours, 2, 9), []
+    hooks = [
+        theirs.model.layers[index].register_forward_hook(lambda _module, _inputs, out: seen.append(out))
+        for index in layers
+    ]
+    theirs(tokens)
+    for hook in hooks:
+        hook.remove()
+    found = ours.full_pass(tokens, aux_layer_ids=layers).features
+    torch.testing.assert_close(found, torch.cat(seen, -1), rtol=0, atol=tolerance)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, KVPool
 from d2sd.modeling.native import pack
 from d2sd.modeling.where import Where
+from tests.modeling.hybrids import Pair, check_features
 from tests.tiny import feed, full_logits, pool_for, random_tokens
 
 #: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
@@ -74,16 +75,6 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 cases = pytest.mark.parametrize("case", CONFIGS)
-
-
-class Pair(NamedTuple):
-    theirs: Any
-    ours: Decoder
-
-    @torch.no_grad()
-    def expected(self, tokens: Tensor) -> Tensor:
-        logits: Tensor = self.theirs(tokens).logits
-        return logits
 
 
 @cache
@@ -151,17 +142,7 @@ def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
 @torch.no_grad()
 def test_features_are_outputs_of_the_layers(case: str) -> None:
     """Served on a CPU: of the first layer, of one in the middle, and of the last one, before the last norm."""
-    decoder, kept = packed(case), pair(case)
-    tokens, seen = random_tokens(decoder, 2, 9), []
-    hooks = [
-        kept.theirs.model.layers[index].register_forward_hook(lambda _module, _inputs, out: seen.append(out))
-        for index in (0, 2, 3)
-    ]
-    kept.theirs(tokens)
-    for hook in hooks:
-        hook.remove()
-    found = decoder.full_pass(tokens, aux_layer_ids=(0, 2, 3)).features
-    torch.testing.assert_close(found, torch.cat(seen, -1), rtol=0, atol=TOLERANCE)
+    check_features(packed(case), pair(case).theirs, (0, 2, 3), TOLERANCE)
 
 
 def prompt_chunk(decoder: Decoder, tokens: Tensor, pool: KVPool, table: Tensor, context: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.where import Where
-from tests.modeling.hybrids import CONFIGS, copy_of, pair
+from tests.modeling.hybrids import CONFIGS, check_features, copy_of, pair
 from tests.tiny import ancestor_mask, full_logits, path_to, random_tokens, random_tree
 
 #: Of logits whose spread is about 1, in fp32: far above rounding (1e-5), far below any mistake.
@@ -151,14 +151,4 @@ def test_rows_of_a_tree_have_the_logits_of_their_paths(case: str) -> None:
 @torch.no_grad()
 def test_features_are_outputs_of_the_layers(case: str) -> None:
     """Of a gated delta net, of a layer that attends, and of the last one, before the last norm."""
-    decoder, kept = copy_of(case), pair(case)
-    tokens, seen = random_tokens(decoder, 2, 9), []
-    hooks = [
-        kept.theirs.model.layers[index].register_forward_hook(lambda _module, _inputs, out: seen.append(out))
-        for index in (0, 1, 4)
-    ]
-    kept.theirs(tokens)
-    for hook in hooks:
-        hook.remove()
-    found = decoder.full_pass(tokens, aux_layer_ids=(0, 1, 4)).features
-    torch.testing.assert_close(found, torch.cat(seen, -1), rtol=0, atol=TOLERANCE)
+    check_features(copy_of(case), pair(case).theirs, (0, 1, 4), TOLERANCE)

@@ -13,14 +13,18 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from click.testing import Result as Ended
 
+from d2sd.bench import run as bench_run
 from d2sd.bench.estimate import duration
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Difference, Key, Result, load_result
+from d2sd.build.pipeline import build
 from d2sd.bundle.serving import make_engine
-from d2sd.cli.main import main
+from d2sd.recipe import load_recipe
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.policy_selector import PolicySelector
+from tests.commands import refused, run_cli
 from tests.convert.helpers import add_calibration, write_project
 
 SETS = {"one": ["w1 w5 w9", "w7", "w8 w3", "w4"], "two": ["w2 w40", "w61 w17 w3"]}
@@ -39,10 +43,24 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_calibration(recipe)
     write_sets(folder / "sets", SETS)
     for name, changes in {"bundle": [], "one": ["drafters.second=null"], "none": ["drafters={}"]}.items():
-        chosen = [arg for change in changes for arg in ("--set", change)]
-        ended = CliRunner().invoke(main, ["build", str(recipe), "--out", str(folder / name), *chosen])
-        assert ended.exit_code == 0, ended.output
+        build(load_recipe(recipe, changes), folder / name, validate=False)
     return folder
+
+
+@pytest.fixture(scope="module")
+def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a run of `SMALL` leaves."""
+    out = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])
+        done(project, out, *SMALL)
+    return out
+
+
+@pytest.fixture
+def left(whole: Path, tmp_path: Path) -> Path:
+    """A copy of it, to go on in."""
+    return Path(shutil.copytree(whole, tmp_path / "left"))
 
 
 def write_sets(folder: Path, sets: dict[str, list[str]]) -> Path:
@@ -55,15 +73,7 @@ def write_sets(folder: Path, sets: dict[str, list[str]]) -> Path:
 
 def bench(project: Path, out: Path, *arguments: str, bundle: str = "bundle", prompts: str | None = "sets") -> Ended:
     chosen = () if prompts is None else ("--prompts", str(project / prompts))
-    return CliRunner().invoke(main, ["bench", str(project / bundle), "--out", str(out), *chosen, *arguments])
-
-
-def refused(ended: Ended, *told: str) -> None:
-    """Exit code 2 and a message, not a traceback."""
-    assert ended.exit_code == 2, ended.output + repr(ended.exception)
-    assert isinstance(ended.exception, SystemExit)
-    for part in told:
-        assert part in ended.stderr
+    return run_cli("bench", project / bundle, "--out", out, *chosen, *arguments)
 
 
 def done(project: Path, out: Path, *arguments: str, **options: Any) -> Result:
@@ -159,22 +169,16 @@ def _pictures(out: Path) -> list[str]:
     return [name for name in PLOTS if (out / name).exists()]
 
 
-@pytest.mark.slow
-def test_two_runs_count_the_same(project: Path, tmp_path: Path) -> None:
-    arguments = (*SMALL, "--temperatures", "1")
-    assert counted(done(project, tmp_path / "a", *arguments)) == counted(done(project, tmp_path / "b", *arguments))
-
-
-@pytest.mark.parametrize(("bundle", "methods"), [pytest.param("one", {"d2sd"}, marks=pytest.mark.slow), ("none", None)])
+@pytest.mark.parametrize(("bundle", "without"), [("one", {"d2sd"}), ("none", None)])
 def test_by_default_what_the_bundle_can_run(
-    project: Path, tmp_path: Path, bundle: str, methods: set[str] | None
+    project: Path, tmp_path: Path, bundle: str, without: set[str] | None
 ) -> None:
     """Without a second drafter, in whose place the first drafts, and without any."""
-    result = done(project, tmp_path, "--rows", "8", "--per-set", "1", "--max-new-tokens", "2", bundle=bundle)
-    found = {cell.method for cell in result.cells}
+    ended = bench(project, tmp_path, "--rows", "8", "--per-set", "1", "--plan", bundle=bundle)
+    found = {line.partition(", ")[0] for line in ended.stdout.splitlines()[:-2]}
     everything = {"off", "lookup", "chain", "reanchor", "ddtree", "d2sd", "hybrid"}
     everything |= {"ddtree+lookup", "hybrid+lookup", "auto+lookup"}
-    assert found == ({"off", "lookup"} if methods is None else everything - methods)
+    assert found == ({"off", "lookup"} if without is None else everything - without)
 
 
 def test_our_own_prompts_and_a_folder_of_its_name(
@@ -183,7 +187,7 @@ def test_our_own_prompts_and_a_folder_of_its_name(
     """Where neither --prompts nor --out is given."""
     monkeypatch.chdir(tmp_path)
     arguments = ["--methods", "chain", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0"]
-    ended = CliRunner().invoke(main, ["bench", str(project / "bundle"), *arguments])
+    ended = run_cli("bench", str(project / "bundle"), *arguments)
     assert ended.exit_code == 0, ended.output
     assert {cell.set for cell in load_result(Path("build/bench/bundle/result.json")).cells} == {"prompts"}
 
@@ -198,7 +202,7 @@ def test_two_bundles_of_one_recipe_leave_two_results(
 
     def run(bundle: Path | str, *out: str) -> Ended:
         arguments = ["--methods", "off", "--per-set", "1", "--max-new-tokens", "2", "--temperatures", "0", *out]
-        return CliRunner().invoke(main, ["bench", str(bundle), "--prompts", str(project / "sets"), *arguments])
+        return run_cli("bench", str(bundle), "--prompts", str(project / "sets"), *arguments)
 
     for bundle in (project / "bundle", project / "one"):
         assert run(bundle).exit_code == 0
@@ -211,37 +215,17 @@ def test_two_bundles_of_one_recipe_leave_two_results(
     assert run(project / "bundle").exit_code == 0, "the same again"
 
 
-@pytest.mark.slow
-def test_seeds_are_the_prompts_places(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that every method draws the same noise, and no two prompts do."""
-    seen: dict[Key, list[int]] = {}
-
-    def watched(engine: Any, key: Key, requests: Any, *rest: Any) -> Any:
-        seen[key] = [request.seed for _, request in requests]
-        return measure_cell(engine, key, requests, *rest)
-
-    monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
-    done(project, tmp_path, *SMALL, "--seed", "7", "--per-set", "3", "--max-new-tokens", "2")
-    assert len(seen) == 6
-    assert {key.set: seeds for key, seeds in seen.items()} == {"one": [7, 8, 9], "two": [7, 8]}
-    assert all(seeds == [7, 8, 9][: len(seeds)] for seeds in seen.values())
-
-
 # -- it goes on --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow
-def test_a_second_run_measures_nothing(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = done(project, tmp_path, *SMALL)
-
-    def refuse(*arguments: object) -> Any:
-        raise AssertionError("measured again")
-
-    monkeypatch.setattr("d2sd.bench.run.measure_cell", refuse)
-    (tmp_path / "result.json").unlink()
-    (tmp_path / "tables.md").unlink()
-    assert done(project, tmp_path, *SMALL).cells == first.cells
-    assert (tmp_path / "tables.md").exists()
+def test_a_second_run_measures_nothing(project: Path, left: Path, measuring: list[Key]) -> None:
+    first = load_result(left / "result.json")
+    (left / "result.json").unlink()
+    (left / "tables.md").unlink()
+    assert done(project, left, *SMALL).cells == first.cells
+    assert (left / "tables.md").exists()
+    assert not measuring
 
 
 def test_files_of_the_user_are_not_replaced(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
@@ -253,34 +237,9 @@ def test_files_of_the_user_are_not_replaced(project: Path, tmp_path: Path, measu
 
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
+    project: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
 ) -> None:
-    whole = done(project, tmp_path / "whole", *SMALL)
-    every, out = list(measuring), tmp_path / "out"
-    assert len(every) == 6
-    left = 3
-
-    def interrupted(*arguments: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise KeyboardInterrupt
-        return measure_cell(*arguments)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("d2sd.bench.run.measure_cell", interrupted)
-        ended = bench(project, out, *SMALL)
-    assert (ended.exit_code, ended.stdout) == (130, "")
-    assert not (out / "result.json").exists()
-    measuring.clear()
-    assert counted(done(project, out, *SMALL)) == counted(whole)
-    assert measuring == every[3:]
-
-
-@pytest.mark.slow
-def test_a_cell_half_written_is_measured_again(
-    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measuring: list[Key]
-) -> None:
+    """Interrupted while the second cell is written, and again while the fourth is measured."""
     replace = Path.replace
 
     def killed(self: Path, target: Path) -> Path:
@@ -288,64 +247,68 @@ def test_a_cell_half_written_is_measured_again(
             raise KeyboardInterrupt
         return replace(self, target)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "replace", killed)
-        assert bench(project, tmp_path, *SMALL).exit_code == 130
-    measuring.clear()
-    done(project, tmp_path, *SMALL)
-    assert [key.method for key in measuring] == ["chain", "hybrid", "off", "chain", "hybrid"]
+    def interrupted(engine: Any, key: Key, *rest: Any) -> Any:
+        if key.set == "two":
+            raise KeyboardInterrupt
+        measuring.append(key)
+        return measure_cell(engine, key, *rest)
+
+    for owner, name, ends in ((Path, "replace", killed), (bench_run, "measure_cell", interrupted)):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, ends)
+            ended = bench(project, tmp_path, *SMALL)
+        assert (ended.exit_code, ended.stdout) == (130, "")
+        assert not (tmp_path / "result.json").exists()
+    found, expected = counted(done(project, tmp_path, *SMALL)), counted(load_result(whole / "result.json"))
+    assert found == expected
+    assert [(key.method, key.set) for key in measuring] == [
+        *(("off", "one"), ("chain", "one"), ("chain", "one"), ("hybrid", "one")),
+        *((method, "two") for method in METHODS),
+    ]
 
 
 @pytest.mark.slow
-def test_more_methods_sets_and_runs_measure_what_is_new(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
-    done(project, tmp_path, *SMALL, prompts="sets/one.jsonl")
-    assert len(measuring) == 3
-    for arguments, prompts, new in (
-        (("--methods", "chain,hybrid:8,lookup"), "sets/one.jsonl", 1),
-        ((), "sets", 3),
-        (("--temperatures", "0,1"), "sets", 6),
-        (("--concurrency", "1,2"), "sets", 6),
-        (("--repeat", "2"), "sets", 6),
-        (("--methods", "off"), "sets", 0),
+def test_more_methods_and_runs_measure_what_is_new(project: Path, left: Path, measuring: list[Key]) -> None:
+    for arguments, new in (
+        (("--methods", "chain,hybrid:8,lookup"), 2),
+        (("--methods", "chain", "--temperatures", "0,1"), 4),
+        (("--methods", "chain", "--concurrency", "1,2"), 4),
+        (("--methods", "chain", "--repeat", "2"), 4),
+        (("--methods", "off"), 0),
     ):
         measuring.clear()
-        result = done(project, tmp_path, *SMALL, *arguments, prompts=prompts)
+        result = done(project, left, *SMALL, *arguments)
         assert len(measuring) == new, arguments
     assert {cell.method for cell in result.cells} == {"off"}, "a result has what was asked for, not what lies there"
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "changed", [("--max-new-tokens", "7"), ("--seed", "1"), ("--per-set", "1")], ids=lambda changed: changed[0]
+    ("changed", "bundle"),
+    [
+        (("--seed", "1"), "bundle"),
+        (("--max-new-tokens", "7"), "bundle"),
+        (("--per-set", "1"), "bundle"),
+        (("--methods", "chain"), "one"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, tuple) else value,
 )
-def test_changed_settings_measure_again(
-    project: Path, tmp_path: Path, measuring: list[Key], changed: tuple[str, str]
+def test_changed_settings_and_another_bundle_measure_again(
+    project: Path, left: Path, measuring: list[Key], changed: tuple[str, str], bundle: str
 ) -> None:
-    done(project, tmp_path, *SMALL)
-    measuring.clear()
-    done(project, tmp_path, *SMALL, *changed)
-    assert len(measuring) == 6
+    assert len(done(project, left, *SMALL, *changed, bundle=bundle).cells) == len(measuring)
 
 
 @pytest.mark.slow
-def test_another_bundle_measures_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
-    arguments = (*SMALL, "--methods", "chain")
-    done(project, tmp_path, *arguments)
-    done(project, tmp_path, *arguments, bundle="one")
-    assert len(measuring) == 8
-
-
-@pytest.mark.slow
-def test_other_prompts_of_the_same_name_measure_again(project: Path, tmp_path: Path, measuring: list[Key]) -> None:
+def test_other_prompts_of_the_same_name_measure_again(
+    project: Path, left: Path, tmp_path: Path, measuring: list[Key]
+) -> None:
     """Else a result would tell of prompts that nobody asked about."""
-    write_sets(tmp_path / "sets", SETS)
-    done(project, tmp_path / "out", *SMALL, prompts=str(tmp_path / "sets"))
-    measuring.clear()
-    write_sets(tmp_path / "sets", {"two": ["w33 w34", "w35"]})
-    again = done(project, tmp_path / "out", *SMALL, prompts=str(tmp_path / "sets"))
-    assert {key.set for key in measuring} >= {"two"}
-    fresh = done(project, tmp_path / "fresh", *SMALL, prompts=str(tmp_path / "sets"))
+    sets = write_sets(tmp_path / "sets", SETS | {"two": ["w33 w34", "w35"]})
+    again = done(project, left, *SMALL, prompts=str(sets))
+    assert [key.set for key in measuring] == ["two"] * 3
+    fresh = done(project, tmp_path / "fresh", *SMALL, prompts=str(sets))
     assert counted(again) == counted(fresh)
 
 
@@ -391,19 +354,21 @@ def test_a_changed_answer_ends_with_an_error_and_a_whole_result(
 def test_every_answer_is_compared_with_plain_decoding_one_by_one(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Seeds are the prompts' places, so that every method draws the same noise, and no two prompts do."""
     plain: dict[Key, Any] = {}
 
     def watched(engine: Any, key: Key, requests: Any, expected: Any, *rest: Any) -> Any:
         plain[key] = expected
+        assert [request.seed for _, request in requests] == {"one": [7, 8, 9], "two": [7, 8]}[key.set]
         cell, answers = measure_cell(engine, key, requests, expected, *rest)
-        return cell, [[ord(key.set[0]), key.concurrency]] * 2 if key.method == "off" else answers
+        return cell, [[ord(key.set[0]), key.concurrency]] * len(requests) if key.method == "off" else answers
 
     monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
-    bench(project, tmp_path, *SMALL, "--concurrency", "1,2")
+    bench(project, tmp_path, *SMALL, "--concurrency", "1,2", "--seed", "7", "--per-set", "3")
     assert len(plain) == 12
     for key, expected in plain.items():
         first = key.method == "off" and key.concurrency == 1
-        assert expected == (None if first else [[ord(key.set[0]), 1]] * 2)
+        assert expected == (None if first else [[ord(key.set[0]), 1]] * {"one": 3, "two": 2}[key.set])
 
 
 @pytest.mark.sampled(2)
@@ -414,43 +379,36 @@ def test_concurrencies_in_any_order(project: Path, tmp_path: Path, order: str) -
 
 
 @pytest.mark.slow
-def test_auto_measures_costs_once_a_size(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not for every set and temperature; requests in flight decide how many there can be in a step."""
-    from d2sd.runtime.engine import Engine
-
-    seen: list[int] = []
+def test_auto_measures_costs_once_a_size_and_learns_nothing_from_other_cells(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a result would depend on the order of the sets, and on whether the run was resumed. Requests in flight
+    decide how many there can be in a step.
+    """
+    measured: list[int] = []
+    seen: list[tuple[Key, PolicySelector]] = []
     enable_auto = Engine.enable_auto
 
-    def watched(self: Engine, *arguments: Any) -> None:
-        seen.append(self.limits.max_batch)
+    def enabled(self: Engine, *arguments: Any) -> None:
+        measured.append(self.limits.max_batch)
         enable_auto(self, *arguments)
-
-    monkeypatch.setattr(Engine, "enable_auto", watched)
-    arguments = (*SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--concurrency", "1,2")
-    result = done(project, tmp_path, *arguments, "--max-new-tokens", "2")
-    assert seen == [1, 2]
-    assert {(cell.method, cell.rows) for cell in result.cells} == {("off", 1), ("auto", 8)}
-
-
-@pytest.mark.slow
-def test_auto_learns_nothing_from_other_cells(project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a result would depend on the order of the sets, and on whether the run was resumed."""
-    from d2sd.runtime.policy_selector import PolicySelector
-
-    seen: list[tuple[Key, PolicySelector]] = []
 
     def watched(engine: Any, key: Key, *rest: Any) -> Any:
         if key.method == "auto":
-            made, known = engine.selector, [one for _, one in seen]
+            made, known = engine.selector, [(other.concurrency, one) for other, one in seen]
             assert made == made.fresh(), "as one that has seen no step"
-            assert all(made is not one for one in known)
-            assert all(made.times is one.times for one in known), "measured once"
+            assert all(made is not one for _, one in known)
+            assert all((made.times is one.times) == (size == key.concurrency) for size, one in known)
             seen.append((key, made))
         return measure_cell(engine, key, *rest)
 
+    monkeypatch.setattr(Engine, "enable_auto", enabled)
     monkeypatch.setattr("d2sd.bench.run.measure_cell", watched)
-    done(project, tmp_path, *SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--max-new-tokens", "3")
-    assert len(seen) == 4
+    arguments = (*SMALL, "--methods", "auto:8", "--temperatures", "0,1", "--concurrency", "1,2")
+    result = done(project, tmp_path, *arguments, "--max-new-tokens", "3")
+    assert measured == [1, 2]
+    assert {(cell.method, cell.rows) for cell in result.cells} == {("off", 1), ("auto", 8)}
+    assert len(seen) == 8
     assert any(one != one.fresh() for _, one in seen), "they learn"
 
 
@@ -546,23 +504,23 @@ def test_quick_is_a_small_run_of_what_the_bundle_can_run(project: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_compare(project: Path, tmp_path: Path) -> None:
-    for name in ("a", "b"):
-        done(project, tmp_path / name, *SMALL)
+def test_two_runs_count_the_same_and_are_compared(project: Path, tmp_path: Path) -> None:
+    first, second = (done(project, tmp_path / name, *SMALL, "--temperatures", "1") for name in ("a", "b"))
+    assert counted(first) == counted(second)
     files = [str(tmp_path / name / "result.json") for name in ("a", "b")]
-    ended = CliRunner().invoke(main, ["bench", "--compare", *files])
+    ended = run_cli("bench", "--compare", *files)
     assert ended.exit_code == 0, ended.output
     assert "## B against A" in ended.stdout
     assert ended.stdout.count("1.000") >= 6, "nothing but the clock differs"
-    refused(CliRunner().invoke(main, ["bench", "--compare", files[0], str(tmp_path / "none.json")]), "none.json")
+    refused(run_cli("bench", "--compare", files[0], str(tmp_path / "none.json")), "none.json")
 
 
 # -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
 def test_no_bundle(tmp_path: Path) -> None:
-    refused(CliRunner().invoke(main, ["bench"]), "bundle", "--compare")
-    refused(CliRunner().invoke(main, ["bench", str(tmp_path / "nowhere")]), "nowhere")
+    refused(run_cli("bench"), "bundle", "--compare")
+    refused(run_cli("bench", str(tmp_path / "nowhere")), "nowhere")
 
 
 @pytest.mark.parametrize(

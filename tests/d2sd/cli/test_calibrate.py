@@ -8,36 +8,31 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine, scores_of
 from d2sd.calibration import load_calibration
-from d2sd.cli.main import main
 from d2sd.convert.kinds import kind_of
 from d2sd.plugins.lookup import LENGTHS, SUPPORT
 from d2sd.policies import DrafterRole, DraftUse, PolicyName
 from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
+from tests.commands import refused, run_cli, succeeds
 from tests.convert.helpers import add_calibration, write_project
 
 LENGTH = 8
 TEXTS = ["w1 w5 w9", "w7", "w8 w3", "w4 w44"]
 
 
-def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(main, [str(argument) for argument in arguments])
-
-
 def calibrate(bundle: Path, out: Path, *arguments: object) -> Result:
     prompts = bundle.parent / "prompts.jsonl"
-    return invoke("calibrate", bundle, "--prompts", prompts, "--max-new-tokens", LENGTH, "--out", out, *arguments)
+    return run_cli("calibrate", bundle, "--prompts", prompts, "--max-new-tokens", LENGTH, "--out", out, *arguments)
 
 
 def built(recipe: Path, out: Path, *overrides: str) -> Path:
-    ended = invoke("build", recipe, "--out", out, *(part for one in overrides for part in ("--set", one)))
-    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    succeeds("build", recipe, "--out", out, *(part for one in overrides for part in ("--set", one)))
     return out
 
 
@@ -202,17 +197,15 @@ def test_without_a_second_drafter(recipe: Path, tmp_path: Path) -> None:
 def test_a_build_calibrates(recipe: Path, tmp_path: Path) -> None:
     """In one command: what `d2sd calibrate` finds with the same prompts and tokens, proven with the bundle."""
     prompts, settings = recipe.with_name("prompts.jsonl"), ("--set", "drafters.second=null", "--set", "checks.count=1")
-    plain = invoke("build", recipe, "--out", tmp_path / "plain", *settings)
-    assert plain.exit_code == 0, plain.output
+    plain = succeeds("build", recipe, "--out", tmp_path / "plain", *settings)
     assert f"not calibrated: `auto` serves its largest tree until d2sd-build {recipe} --calibrate" in plain.stderr
     assert plain.stdout.splitlines() == [str(tmp_path / "plain")]
-    whole = invoke("build", recipe, "--out", tmp_path / "whole", *settings, "--calibrate", "--prompts", prompts)
-    assert whole.exit_code == 0, whole.output + repr(whole.exception)
+    whole = succeeds("build", recipe, "--out", tmp_path / "whole", *settings, "--calibrate", "--prompts", prompts)
     assert "not calibrated" not in whole.stderr
     bundle = load_bundle(tmp_path / "whole")
     tokens = str(bundle.recipe.limits.max_context // 2)
     found = ("--prompts", prompts, "--max-new-tokens", tokens, "--out", tmp_path / "found.json")
-    assert invoke("calibrate", tmp_path / "plain", *found).exit_code == 0
+    succeeds("calibrate", tmp_path / "plain", *found)
     assert bundle.calibration == load_calibration(tmp_path / "found.json")
     assert make_engine(bundle).selector is not None
     greedy = bundle.manifest.checks["greedy"]
@@ -227,8 +220,8 @@ def test_what_cannot_be_calibrated_is_refused_before_the_build(recipe: Path, tmp
         ("precision=fp16", "fp16 rounds"),
         ("drafters.calibration=x.json", "names a calibration"),
     ):
-        refused(invoke("build", recipe, *out, "--set", override), told)
-    refused(invoke("build", recipe, *out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
+        refused(run_cli("build", recipe, *out, "--set", override), told)
+    refused(run_cli("build", recipe, *out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
     assert not [*tmp_path.iterdir()]
 
 
@@ -249,15 +242,9 @@ def test_the_last_prompts_that_were_not_trained_on(bundle: Path, tmp_path: Path)
     assert seen == [TEXTS[1], TEXTS[2]]
 
 
-def refused(ended: Result, *told: str) -> None:
-    assert ended.exit_code == 2, ended.output + repr(ended.exception)
-    for part in told:
-        assert part in ended.stderr
-
-
 def test_errors(recipe: Path, bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "c.json"
-    refused(invoke("calibrate", bundle), "--out")
+    refused(run_cli("calibrate", bundle), "--out")
     refused(calibrate(bundle, out, "--prompts", tmp_path / "none.jsonl"), "none.jsonl")
     refused(calibrate(bundle, out, "--exclude", tmp_path / "none.jsonl"), "cannot be read", "none.jsonl")
     (tmp_path / "bad.jsonl").write_text('{"name": "p1"}\n')

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from d2sd.cli.main import main
 from d2sd.convert.kinds import DFLASH
+from tests.commands import run_cli
 from tests.convert.formats.helpers import public_fields, tiny_pair, write_foreign, write_tiny_target
 from tests.convert.helpers import tree_bytes
 
@@ -21,7 +21,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def convert(*arguments: object) -> Result:
-    return CliRunner().invoke(main, ["convert", *(str(argument) for argument in arguments)])
+    return run_cli("convert", *arguments)
 
 
 def test_there_and_back(source: Path, tmp_path: Path) -> None:

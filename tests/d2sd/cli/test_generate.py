@@ -9,13 +9,12 @@ from typing import Any, get_args
 from weakref import ref
 
 import pytest
-from click.testing import CliRunner, Result
+from click.testing import Result
 
 import d2sd.build.validate.checks as checks
 from d2sd.bench.speculation_table import show_stats
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine
-from d2sd.cli.main import main
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import FACTS, DrafterRole
@@ -24,35 +23,27 @@ from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.stats import Clock, EngineStats, SequenceStats
+from tests.commands import run_cli, succeeds
 from tests.convert.helpers import edit_json, write_project
 
 
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("generate")
-    recipe = write_project(folder)
-    result = CliRunner().invoke(main, ["build", str(recipe), "--out", str(folder / "bundle")])
-    assert result.exit_code == 0, result.output
-    return folder / "bundle"
-
-
 def run(path: Path, *arguments: str) -> Result:
-    return CliRunner().invoke(main, ["generate", str(path), "--raw", "--max-new-tokens", "12", *arguments])
+    return run_cli("generate", path, "--raw", "--max-new-tokens", 12, *arguments)
 
 
 @pytest.fixture(scope="module")
-def bundle(path: Path) -> Bundle:
-    return load_bundle(path)
+def bundle(built: Path) -> Bundle:
+    return load_bundle(built)
 
 
 @pytest.mark.slow
-def test_every_policy_writes_the_same_text(path: Path) -> None:
-    texts = {policy: run(path, "-p", "w1 w5 w9", "--policy", policy).stdout for policy in ("off", "chain", "d2sd")}
+def test_every_policy_writes_the_same_text(built: Path) -> None:
+    texts = {policy: run(built, "-p", "w1 w5 w9", "--policy", policy).stdout for policy in ("off", "chain", "d2sd")}
     assert len(set(texts.values())) == 1
     assert len(texts["off"].split()) >= 2
 
 
-def test_copies_have_one_name(path: Path, bundle: Bundle) -> None:
+def test_copies_have_one_name(built: Path, bundle: Bundle) -> None:
     """With +lookup they compete even where the recipe leaves them out; statistics name what ran."""
     recipe = bundle.recipe.model_copy(update={"tree": bundle.recipe.tree.model_copy(update={"lookup": False})})
     without = replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
@@ -63,21 +54,21 @@ def test_copies_have_one_name(path: Path, bundle: Bundle) -> None:
     assert str(make_engine(without, policy="hybrid+lookup").policy).startswith("hybrid+lookup of")
     assert str(make_engine(bundle, policy="hybrid").policy).startswith("hybrid+lookup of"), "as the recipe says"
     assert str(make_engine(bundle, policy="hybrid", lookup=False).policy).startswith("hybrid of"), "as it is measured"
-    said = run(path, "-p", "w1 w5 w9", "--policy", "ddtree+lookup", "--stats")
+    said = run(built, "-p", "w1 w5 w9", "--policy", "ddtree+lookup", "--stats")
     assert "ddtree+lookup of" in said.stderr
-    wrong = [run(path, "-p", "w1", "--policy", "copy"), CliRunner().invoke(main, ["bench", "--methods", "copy"])]
+    wrong = [run(built, "-p", "w1", "--policy", "copy"), run_cli("bench", "--methods", "copy")]
     assert all("'hybrid+lookup'" in ended.stderr for ended in wrong)
 
 
-def test_the_seed_decides_a_sampled_text(path: Path) -> None:
+def test_the_seed_decides_a_sampled_text(built: Path) -> None:
     def sampled(seed: str, policy: str) -> str:
-        return run(path, "-p", "w1 w5", "--temperature", "1.0", "--seed", seed, "--policy", policy).stdout
+        return run(built, "-p", "w1 w5", "--temperature", "1.0", "--seed", seed, "--policy", policy).stdout
 
     assert sampled("1", "off") == sampled("1", "d2sd") == sampled("1", "chain")
     assert len({sampled(str(seed), "off") for seed in range(4)}) > 1
 
 
-def test_answers_have_the_order_of_their_prompts(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_have_the_order_of_their_prompts(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second ends first, and is printed last."""
     prompts = ("w1 w2", "w7", "w3")
     limits = iter((12, 3, 7))
@@ -85,9 +76,9 @@ def test_answers_have_the_order_of_their_prompts(path: Path, monkeypatch: pytest
     def shorter(*arguments: Any, **options: Any) -> Any:
         return replace(chat_request(*arguments, **options), max_new_tokens=next(limits))
 
-    alone = [run(path, "-p", prompt).stdout.split() for prompt in prompts]
+    alone = [run(built, "-p", prompt).stdout.split() for prompt in prompts]
     monkeypatch.setattr("d2sd.cli.generate.chat_request", shorter)
-    together = run(path, *(word for prompt in prompts for word in ("-p", prompt)))
+    together = run(built, *(word for prompt in prompts for word in ("-p", prompt)))
     parts = together.stdout.split("> ")[1:]
     assert len(parts) == 3
     for part, prompt, words, tokens in zip(parts, prompts, alone, (12, 3, 7), strict=True):
@@ -97,15 +88,15 @@ def test_answers_have_the_order_of_their_prompts(path: Path, monkeypatch: pytest
             assert f"[length limit of {tokens} tokens reached: --max-new-tokens raises it]" in together.stderr
 
 
-def test_an_answer_that_ends_by_itself_has_no_note(path: Path) -> None:
-    whole = run(path, "-p", "w1 w2")
+def test_an_answer_that_ends_by_itself_has_no_note(built: Path) -> None:
+    whole = run(built, "-p", "w1 w2")
     assert "[length limit of 12 tokens reached" in whole.stderr
-    stopped = run(path, "-p", "w1 w2", "--stop", whole.stdout.split()[2])
+    stopped = run(built, "-p", "w1 w2", "--stop", whole.stdout.split()[2])
     assert stopped.stdout.split() == whole.stdout.split()[:2]
     assert "length limit" not in stopped.output
 
 
-def test_plain_decoding_is_timed_over_the_same_requests(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_decoding_is_timed_over_the_same_requests(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As many plain steps as the longest answer has tokens, in the same batch."""
     seen: list[tuple[list[SequenceStats], Clock, Clock]] = []
 
@@ -113,13 +104,13 @@ def test_plain_decoding_is_timed_over_the_same_requests(path: Path, monkeypatch:
         seen.append((requests, clock, plain))
 
     monkeypatch.setattr("d2sd.cli.generate.show_stats", record)
-    assert run(path, "-p", "w1 w2", "-p", "w7", "--policy", "d2sd", "--stats").exit_code == 0
+    assert run(built, "-p", "w1 w2", "-p", "w7", "--policy", "d2sd", "--stats").exit_code == 0
     ((requests, clock, plain),) = seen
     assert plain.steps == 12
     assert clock.steps == max(one.steps for one in requests)
 
 
-def test_one_engine_has_pools_at_a_time(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_engine_has_pools_at_a_time(built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With `kv_memory: 0.9` the pools of plain decoding would get nine tenths of what the first engine left."""
     pools = list[ref[Any]]()
 
@@ -130,7 +121,7 @@ def test_one_engine_has_pools_at_a_time(path: Path, tmp_path: Path, monkeypatch:
         return engine
 
     monkeypatch.setattr("d2sd.bundle.serving.make_engine", make)
-    result = run(path, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
+    result = run(built, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
     assert result.exit_code == 0, result.output
     assert len(pools) == 4, "of target and two drafters, and of the target alone"
 
@@ -146,8 +137,8 @@ def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]
     assert "speedup │ 1.50" in text
 
 
-def test_statistics_are_shown(path: Path) -> None:
-    result = run(path, "-p", "w1", "--stats")
+def test_statistics_are_shown(built: Path) -> None:
+    result = run(built, "-p", "w1", "--stats")
     assert result.exit_code == 0, result.output
     for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified", "prefix hits"):
         assert word in " ".join(result.output.split())
@@ -162,8 +153,8 @@ def test_statistics_are_shown(path: Path) -> None:
         (["--stop", ""], "stop string is empty"),
     ],
 )
-def test_bad_requests_are_a_message(path: Path, arguments: list[str], told: str) -> None:
-    result = run(path, "-p", "w1", *arguments)
+def test_bad_requests_are_a_message(built: Path, arguments: list[str], told: str) -> None:
+    result = run(built, "-p", "w1", *arguments)
     assert result.exit_code == 2
     assert told in result.output
 
@@ -217,8 +208,7 @@ def test_the_chat_template_is_asked_what_the_recipe_says(tmp_path: Path) -> None
     edit_json(tmp_path / "target" / "tokenizer_config.json", "chat_template", template)
     for overrides, expected in (([], (9, 3)), (["--set", "target.template={}"], (3,))):
         out = tmp_path / str(len(overrides))
-        done = CliRunner().invoke(main, ["build", str(recipe), "--out", str(out), *overrides])
-        assert done.exit_code == 0, done.output
+        succeeds("build", recipe, "--out", out, *overrides)
         assert chat_request(load_bundle(out), "w3", SamplingParams(), 4).prompt == expected
 
 

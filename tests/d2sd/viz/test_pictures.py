@@ -18,10 +18,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner, Result
+from click.testing import Result
 from rich.cells import cell_len
 
-from d2sd.cli.main import main
 from d2sd.plugins.trees import Branches, Draft, accept, from_candidates, from_chain
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.request import Request
@@ -36,7 +35,7 @@ from d2sd.viz.record import Recording
 from d2sd.viz.svg import inline, key, standalone
 from d2sd.viz.text import asset, cut, text_markup, token_markup, visible
 from d2sd.viz.words import mix, shade, story
-from tests.convert.helpers import write_project
+from tests.commands import run_cli
 from tests.tiny import random_tree
 
 HOSTILE = [
@@ -491,29 +490,20 @@ def test_pictures_need_no_torch() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("pictures")
-    built = CliRunner().invoke(main, ["build", str(write_project(folder)), "--out", str(folder / "bundle")])
-    assert built.exit_code == 0, built.output
-    return folder / "bundle"
-
-
 def run(bundle: Path, *arguments: object) -> Result:
-    command = ["generate", bundle, "--raw", "--max-new-tokens", "12", *arguments]
-    return CliRunner().invoke(main, [str(argument) for argument in command])
+    return run_cli("generate", bundle, "--raw", "--max-new-tokens", 12, *arguments)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["off", "chain", "d2sd"])
 def test_generate_draws_what_it_wrote(
-    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+    built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     files = [tmp_path / name for name in ("a.svg", "a.html", "b.svg", "b.html")]
-    plain = run(bundle, "-p", "w1 w5 w9", "--policy", policy)
+    plain = run(built, "-p", "w1 w5 w9", "--policy", policy)
     for svg, web in (files[:2], files[2:]):
         monkeypatch.setattr("d2sd.viz.record.perf_counter", count().__next__)
-        result = run(bundle, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web)
+        result = run(built, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web)
         assert result.exit_code == 0, result.output
         assert result.stdout == plain.stdout
     assert [f.read_bytes() for f in files[:2]] == [f.read_bytes() for f in files[2:]]
@@ -529,32 +519,32 @@ def test_generate_draws_what_it_wrote(
     assert f": {most} token" in caption
 
 
-def test_a_stop_string_is_no_part_of_the_answer(bundle: Path, tmp_path: Path) -> None:
+def test_a_stop_string_is_no_part_of_the_answer(built: Path, tmp_path: Path) -> None:
     sampled = ("-p", "w1 w5 w9", "--temperature", 1, "--seed", 3)  # greedy, the tiny model repeats itself
-    whole = run(bundle, *sampled).stdout
+    whole = run(built, *sampled).stdout
     stop = " ".join(whole.split()[3:5])
     expected = whole[: whole.index(stop)]
     assert len(expected) > 3
-    stopped = run(bundle, *sampled, "--stop", stop, "--html", tmp_path / "a.html")
+    stopped = run(built, *sampled, "--stop", stop, "--html", tmp_path / "a.html")
     assert stopped.stdout == expected + "\n"
     assert Reader((tmp_path / "a.html").read_text("utf-8")).texts["answer"] == expected
 
 
 @pytest.mark.slow
-def test_several_prompts_have_a_section_each(bundle: Path, tmp_path: Path) -> None:
-    result = run(bundle, "-p", "w1 w2", "-p", "w7", "--html", tmp_path / "a.html")
+def test_several_prompts_have_a_section_each(built: Path, tmp_path: Path) -> None:
+    result = run(built, "-p", "w1 w2", "-p", "w7", "--html", tmp_path / "a.html")
     read = Reader((tmp_path / "a.html").read_text("utf-8"))
     assert [a["id"] for a in read.all("article")] == ["a1", "a2"]
     assert read.texts["prompt"] == "w1 w2w7"
-    alone = [run(bundle, "-p", prompt).stdout.removesuffix("\n") for prompt in ("w1 w2", "w7")]
+    alone = [run(built, "-p", prompt).stdout.removesuffix("\n") for prompt in ("w1 w2", "w7")]
     assert read.texts["answer"] == "".join(alone)
     assert result.exit_code == 0
 
 
 @pytest.mark.parametrize("option", ["--tree-svg", "--html"])
-def test_an_unwritable_path_is_refused_before_the_run(bundle: Path, tmp_path: Path, option: str) -> None:
+def test_an_unwritable_path_is_refused_before_the_run(built: Path, tmp_path: Path, option: str) -> None:
     for path, told in ((tmp_path / "none" / "a", "No such file or directory"), (tmp_path, "Is a directory")):
-        result = run(bundle, "-p", "w1", option, path)
+        result = run(built, "-p", "w1", option, path)
         assert result.exit_code == 2
         assert result.stdout == ""
         assert result.stderr == f"error: {told}\n  where: {path}\n"

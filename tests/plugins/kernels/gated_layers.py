@@ -29,6 +29,7 @@ CHANNELS = 2 * KEYS * KEY + VALUES * VALUE
 BOUND = {torch.float32: 2e-6, torch.float16: 2**-9, torch.bfloat16: 2**-5 if INTERPRETED else 2**-7}
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rotary", [ROTARY, None])
 @pytest.mark.parametrize(("gated", "scaled"), [(False, False), (True, False), (True, True)])
