@@ -18,10 +18,9 @@ from typing import Literal
 from d2sd.build.plan import Part, Plan
 from d2sd.build.shares import table_weights
 from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, forecasts, policy_of_tree
-from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.checkpoint.headers import ITEMSIZES
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.drafters.interface import block_rows
+from d2sd.modeling.config import DecoderConfig, block_rows
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy
 from d2sd.runtime.policy_selector import PolicySelector, forecast_tau
@@ -102,9 +101,9 @@ class Roofline:
         """A drafter, with the MLPs that it borrows of the target's last layers, and the K/V of theirs that it reads."""
         part, target = self.plan.drafters[role], self.plan.target
         assert target is not None
-        body, model = part.body, part.kind.model
-        shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size if model.borrows_mlps else 0
-        read = 0 if model.has_context else target.kv_token_bytes * body.num_layers // target.body.num_layers
+        body, config = part.body, part.draft_config
+        shared = 3 * body.num_layers * body.hidden_size * body.intermediate_size if config.borrows_mlps else 0
+        read = 0 if config.target_layer_ids else target.kv_token_bytes * body.num_layers // target.body.num_layers
         return replace(
             part,
             parameters=part.parameters + shared,
@@ -144,7 +143,7 @@ class Roofline:
     @property
     def _size(self) -> int:
         """Bytes of a weight that is not FP8."""
-        return DTYPES[self.plan.recipe.precision].itemsize
+        return ITEMSIZES[self.plan.recipe.precision]
 
     @property
     def _half(self) -> float:
