@@ -4,7 +4,7 @@
 
 There is a graph for each of some numbers of rows (`row_counts`), all captured before the first request: a capture takes
 longer than the pass. Each has room for MOST_CHUNKS chunks, of which only the device knows where they begin, and one
-more of the rows that are left over: that of a request without pages, whose rows go to the scratch page 0.
+more of the padding rows: that of a request without pages, whose rows go to the scratch page 0.
 
 Passes of more rows or chunks run operator by operator: the device takes longer than their launches. So do those whose
 shapes the chunks decide: of hybrids, of `exact` steps, of exported graphs and of several ranks.
@@ -23,7 +23,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, ContextRows
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.runtime.batch import Prefilled, PrefillInputs
-from d2sd.runtime.cuda_graphs.refusal import refuse
+from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, power_of_two
 
@@ -86,7 +86,8 @@ class PrefillGraphs:
         try:
             result, replay = self._runner.capture(run)
         except Exception as error:  # of PyTorch or Triton
-            refuse("passes over prompts", error)
+            if not lacks_memory(f"passes over {rows} rows of prompts", error):
+                refuse("passes over prompts", error)
             return
         self._graphs = dict(sorted({**self._graphs, rows: _Graph(rows, inputs, result, replay)}.items()))
 
@@ -103,7 +104,7 @@ class PrefillGraphs:
         return [torch.nn.functional.pad(inputs.tokens, (0, left)), *chunks.tensors]
 
     def _wide(self, table: Tensor) -> Tensor:
-        """A page table of all chunks and of what is left over, with the columns of the longest context."""
+        """A page table of all chunks and of the padding rows, with the columns of the longest context."""
         wide = torch.zeros(self._chunks + 1, self._pages, dtype=torch.long)
         wide[: len(table), : table.shape[1]] = table
         return wide
