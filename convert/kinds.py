@@ -15,46 +15,54 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
-import torch
 from pydantic import JsonValue
-from torch import Tensor, nn
 
 from d2sd.convert.checkpoint import dflash, flexdraft
+from d2sd.convert.checkpoint.headers import Rename, check_headers, read_headers, stored_as
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_drafter_quantization
+from d2sd.convert.checkpoint.schemes import FP8
 from d2sd.convert.checkpoint.unsupported import refuse_tensors
-from d2sd.convert.checkpoint.weights import (
-    Rename,
-    check_headers,
-    expected_shapes,
-    fill,
-    read_headers,
-    read_tensors,
-    stored_as,
-    write_tensors,
-)
-from d2sd.convert.onnx.bodies import DrafterBody, FlexBody
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.fp8 import make_fp8, round_to_fp8
+from d2sd.modeling.config import DecoderConfig, DraftConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.shapes import Parts, drafter_parts, flex_parts, shapes_of
 from d2sd.policies import DrafterRole
 
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from d2sd.modeling.decoder import Decoder
+    from d2sd.modeling.drafters.dflash import Drafter
+    from d2sd.modeling.drafters.flexdraft import FlexHead
+    from d2sd.modeling.drafters.interface import DraftModel
+
 Config = TypeVar("Config", bound=DraftConfig)
-Model = TypeVar("Model", bound=DraftModel)
+Model = TypeVar("Model", bound="DraftModel")
+
+
+@dataclass(frozen=True, slots=True)
+class Code(Generic[Model]):
+    """The code that runs a kind of drafter."""
+
+    model: type[Model]
+    #: The part that is exported, of a drafter that is attached to its target.
+    graph_body: Callable[[Model], nn.Module]
+    #: Takes what a drafter shares with the target, whose layers are not packed yet; comes before any pass.
+    attach: Callable[[Model, Decoder], None]
 
 
 @dataclass(frozen=True, slots=True)
 class DrafterKind(Generic[Config, Model]):
     """A kind of drafter: its fields are what differs from kind to kind."""
 
-    model: type[Model]
+    #: Imports its code, and PyTorch, which descriptions of a drafter do not need.
+    code: Callable[[], Code[Model]]
+    #: Its tensors.
+    parts: Callable[[Config], Parts]
     #: Reads the config and the draft vocabulary of a folder; raises `CheckpointError` naming file and key. A second
     #: argument declares the role of a drafter whose config has none.
     read_config: Callable[..., Config]
@@ -68,19 +76,24 @@ class DrafterKind(Generic[Config, Model]):
     mark: Callable[[Config], str]
     #: What a manifest records of this kind alone.
     geometry: Callable[[Config], dict[str, JsonValue]]
-    #: The part that is exported, of a drafter that is attached to its target.
-    graph_body: Callable[[Model], nn.Module]
     #: Names of the layers that can be FP8.
-    fp8_layers: Callable[[Model], list[str]]
-    #: Takes what a drafter shares with the target, whose layers are not packed yet; comes before any pass.
-    attach: Callable[[Model, Decoder], None]
+    fp8_layers: Callable[[Config], list[str]]
     #: Names of tensors: of a file -> of the module, None where it is unused; and back.
     our_name: Rename
     file_name: Callable[[str], str]
 
+    @property
+    def graph_body(self) -> Callable[[Model], nn.Module]:
+        return self.code().graph_body
+
+    @property
+    def attach(self) -> Callable[[Model, Decoder], None]:
+        return self.code().attach
+
     def shapes(self, config: Config, quantization: Quantization | None = None) -> dict[str, tuple[int, ...]]:
         """Names and shapes of a drafter's tensors."""
-        return expected_shapes(self.empty(config, quantization))
+        schemes = {} if quantization is None else dict.fromkeys(quantization.of(self.fp8_layers(config)), FP8)
+        return shapes_of(self.parts(config), schemes)
 
     def check_tensors(self, directory: Path, config: Config) -> Quantization | None:
         """Check names, shapes and types of a drafter's tensors from headers alone. Return how it is quantized."""
@@ -93,7 +106,7 @@ class DrafterKind(Generic[Config, Model]):
     def fp8_inputs(self, directory: Path, config: Config) -> dict[str, float]:
         """Input scales of the layers that are stored in 16 bits and run in FP8; none for other drafters."""
         quantization = _quantization(directory)
-        names = self.fp8_layers(self.empty(config)) if quantization else []
+        names = self.fp8_layers(config) if quantization else []
         return read_fp8_inputs(directory, sorted(set(names) - set(quantization.of(names) if quantization else ())))
 
     def load(self, directory: Path, dtype: torch.dtype, config: Config | None = None) -> Model:
@@ -101,6 +114,8 @@ class DrafterKind(Generic[Config, Model]):
 
         `config` is its config where that has been read, with a declared role.
         """
+        from d2sd.modeling.fp8 import round_to_fp8
+
         module = self._stored(directory, dtype, config)
         round_to_fp8(module, self.fp8_inputs(directory, cast("Config", module.config)))
         return module
@@ -123,6 +138,8 @@ class DrafterKind(Generic[Config, Model]):
 
         `input_scales`: of layers in 16 bits that d2sd runs in FP8.
         """
+        from d2sd.convert.checkpoint.weights import write_tensors
+
         expected = self.shapes(config, quantization)
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         assert shapes == expected, f"not this drafter's tensors: {sorted(shapes.items() ^ expected.items())}"
@@ -142,6 +159,8 @@ class DrafterKind(Generic[Config, Model]):
 
         It is the same for a drafter loaded in fp32 and in bf16.
         """
+        import torch
+
         digest = hashlib.sha256()
         for name, tensor in sorted(drafter.state_dict().items()):
             digest.update(f"{name} {list(tensor.shape)}".encode())
@@ -151,13 +170,19 @@ class DrafterKind(Generic[Config, Model]):
 
     def empty(self, config: Config, quantization: Quantization | None = None) -> Model:
         """A drafter on the meta device, with FP8 layers where it is quantized."""
+        import torch
+
+        from d2sd.modeling.fp8 import make_fp8
+
         with torch.device("meta"):
-            module = self.model(config)
+            module = self.code().model(config)
             if quantization is not None:
-                make_fp8(module, quantization.of(self.fp8_layers(module)))
+                make_fp8(module, quantization.of(self.fp8_layers(config)))
         return module
 
     def _stored(self, directory: Path, dtype: torch.dtype, config: Config | None) -> Model:
+        from d2sd.convert.checkpoint.weights import expected_shapes, fill, read_tensors
+
         module = self.empty(config or self.read_config(directory), _quantization(directory))
         tensors: dict[str, Tensor] = {}
         for _, part in read_tensors(directory, expected_shapes(module), dtype, self.our_name):
@@ -170,31 +195,43 @@ def _quantization(directory: Path) -> Quantization | None:
     return read_drafter_quantization(directory, HFConfig.read(directory))
 
 
+def _dflash_code() -> Code[Drafter]:
+    from d2sd.convert.onnx.bodies import DrafterBody
+    from d2sd.modeling.drafters.dflash import Drafter
+
+    return Code(Drafter, DrafterBody, Drafter.join)
+
+
+def _flexdraft_code() -> Code[FlexHead]:
+    from d2sd.convert.onnx.bodies import FlexBody
+    from d2sd.modeling.drafters.flexdraft import FlexHead
+
+    return Code(FlexHead, FlexBody, FlexHead.join)
+
+
 DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
-    model=Drafter,
+    code=_dflash_code,
+    parts=drafter_parts,
     read_config=dflash.read_drafter_config,
     check=dflash.check_drafter,
     config_fields=dflash.config_fields,
     unquantized=dflash.UNQUANTIZED,
     mark=dflash.mark,
     geometry=dflash.geometry,
-    graph_body=DrafterBody,
     fp8_layers=dflash.drafter_linears,
-    attach=Drafter.join,
     our_name=dflash.our_name,
     file_name=dflash.file_name,
 )
 FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
-    model=FlexHead,
+    code=_flexdraft_code,
+    parts=flex_parts,
     read_config=flexdraft.read_flex_config,
     check=flexdraft.check_flex,
     config_fields=flexdraft.config_fields,
     unquantized=flexdraft.UNQUANTIZED,
     mark=flexdraft.vocabulary_mark,
     geometry=flexdraft.geometry,
-    graph_body=FlexBody,
     fp8_layers=flexdraft.flex_linears,
-    attach=FlexHead.join,
     our_name=flexdraft.our_name,
     file_name=flexdraft.released_name,
 )

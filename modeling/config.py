@@ -1,12 +1,12 @@
-"""Geometry of targets and of DFlash drafters, free of any file format (`d2sd.convert` fills these from config.json)."""
+"""Geometry of targets and of drafters, free of any file format (`d2sd.convert` fills these from config.json)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, Protocol
 
 if TYPE_CHECKING:
-    from d2sd.modeling.drafters.heads import HeadConfig
+    from d2sd.modeling.drafters.head_configs import HeadConfig
 
 Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
@@ -198,6 +198,44 @@ class DecoderConfig:
         return described(self.body, self.vocab_size)
 
 
+class DraftConfig(Protocol):
+    """The fields that every kind of drafter has."""
+
+    @property
+    def body(self) -> BodyConfig:
+        """Geometry of its layers."""
+
+    @property
+    def vocab_size(self) -> int:
+        """The target's."""
+
+    @property
+    def block_size(self) -> int:
+        """Rows of the blocks that it was trained with, the anchor's included."""
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that such a block proposes."""
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """Target layers whose outputs it reads, as in `DrafterConfig`; none for kinds without pages of their own."""
+
+    @property
+    def draft_vocabulary(self) -> tuple[int, ...] | None:
+        """The ids that it drafts; None for all."""
+
+    @property
+    def borrows_mlps(self) -> bool:
+        """Whether its layers have the target's MLPs."""
+
+    def refusal(self, policy: str) -> str | None:
+        """The reason why it cannot run a policy of its role; None if it can."""
+
+    def precision_refusal(self, precision: str) -> str | None:
+        """The reason why it cannot run in a recipe's `precision`; None if it can."""
+
+
 @dataclass(frozen=True, slots=True)
 class DrafterConfig:
     """A DFlash-shaped drafter; it borrows the target's embedding and head, so `body.hidden_size` is the target's.
@@ -237,6 +275,10 @@ class DrafterConfig:
         """Tokens that a block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
 
+    @property
+    def borrows_mlps(self) -> bool:
+        return False
+
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.target_layer_ids))
         head = "" if self.head is None else f", {self.head.name} head"
@@ -249,6 +291,62 @@ class DrafterConfig:
     def precision_refusal(self, precision: str) -> str | None:
         """That of its head."""
         return None if self.head is None else self.head.precision_refusal(precision)
+
+
+@dataclass(frozen=True, slots=True)
+class FlexConfig:
+    """Geometry of the target's last layers as they draft behind mask rows.
+
+    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
+    the anchor's position; slot k predicts the token at its own position.
+    """
+
+    family: Family
+    body: BodyConfig
+    vocab_size: int
+    block_size: int
+    num_target_layers: int
+    calibration_size: int  # hidden size of the calibration network
+    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
+    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
+
+    def __post_init__(self) -> None:
+        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
+        if self.draft_vocabulary is not None:
+            check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
+
+    @property
+    def split_layer(self) -> int:
+        """The first layer with mask rows."""
+        return self.num_target_layers - self.body.num_layers
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that a block proposes."""
+        return self.block_size - 1
+
+    @property
+    def target_layer_ids(self) -> tuple[int, ...]:
+        """None: it reads the target's pages."""
+        return ()
+
+    @property
+    def borrows_mlps(self) -> bool:
+        return True
+
+    def refusal(self, policy: str) -> str | None:
+        """An anchored head has no parallel mode: mask rows behind a node do not know what follows it."""
+        return (
+            "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
+        )
+
+    def precision_refusal(self, precision: str) -> str | None:
+        """None: it runs in all."""
+        return None
+
+    def __str__(self) -> str:
+        where = f"drafts in target layers {self.split_layer} to {self.num_target_layers - 1}"
+        return f"{described(self.body, self.vocab_size)}, {where}{', anchored' if self.anchored else ''}"
 
 
 def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
@@ -266,3 +364,8 @@ def described(body: BodyConfig, vocab_size: int) -> str:
     if body.delta is not None:
         heads = f"{len(body.delta.layers)} of them gated delta nets, {heads}"
     return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}{experts}, vocabulary {vocab_size}"
+
+
+def block_rows(config: DraftConfig, block_size: int) -> int:
+    """Rows of a drafter's block where a step commits at most `block_size` tokens: a larger block is cut."""
+    return config.block_size - max(0, config.drafts - (block_size - 1))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.quantized import QuantizedLinear, Scheme, carrier, make_quantized
+from d2sd.modeling.quantized import QuantizedLinear, carrier, make_quantized
 from d2sd.plugins.dispatch import use_fp8_gemm
 from d2sd.plugins.shared.fp8 import LARGEST, from_pages, to_pages
 
@@ -100,7 +100,7 @@ def linear_names(model: nn.Module) -> list[str]:
 
 def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False) -> None:
     """Replace `linears` of a model on the meta device by empty FP8 layers; with `cache`, make its K/V FP8 too."""
-    make_quantized(model, dict.fromkeys(linears, Scheme("FP8", Fp8Linear)))
+    make_quantized(model, dict.fromkeys(linears, Fp8Linear))
     setattr(model, IN_FP8, bool(linears))
     if cache:
         make_fp8_cache(model)

@@ -11,11 +11,10 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.quantized import QuantizedLinear
+from d2sd.modeling.scheme import MXFP4_GROUP as GROUP
 
 # Shape letters: X experts, O outputs, G groups of 32 inputs.
 
-#: Inputs that share a scale; two a byte.
-GROUP = 32
 #: The values of E2M1 by their bits, the sign the highest.
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 

@@ -18,13 +18,12 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType, SwizzleType
 
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear, Rounding
+from d2sd.modeling.scheme import NVFP4_GROUP as GROUP
 from d2sd.plugins.dispatch import require_fp4_gemm
 from d2sd.plugins.shared.fp8 import LARGEST
 
 # Shape letters: R rows, G groups of inputs that share a scale.
 
-#: Inputs that share a scale.
-GROUP = 16
 #: E2M1 by its code without the sign.
 NUMBERS = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _RECIPE = [ScalingType.BlockWise1x16, ScalingType.TensorWise]

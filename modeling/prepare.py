@@ -27,7 +27,7 @@ def prepare_for_inference(target: TargetModel, drafters: Iterable[DraftModel] = 
             sum_in_fp32()
         fuse(target, exact=exact)
     for drafter in drafters:
-        (pack if on_cpu else fuse)(drafter, target if drafter.borrows_mlps else None)
+        (pack if on_cpu else fuse)(drafter, target if drafter.config.borrows_mlps else None)
 
 
 def sum_in_fp32() -> None:

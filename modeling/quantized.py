@@ -24,6 +24,8 @@ from torch.nn import functional as F
 Rounding = Callable[[Tensor], tuple[Tensor, Tensor]]
 #: Inputs of a group [..., n] -> sums [..., out].
 GroupProduct = Callable[[Tensor], Tensor]
+#: Inputs, outputs and whether there is a bias -> a layer without values.
+Empty = Callable[[int, int, bool], "QuantizedLinear"]
 
 
 def carrier(dtype: torch.dtype) -> torch.dtype:
@@ -159,26 +161,11 @@ def joined(weights: Sequence[Tensor]) -> Tensor:
     return torch.cat(stored).view(weights[0].dtype)  # PyTorch does not join FP8 tensors on every device
 
 
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """A row of the table of schemes in `d2sd.convert.checkpoint.schemes`."""
-
-    name: str  # what a plan and a manifest call it
-    layer: Callable[..., QuantizedLinear]
-    options: tuple[tuple[str, Any], ...] = ()
-    #: The product that serves it; None: it is dequantized, or refused.
-    product: str | None = None
-
-    def empty(self, in_features: int, out_features: int, bias: bool, *count: int) -> QuantizedLinear:
-        """A layer of this scheme without values; `count` of the experts that are one tensor."""
-        return self.layer(in_features, out_features, bias, *count, **dict(self.options))
-
-
-def make_quantized(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
-    """Replace linear layers of a model on the meta device by empty ones of these schemes."""
-    for name, scheme in schemes.items():
+def make_quantized(model: nn.Module, layers: Mapping[str, Empty]) -> None:
+    """Replace linear layers of a model on the meta device by empty ones."""
+    for name, empty in layers.items():
         parent, _, last = name.rpartition(".")
         old = model.get_submodule(name)
         assert isinstance(old, nn.Linear)
-        layer = scheme.empty(old.in_features, old.out_features, old.bias is not None)
+        layer = empty(old.in_features, old.out_features, old.bias is not None)
         setattr(model.get_submodule(parent), last, layer)

@@ -14,14 +14,13 @@ from torch.nn import functional as F
 from torch.nn.functional import ScalingType
 
 from d2sd.modeling.quantized import ComputedLinear, Rounding, joined
+from d2sd.modeling.scheme import BLOCK
 from d2sd.plugins.dispatch import use_block_gemm, use_fp8_gemm
 from d2sd.plugins.layer_ops import linear
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
 
 # Shape letters: R rows, G groups of inputs that share a scale.
 
-#: Rows and columns of weights that share a scale, and inputs that do.
-BLOCK = 128
 #: Least magnitude that a scale is made for: rows of zeros get a finite one. vLLM's bound.
 _LEAST = 1e-10
 

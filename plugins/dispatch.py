@@ -26,15 +26,13 @@ from packaging.version import Version
 from d2sd.errors import D2SDError
 from d2sd.extras import install_line
 from d2sd.plugins.cpu import library as compiled
+from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
 
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-#: Head sizes the kernels take: multiples of this (the smallest K of a tensor-core product), up to LARGEST_HEAD.
-HEAD_STEP = 16
-LARGEST_HEAD = 256
 #: Types of queries, and of pages that are not FP8.
 TYPES = (torch.float16, torch.bfloat16, torch.float32)
 #: Older devices have neither FP8 tensor cores nor an instruction that converts from E4M3.

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import CheckpointError, D2SDError, RecipeError
+from d2sd.modeling.config import DraftConfig, block_rows
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.draft_head import draft_tables
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel, block_rows
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, PoolSizes, Rows, first_rows
 from d2sd.modeling.where import Where
 from d2sd.plugins import choice, handover, lookup, trees

@@ -19,17 +19,15 @@ from d2sd.modeling.config import (
     DrafterConfig,
     ExpertsConfig,
     Family,
+    FlexConfig,
     Role,
     RopeConfig,
 )
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel, Drafter
-from d2sd.modeling.drafters.dflash2 import SelectorConfig
-from d2sd.modeling.drafters.dspark import MarkovConfig
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig, SelectorConfig
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import RMSNorm

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar
 from torch import Tensor
 
 from d2sd.convert.kinds import KINDS
-from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.config import DecoderConfig, DraftConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed
@@ -62,4 +62,4 @@ METHODS: Mapping[DrafterRole, tuple[PolicyName, ...]] = MappingProxyType(
 
 def trained_kind(drafter: DraftModel) -> TrainedKind[Any, Any]:
     """The kind of a drafter."""
-    return next(kind for role, kind in TRAINED.items() if isinstance(drafter, KINDS[role].model))
+    return next(kind for role, kind in TRAINED.items() if isinstance(drafter, KINDS[role].code().model))

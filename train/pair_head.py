@@ -26,7 +26,8 @@ from torch.nn import functional as F
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.pair import PairConfig, PairHead, unit_rms
+from d2sd.modeling.drafters.head_configs import PairConfig
+from d2sd.modeling.drafters.pair import PairHead, unit_rms
 from d2sd.train.data.draws import SeededOrder, choose_prefixes, draw_kinds
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from d2sd.convert.checkpoint.weights import open_tensors
+from d2sd.convert.checkpoint.headers import open_tensors
 from d2sd.errors import D2SDError
 from d2sd.io import atomic_write, remove_partial
 from d2sd.modeling.decoder import Decoder

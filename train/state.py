@@ -20,7 +20,7 @@ from pydantic import BaseModel, JsonValue, NonNegativeInt
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from d2sd.convert.checkpoint.weights import open_tensors
+from d2sd.convert.checkpoint.headers import open_tensors
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import atomic_write, remove_partial
 from d2sd.modeling.drafters.interface import DraftModel

@@ -11,7 +11,7 @@ import torch
 from d2sd.bench.result import Part
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import target_shapes
+from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.modeling.native import packed_product
 
 #: Bytes read to measure memory.

@@ -25,10 +25,10 @@ from benchmarks.gpu.roofline import NODE_SECONDS, PEAKS, floor_seconds, seconds
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, STATES, Launch, Meter, without_gpu
 from d2sd.bundle.product_times import choose_products
 from d2sd.convert.checkpoint.flexdraft import flex_linears
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
@@ -316,7 +316,7 @@ def columns() -> int:
 
 def _quantize(model: Decoder | Drafter | FlexHead) -> None:
     """Makes the layers FP8 that `d2sd build` does: all but the target's head and FlexDraft's calibration network."""
-    names = flex_linears(model) if isinstance(model, FlexHead) else linear_names(model)
+    names = flex_linears(model.config) if isinstance(model, FlexHead) else linear_names(model)
     round_to_fp8(model, dict.fromkeys(names, 1.0))
 
 

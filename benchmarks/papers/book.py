@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 
+from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches
 from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
@@ -67,10 +68,10 @@ class Book:
         self._runner, self._calibration, self._sampling = runner, calibration, sampling
         self._known = dict[Ask, Block]()
         pages = list(range(1, 2 + len(text) // runner.target_pool.page_size))
-        assert len(pages) < runner.pool_pages, "the text is too long for the pool"
+        assert len(pages) < runner.page_counts[0], "the text is too long for the pool"
         self._table = torch.tensor([pages])
         runner.drop(pages)
-        runner.prefill(torch.tensor(self.text), [len(text)], self._table, torch.zeros(1, dtype=torch.long))
+        runner.prefill(torch.tensor(self.text), [len(text)], Where(self._table, torch.zeros(1, dtype=torch.long)))
         runner.context.inject(runner.drafters)
 
     def ask(self, *asks: Ask) -> list[Block]:
@@ -87,8 +88,7 @@ class Book:
         params = [self._sampling if ask.seed is None else SamplingParams(1.0, seed=ask.seed) for ask in asks]
         batch = Batch(
             anchor=torch.tensor(self.text)[places],
-            page_table=self._table.expand(len(asks), -1),
-            context_len=places,
+            where=Where(self._table.expand(len(asks), -1), places),
             active=torch.ones(len(asks), dtype=torch.bool),
             sampling=Sampling.of(params, runner.vocab_size, runner.device),
         )

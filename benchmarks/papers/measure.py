@@ -15,6 +15,7 @@ from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine, scores_of
 from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, sha256, write_json
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.policies import PolicyName
 from d2sd.progress import bar
 from d2sd.runtime.engine import Engine
@@ -131,7 +132,7 @@ class Study:
         if block not in self._runners:
             whole = self._drafting
             smaller = ModelRunner(whole.runner.target, whole.runner.drafters, block_size=block)
-            smaller.allocate(whole.runner.pool_pages, whole.limits.page_size)
+            smaller.allocate(PoolSizes(whole.runner.page_counts[0], whole.limits.page_size))
             self._runners[block] = smaller
         return self._runners[block]
 

@@ -23,6 +23,7 @@ from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
 from d2sd.convert.checkpoint.attention import causality, check_windows, read_attention
 from d2sd.convert.checkpoint.dspark import DEEPSPEC
 from d2sd.convert.checkpoint.head_layout import Places
+from d2sd.convert.checkpoint.headers import has_weights, read_headers
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
     INERT,
@@ -39,11 +40,9 @@ from d2sd.convert.checkpoint.layout import (
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
-from d2sd.convert.checkpoint.weights import has_weights, read_headers
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.fp8 import linear_names
+from d2sd.modeling.shapes import drafter_parts, linear_parts
 from d2sd.policies import DrafterRole
 
 #: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
@@ -170,9 +169,9 @@ def geometry(config: DrafterConfig) -> dict[str, JsonValue]:
     }
 
 
-def drafter_linears(drafter: Drafter) -> list[str]:
+def drafter_linears(config: DrafterConfig) -> list[str]:
     """Names of a drafter's layers that can be FP8: those of its body."""
-    return [name for name in linear_names(drafter) if name == "fc" or _BODY.fullmatch(name)]
+    return [name for name in linear_parts(drafter_parts(config)) if name == "fc" or _BODY.fullmatch(name)]
 
 
 def mark(config: DrafterConfig) -> str:

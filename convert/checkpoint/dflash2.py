@@ -15,7 +15,7 @@ from __future__ import annotations
 from functools import partial
 
 from d2sd.convert.checkpoint.head_layout import HeadLayout, Places, sizes
-from d2sd.modeling.drafters.dflash2 import SelectorConfig
+from d2sd.modeling.drafters.head_configs import SelectorConfig
 
 _KEYS = {
     "selector_rank": "rank",

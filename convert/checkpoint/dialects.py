@@ -13,8 +13,7 @@ from d2sd.convert.checkpoint import schemes
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.schemes import EVERY, Quantization
 from d2sd.errors import CheckpointError
-from d2sd.modeling.quantized import Scheme
-from d2sd.modeling.scaled_fp8 import BLOCK
+from d2sd.modeling.scheme import BLOCK, Scheme
 
 _FIX = (
     "start from the checkpoint before it was quantized, from an FP8 one of this model, or from one that"

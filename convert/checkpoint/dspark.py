@@ -15,7 +15,7 @@ Written: SpecForge's spelling.
 from __future__ import annotations
 
 from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
-from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.modeling.drafters.head_configs import MarkovConfig
 
 #: The architecture of DeepSpec's drafters, with a head and without.
 DEEPSPEC = "Qwen3DSparkModel"

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from d2sd.convert.checkpoint.headers import Shapes
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.weights import Shapes
 from d2sd.modeling.config import BodyConfig, ExpertsConfig
-from d2sd.modeling.tensor_parallel import Cut
+from d2sd.modeling.shard import Cut
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Shape letters: X experts, E hidden, I intermediate.
 
@@ -170,7 +171,7 @@ class ExpertMap:
                     tensors[name] = tensor
                     continue
                 if part.ours not in tensors:
-                    tensors[part.ours] = torch.empty(shapes[part.ours], dtype=tensor.dtype)
+                    tensors[part.ours] = tensor.new_empty(shapes[part.ours])
                 view = part.view(tensors[part.ours])
                 view.copy_(tensor.view(view.shape))
         return tensors

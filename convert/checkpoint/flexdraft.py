@@ -31,9 +31,8 @@ from d2sd.convert.checkpoint.layout import INERT, READ, check_geometry, geometry
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import DecoderConfig, Role
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
-from d2sd.modeling.fp8 import linear_names
+from d2sd.modeling.config import DecoderConfig, FlexConfig, Role
+from d2sd.modeling.shapes import flex_parts, linear_parts
 from d2sd.policies import DrafterRole
 
 #: Modules that are never quantized, by the names of the layout.
@@ -169,9 +168,9 @@ def vocabulary_mark(config: FlexConfig) -> str:
     return f"draft_vocabulary {config.draft_vocabulary}"
 
 
-def flex_linears(head: FlexHead) -> list[str]:
+def flex_linears(config: FlexConfig) -> list[str]:
     """Names of a head's layers that can be FP8."""
-    return [name for name in linear_names(head) if name.startswith("layers.")]
+    return [name for name in linear_parts(flex_parts(config)) if name.startswith("layers.")]
 
 
 def our_name(name: str) -> str | None:

@@ -13,17 +13,23 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from d2sd.convert.checkpoint.gguf_header import llama_config
+from d2sd.convert.checkpoint.headers import os_errors
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.weights import os_errors
 from d2sd.errors import CheckpointError
 from d2sd.io import read_json, write_json
 
 
 def read_gguf_config(gguf: Path) -> HFConfig:
-    """Read the config from the file's metadata; no weights are read."""
-    config = _load(gguf, offline_transformers().AutoConfig)
-    return HFConfig(config.to_dict(), str(gguf))
+    """Read the config from the file's metadata; no weights are read.
+
+    A Llama's, SmolLM2's among them, needs no transformers, which takes seconds to import and parses every token.
+    """
+    values = llama_config(gguf)
+    if values is None:
+        values = _load(gguf, offline_transformers().AutoConfig).to_dict()
+    return HFConfig(values, str(gguf))
 
 
 def convert_gguf(gguf: Path, directory: Path) -> None:

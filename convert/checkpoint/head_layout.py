@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig
 
 
 class Places:

@@ -7,9 +7,7 @@ config in which these disagree, or that has keys of a head that the drafter does
 from __future__ import annotations
 
 from collections.abc import Mapping
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from d2sd.convert.checkpoint.dflash2 import DFLASH2
 from d2sd.convert.checkpoint.dspark import DSPARK
@@ -17,7 +15,10 @@ from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
 from d2sd.convert.checkpoint.pair import PAIR
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 HEADS = (DSPARK, DFLASH2, PAIR)
 #: The architecture of a drafter without a head.
@@ -87,17 +88,18 @@ def token_rows(config: DrafterConfig) -> tuple[str, ...]:
 
 def all_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those tensors, read over the draft vocabulary, with rows of zeros for the other tokens, which are not drafted."""
-    ids, found = config.draft_vocabulary, dict[str, Tensor]()
+    ids = config.draft_vocabulary
+    found: dict[str, Tensor] = {}
     for name in token_rows(config) if ids else ():
         found[name] = tensors[name].new_zeros(config.vocab_size, *tensors[name].shape[1:])
-        found[name][torch.tensor(ids)] = tensors[name]
+        found[name][list(ids or ())] = tensors[name]
     return found
 
 
 def drafted_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Those tensors over the draft vocabulary alone, as speculators has them."""
     ids = config.draft_vocabulary
-    return {name: tensors[name][torch.tensor(ids)] for name in (token_rows(config) if ids else ())}
+    return {name: tensors[name][list(ids or ())] for name in (token_rows(config) if ids else ())}
 
 
 def our_name(name: str) -> str:

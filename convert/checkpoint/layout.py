@@ -19,16 +19,16 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from d2sd.convert.checkpoint.attention import layer_fields
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.quantization import FILE, KEY, read_drafter_quantization
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import BodyConfig, DecoderConfig, Role, RopeConfig
-from d2sd.modeling.drafters.interface import DraftConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig, Role, RopeConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 #: Keys that `read_body` reads.
 READ = frozenset({
@@ -127,6 +127,8 @@ def usual_ids(num_layers: int, num_target_layers: int) -> list[int]:
 
 def sort_columns(fc: Tensor, ids: Sequence[int]) -> Tensor:
     """fc [E, n·E], whose n column blocks follow `ids`, with the blocks in ascending order of the ids."""
+    import torch
+
     order = sorted(range(len(ids)), key=lambda index: ids[index])
     blocks = fc.chunk(len(ids), dim=1)
     return torch.cat([blocks[index] for index in order], dim=1)

@@ -13,7 +13,7 @@ from __future__ import annotations
 from functools import partial
 
 from d2sd.convert.checkpoint.head_layout import HeadLayout, Places, sizes
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.head_configs import PairConfig
 
 _KEYS = {"pair_rank": "rank", "pair_top_k": "candidates"}
 

@@ -13,13 +13,13 @@ from typing import Any
 
 from d2sd.convert.checkpoint import schemes
 from d2sd.convert.checkpoint.dialects import read_dialect, read_patterns
+from d2sd.convert.checkpoint.headers import Shapes, stored_as
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.nested import text_config, without_prefix
 from d2sd.convert.checkpoint.schemes import EVERY
 from d2sd.convert.checkpoint.schemes import Quantization as Quantization  # for all who read one here
-from d2sd.convert.checkpoint.weights import Shapes, stored_as
 from d2sd.errors import CheckpointError
-from d2sd.modeling.quantized import Scheme
+from d2sd.modeling.scheme import Scheme
 
 FILE, KEY = "hf_quant_config.json", "quantization_config"
 _FLOAT8 = {"dynamic": False, "num_bits": 8, "type": "float"}

@@ -17,11 +17,9 @@ from typing import Any
 import regex  # type: ignore[import-untyped, unused-ignore]  # a user has no types of it
 
 from d2sd.errors import CheckpointError
-from d2sd.modeling.fp8 import Fp8Linear
-from d2sd.modeling.mxfp4 import Mxfp4Experts
-from d2sd.modeling.nvfp4 import Nvfp4Linear, Nvfp4Weights
-from d2sd.modeling.quantized import Scheme
-from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
+from d2sd.modeling import scheme as stored
+from d2sd.modeling.scheme import Scheme
+from d2sd.modeling.shapes import Shape
 
 _TENSOR_WISE = "torch._scaled_mm with a scale a tensor (compute capability 8.9); elsewhere carried in a wider type"
 _ROW_WISE = "torch._scaled_mm with a scale a row (compute capability 8.9); elsewhere carried in a wider type"
@@ -31,25 +29,42 @@ _BLOCK_WISE = (
 _FP4 = "torch's scaled_mm of NVFP4 (compute capability 10.0); carried in a wider type on CPUs; other GPUs refuse it"
 
 
-def _row(name: str, layer: Callable[..., Any], product: str | None, **options: Any) -> Scheme:
-    return Scheme(name, layer, tuple(sorted(options.items())), product)
+#: The modules of schemes, and what gives their tensors.
+_TENSORS: Mapping[str, Callable[..., dict[str, Shape]]] = {
+    "fp8.Fp8Linear": stored.fp8,
+    "scaled_fp8.ScaledFp8Linear": stored.scaled_fp8,
+    "scaled_fp8.BlockFp8Linear": stored.block_fp8,
+    "nvfp4.Nvfp4Linear": stored.nvfp4,
+    "nvfp4.Nvfp4Weights": stored.nvfp4_weights,
+    "mxfp4.Mxfp4Experts": stored.mxfp4,
+}
+
+
+def _row(name: str, layer: str, product: str | None, **options: Any) -> Scheme:
+    return Scheme(name, layer, _TENSORS[layer], tuple(sorted(options.items())), product)
 
 
 #: One calibrated scale for the weights of a layer, and one for its inputs: ModelOpt's FP8, and what d2sd builds.
-FP8 = _row("FP8", Fp8Linear, _TENSOR_WISE)
-FP8_CHANNELS = _row("FP8, a scale a channel", ScaledFp8Linear, _ROW_WISE, channels=True, calibrated=True)
-FP8_DYNAMIC = _row("FP8, a scale a channel and a token", ScaledFp8Linear, _ROW_WISE, channels=True, calibrated=False)
-FP8_TENSOR_DYNAMIC = _row("FP8, a scale a token", ScaledFp8Linear, _ROW_WISE, channels=False, calibrated=False)
-FP8_BLOCKS = _row("FP8 in blocks of 128 × 128", BlockFp8Linear, _BLOCK_WISE, scale_name="weight_scale_inv")
-FP8_BLOCKS_COMPRESSED = _row("FP8 in blocks of 128 × 128", BlockFp8Linear, _BLOCK_WISE, scale_name="weight_scale")
-FP8_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=True, calibrated=False)
-FP8_TENSOR_WEIGHTS = _row("FP8 weights alone", ScaledFp8Linear, None, channels=False, calibrated=False)
-NVFP4 = _row("NVFP4", Nvfp4Linear, _FP4, divisors=False)
-NVFP4_COMPRESSED = _row("NVFP4", Nvfp4Linear, _FP4, divisors=True)
+FP8 = _row("FP8", "fp8.Fp8Linear", _TENSOR_WISE)
+FP8_CHANNELS = _row("FP8, a scale a channel", "scaled_fp8.ScaledFp8Linear", _ROW_WISE, channels=True, calibrated=True)
+FP8_DYNAMIC = _row(
+    "FP8, a scale a channel and a token", "scaled_fp8.ScaledFp8Linear", _ROW_WISE, channels=True, calibrated=False
+)
+FP8_TENSOR_DYNAMIC = _row(
+    "FP8, a scale a token", "scaled_fp8.ScaledFp8Linear", _ROW_WISE, channels=False, calibrated=False
+)
+FP8_BLOCKS = _row("FP8 in blocks of 128 × 128", "scaled_fp8.BlockFp8Linear", _BLOCK_WISE, scale_name="weight_scale_inv")
+FP8_BLOCKS_COMPRESSED = _row(
+    "FP8 in blocks of 128 × 128", "scaled_fp8.BlockFp8Linear", _BLOCK_WISE, scale_name="weight_scale"
+)
+FP8_WEIGHTS = _row("FP8 weights alone", "scaled_fp8.ScaledFp8Linear", None, channels=True, calibrated=False)
+FP8_TENSOR_WEIGHTS = _row("FP8 weights alone", "scaled_fp8.ScaledFp8Linear", None, channels=False, calibrated=False)
+NVFP4 = _row("NVFP4", "nvfp4.Nvfp4Linear", _FP4, divisors=False)
+NVFP4_COMPRESSED = _row("NVFP4", "nvfp4.Nvfp4Linear", _FP4, divisors=True)
 #: gpt-oss's experts, all of a layer in one tensor.
-MXFP4 = _row("MXFP4", Mxfp4Experts, None)
-NVFP4_WEIGHTS = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=False)
-NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", Nvfp4Weights, None, divisors=True)
+MXFP4 = _row("MXFP4", "mxfp4.Mxfp4Experts", None)
+NVFP4_WEIGHTS = _row("NVFP4 weights alone", "nvfp4.Nvfp4Weights", None, divisors=False)
+NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", "nvfp4.Nvfp4Weights", None, divisors=True)
 
 #: Whether a pattern of a dialect names a module; the last argument is the time by which that must be known.
 Matches = Callable[[str, str, float], bool]

@@ -1,47 +1,35 @@
 """The target's checkpoint: a Hugging Face folder of one of `families.py`, read strictly and written in one precision.
 
 Features that change the forward pass and are not modelled (partial rotary, other activations) are refused by key.
-Tensors have Hugging Face's names; the module's names are the same without the leading `model.`, except the K/V scales
-and experts, which are stacked (`experts.py`).
+`target_shapes.py` has the names of its tensors.
 """
 
 from __future__ import annotations
 
 import re
 import shutil
-from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 
-from d2sd.convert.checkpoint.dequantize import dequantized, plain_name
-from d2sd.convert.checkpoint.experts import ExpertMap, layout_in
+from d2sd.convert.checkpoint.dequantize import dequantized
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
+from d2sd.convert.checkpoint.headers import INDEX, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.nested import text_config, text_name
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
-from d2sd.convert.checkpoint.schemes import MXFP4
-from d2sd.convert.checkpoint.weights import (
-    DTYPES,
-    INDEX,
-    Rename,
-    check_headers,
-    expected_shapes,
-    fill,
-    read_headers,
-    read_tensor,
-    read_tensors,
-    write_tensors,
-)
+from d2sd.convert.checkpoint.target_shapes import experts_of, our_name, quantized_experts, target_shapes
+from d2sd.convert.checkpoint.weights import DTYPES, expected_shapes, fill, read_tensor, read_tensors, write_tensors
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import linear_names, make_fp8_cache
-from d2sd.modeling.quantized import QuantizedLinear, Scheme, make_quantized
-from d2sd.modeling.tensor_parallel import Shard, cut
+from d2sd.modeling.quantized import QuantizedLinear, make_quantized
+from d2sd.modeling.shard import Shard
+from d2sd.modeling.tensor_parallel import cut
 from d2sd.progress import Progress, silent
 
 #: Copied next to the weights if present; code, pickles and other files are not copied.
@@ -55,45 +43,9 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-#: Scales of K and V: ModelOpt's, compressed-tensors' own and those of its first versions.
-_KV_SCALE = re.compile(r"\b(?:([kv])_proj\.(?:\1_scale|output_scale)|(?<=self_attn\.)([kv])_scale)$")
-_MXFP4 = re.compile(r"(?<=mlp\.experts\.)(gate_up_proj|down_proj)_(blocks|scales)$")
 _KV_CACHE = re.compile(r"\b([kv])_cache\.scale$")
-#: Layers that draft one token behind the last, which d2sd leaves out.
-_MTP = "mtp."
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
-
-
-def target_shapes(
-    config: DecoderConfig, quantization: Quantization | None = None, names: Iterable[str] = ()
-) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a checkpoint's tensors, without the leading `model.`; a tied head counts once.
-
-    `names`: those in the checkpoint, which say how experts are stored; (): as the family usually has them.
-    """
-    experts = _experts(config, names)
-    shapes = experts.stored(expected_shapes(_empty(config, quantization)))
-    for name, layer in _quantized_experts(experts, quantization).items():
-        del shapes[plain_name(name, layer)]
-        shapes |= {f"{name}.{tensor}": shape for tensor, shape in expected_shapes(layer).items()}
-    return shapes
-
-
-def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization | None:
-    """Check names, shapes and types from headers alone. Return how the target is quantized."""
-    headers = read_headers(directory)
-    quantization = read_quantization(directory, HFConfig.read(directory))
-    check_headers(directory, headers, target_shapes(config, quantization, headers), _rename(config))
-    return quantization
-
-
-def left_out(directory: Path, config: DecoderConfig) -> dict[str, int]:
-    """Parts of a checkpoint that are not the text model, and how many tensors they have."""
-    if config.body.delta is None:
-        return {}
-    names = [name for name in read_headers(directory) if name.startswith(_MTP) or text_name(name) is None]
-    return dict(Counter(name.split(".")[0] if name.startswith(_MTP) else "images" for name in names))
 
 
 def load_target(
@@ -108,10 +60,10 @@ def load_target(
     refuse_unserved(quantization, stored, directory / "config.json", precision)
     module = _empty(config, quantization)
     cuts = {} if shard is None else cut(module, shard)
-    experts = _experts(module.config, names)
+    experts = experts_of(module.config, names)
     if shard is not None:
-        cuts |= experts.cuts(_experts(config, names), shard.rank)
-    read = read_tensors(directory, stored, dtype, _rename(config), cuts, check)
+        cuts |= experts.cuts(experts_of(config, names), shard.rank)
+    read = read_tensors(directory, stored, dtype, our_name(config), cuts, check)
     fill(module, experts.placed((tensors for _, tensors in read), expected_shapes(module)))
     return module
 
@@ -134,7 +86,7 @@ def write_target(
     config, quantization = parse_target_config(raw), read_quantization(source, raw)
     _check_tied_head(source, config)
     stored_names = read_headers(source).keys()
-    shapes, rename = target_shapes(config, quantization, stored_names), _rename(config)
+    shapes, rename = target_shapes(config, quantization, stored_names), our_name(config)
     files = read_tensors(source, shapes, DTYPES[precision], rename)
     if not dequantize:
         refuse_unserved(quantization, shapes, source / "config.json", precision)
@@ -198,15 +150,12 @@ def _copy_text_side(source: Path, directory: Path) -> None:
         write_json(directory / "generation_config.json", {"eos_token_id": list(ids) if len(ids) > 1 else ids[0]})
 
 
-def _experts(config: DecoderConfig, names: Iterable[str]) -> ExpertMap:
-    return ExpertMap(config.body, layout_in(names, FAMILIES[config.family].experts))
-
-
 def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
     with torch.device("meta"):
         module = Decoder(config)
         if quantization is not None:
-            make_quantized(module, quantization.schemes(linear_names(module), "model."))
+            schemes = quantization.schemes(linear_names(module), "model.")
+            make_quantized(module, {name: scheme.empty for name, scheme in schemes.items()})
             if quantization.kv:
                 make_fp8_cache(module)
     return module
@@ -215,54 +164,19 @@ def _empty(config: DecoderConfig, quantization: Quantization | None) -> Decoder:
 def _quantized_layers(
     config: DecoderConfig, quantization: Quantization, names: Iterable[str]
 ) -> dict[str, QuantizedLinear]:
-    """The layers of a checkpoint that are quantized, on the meta device, by their names in it without `model.`."""
+    """The layers of a checkpoint that are quantized, on the meta device, by their names in it without `model.`.
+
+    One layer stands for all experts of a shape.
+    """
     modules = _empty(config, quantization).named_modules()
     layers = {name: layer for name, layer in modules if isinstance(layer, QuantizedLinear)}
-    return layers | _quantized_experts(_experts(config, names), quantization)
-
-
-def _quantized_experts(experts: ExpertMap, quantization: Quantization | None) -> dict[str, QuantizedLinear]:
-    """Those of single experts, which our module stacks; one layer stands for all of a shape."""
-    if quantization is None:
-        return {}
-    products = {name.removesuffix(".weight"): part.shape for name, part in experts.parts.items()}
-    shapes = {name: shape for name, shape in products.items() if name.endswith("_proj")}
-    schemes = quantization.schemes(shapes, "model.")
-    for name, scheme in schemes.items():
-        if (len(shapes[name]) == 3) != (scheme == MXFP4):
-            raise CheckpointError(
-                "Experts of this family are not read in this quantization.",
-                where=f"model.{name}",
-                found=scheme.name,
-                expected=MXFP4.name if len(shapes[name]) == 3 else "a quantization of linear layers",
-            )
-    made: dict[tuple[Scheme, tuple[int, ...]], QuantizedLinear] = {}
+    experts = quantized_experts(experts_of(config, names), quantization)
     with torch.device("meta"):
-        for scheme, shape in {(scheme, shapes[name]) for name, scheme in schemes.items()}:
-            *count, first, last = shape  # stacked ones are stored [X, in, out], others [out, in]
-            size = (first, last) if count else (last, first)
-            made[scheme, shape] = scheme.empty(*size, False, *count)
-    return {name: made[scheme, shapes[name]] for name, scheme in schemes.items()}
-
-
-def _rename(config: DecoderConfig) -> Rename:
-    def rename(name: str) -> str | None:
-        if name.endswith("rotary_emb.inv_freq"):
-            return None  # early Llama checkpoints store what RoPE computes
-        if config.body.delta is not None:
-            if name.startswith(_MTP):
-                return None
-            alone = text_name(name)
-            if alone is None:
-                return None
-            name = alone
-        if name == "lm_head.weight":
-            return None if config.tie_word_embeddings else name  # see _check_tied_head
-        ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"
-        ours = _MXFP4.sub(r"\1.\2", ours)
-        return _KV_SCALE.sub(lambda found: f"{found[1] or found[2]}_cache.scale", ours)
-
-    return rename
+        made = {
+            (scheme, size, count): scheme.empty(size.inputs, size.outputs, size.bias, *count)
+            for scheme, size, count in set(experts.values())
+        }
+    return layers | {name: made[key] for name, key in experts.items()}
 
 
 def _hf_name(ours: str) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from d2sd.convert.checkpoint.headers import TensorInfo
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.weights import TensorInfo
 from d2sd.errors import CheckpointError
 
 _OFF = (None, False)

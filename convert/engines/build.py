@@ -27,7 +27,7 @@ from d2sd.helpers import python_command
 from d2sd.io import read_json
 from d2sd.plugins.cascade_attention.onnx import INPUTS
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
-from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
 from d2sd.progress import Progress, silent
 from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 

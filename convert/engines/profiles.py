@@ -18,8 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
-from d2sd.modeling.config import BodyConfig, DecoderConfig
-from d2sd.modeling.drafters.interface import DraftConfig, block_rows
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig, block_rows
 from d2sd.plugins.cascade_attention.reference import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.backends.exported import view_inputs

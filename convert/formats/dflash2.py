@@ -20,8 +20,8 @@ from d2sd.convert.formats.read import CanonicalDrafter
 from d2sd.convert.formats.shared_tensors import TargetParts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
-from d2sd.modeling.drafters.dflash2 import SelectorConfig
-from d2sd.modeling.drafters.pair import PairConfig, PairHead
+from d2sd.modeling.drafters.head_configs import PairConfig, SelectorConfig
+from d2sd.modeling.drafters.pair import PairHead
 
 #: Taps of the convolutions, and channels that share a coefficient: as in the released checkpoints.
 _TAPS, _GROUP = 2, 16

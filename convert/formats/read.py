@@ -26,11 +26,12 @@ from torch import Tensor
 from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, read_layout
 from d2sd.convert.checkpoint.dspark import DEEPSPEC
+from d2sd.convert.checkpoint.headers import INDEX, TensorInfo, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import sort_columns
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY, read_draft_vocabulary
 from d2sd.convert.checkpoint.unsupported import refuse_tensors, refuse_unsupported
-from d2sd.convert.checkpoint.weights import INDEX, TensorInfo, read_headers, read_tensors
+from d2sd.convert.checkpoint.weights import read_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.deepspec import read_deepspec
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.families import parse_target_config
+from d2sd.convert.checkpoint.headers import read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.weights import read_headers, read_tensor
+from d2sd.convert.checkpoint.weights import read_tensor
 from d2sd.errors import CheckpointError
 from d2sd.manifest import NAME as MANIFEST
 from d2sd.modeling.config import DecoderConfig

@@ -27,6 +27,7 @@ from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
 from d2sd.convert.checkpoint.attention import check_windows, read_speculators_attention
 from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
 from d2sd.convert.checkpoint.head_layout import Places
+from d2sd.convert.checkpoint.headers import TensorInfo
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
     INERT,
@@ -40,7 +41,7 @@ from d2sd.convert.checkpoint.layout import (
 )
 from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.unsupported import KEYS
-from d2sd.convert.checkpoint.weights import TensorInfo, read_tensor
+from d2sd.convert.checkpoint.weights import read_tensor
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role

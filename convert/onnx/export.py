@@ -22,9 +22,8 @@ from torch.export import Dim
 from d2sd.convert.onnx.bodies import TargetBody, lower_fp8_to_qdq
 from d2sd.errors import BuildError
 from d2sd.extras import install_line
-from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.config import BodyConfig, DraftConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, OPSET, functions
 from d2sd.runtime.backends.exported import IOSpec, drafter_io_spec, target_io_spec, view_inputs
 

@@ -24,8 +24,7 @@ from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arg
 from d2sd.errors import BundleError, RecipeError
 from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
-from d2sd.modeling.config import DecoderConfig, DrafterConfig
-from d2sd.modeling.drafters.interface import DraftConfig
+from d2sd.modeling.config import DecoderConfig, DraftConfig, DrafterConfig
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import Policy, make_policy

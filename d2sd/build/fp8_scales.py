@@ -105,7 +105,7 @@ def quantize_drafter(
 
     Raises `BuildError` where a layer was never run or its input was zero.
     """
-    linears = kind.fp8_layers(drafter)
+    linears = kind.fp8_layers(drafter.config)
     described = Quantization(kind.unquantized, kv=False, producer=("modelopt", modelopt.version))
     narrow = set(described.of(linears))
     tensors = drafter.state_dict()

@@ -12,8 +12,7 @@ from typing import Any, cast
 from d2sd.convert.kinds import kind_of
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.drafters.interface import DraftConfig
+from d2sd.modeling.config import DecoderConfig, DraftConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Recipe, SecondSource, Source
 

@@ -16,17 +16,16 @@ from d2sd.build.vocabulary import narrowed
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
+from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, has_weights
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
-from d2sd.convert.checkpoint.target import check_target_tensors, target_shapes
-from d2sd.convert.checkpoint.weights import DTYPES, Shapes, has_weights
+from d2sd.convert.checkpoint.target_shapes import check_target_tensors, target_shapes
 from d2sd.convert.kinds import DrafterKind, kind_of
 from d2sd.errors import RecipeError
 from d2sd.extras import require
 from d2sd.licence import NOT_STATED, read_licence
-from d2sd.modeling.config import BodyConfig, DecoderConfig
-from d2sd.modeling.drafters.interface import DraftConfig
-from d2sd.plugins.dispatch import HEAD_STEP, LARGEST_HEAD
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig
+from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
 from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, Recipe, Source
@@ -37,7 +36,7 @@ from d2sd.tensorrt_env import ALIGNMENT
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
 #: What is published is in 16 bits where it is not quantized.
-_STORED = DTYPES["bf16"]
+_STORED = ITEMSIZES["bf16"]
 _NO_FP8 = FP8(target=False, drafters=False)
 #: Bytes of the scales of an FP8 layer, of its weights and of its inputs.
 _SCALES = 8
@@ -115,7 +114,7 @@ class Plan:
         """Weights in the graphs, which share none: a drafter that borrows MLPs of the target has a copy of them."""
         if self.target is None:
             return self.weight_bytes
-        bodies = [part.body for part in self.drafters.values() if part.kind.model.borrows_mlps]
+        bodies = [part.body for part in self.drafters.values() if part.draft_config.borrows_mlps]
         copied = sum(3 * body.num_layers * body.hidden_size * body.intermediate_size for body in bodies)
         return self.weight_bytes + round(copied * self.target.weight_bytes / self.target.parameters)
 
@@ -269,7 +268,7 @@ def _check_engines(plan: Plan) -> None:
                 expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
                 fix="remove engines from the recipe",
             )
-        page = limits.page_size * body.num_kv_heads * body.head_dim * DTYPES[plan.recipe.precision].itemsize
+        page = limits.page_size * body.num_kv_heads * body.head_dim * ITEMSIZES[plan.recipe.precision]
         if page % ALIGNMENT:  # the layers of a pool are contiguous
             raise RecipeError(
                 "A page of K/V is not aligned for TensorRT.",
@@ -312,12 +311,12 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     if quantization is None:  # what the build makes of it
         quantization = Quantization(("lm_head",) if fp8.target else ("*",), fp8.kv, ("", ""))
     kv = fp8.kv or quantization.kv
-    token = _kv_bytes(config.body, 1 if kv else DTYPES[recipe.precision].itemsize)
-    size = bytes_of(target_shapes(config, quantization), DTYPES[recipe.precision])
+    token = _kv_bytes(config.body, 1 if kv else ITEMSIZES[recipe.precision])
+    size = bytes_of(target_shapes(config, quantization), ITEMSIZES[recipe.precision])
     sizes = numbers_of(plain), size, token, weights_present
     licence = _licence(recipe.target, file)
     delta = config.body.delta
-    states = 0 if delta is None else delta.state_bytes(DTYPES[recipe.precision].itemsize)
+    states = 0 if delta is None else delta.state_bytes(ITEMSIZES[recipe.precision])
     part = Part("target", str(file), config, *sizes, None, choice, licence, states, stored)
     return part, config
 
@@ -352,9 +351,9 @@ def _drafter(
     shapes, rounded = kind.shapes(config, quantization), list(kind.fp8_inputs(folder, config))
     if recipe.fp8 is not None and recipe.fp8.drafters:
         _refuse_fp8_twice(quantization, str(folder), "drafters")
-        rounded = kind.fp8_layers(kind.empty(config))
+        rounded = kind.fp8_layers(config)
     sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
-    token = _kv_bytes(config.body, DTYPES[recipe.precision].itemsize) if kind.model.has_context else 0
+    token = _kv_bytes(config.body, ITEMSIZES[recipe.precision]) if config.target_layer_ids else 0
     stored = bytes_of(shapes, _STORED)
     licence = _licence(source, folder)
     sized = *sizes, token, weights_present
@@ -379,9 +378,9 @@ def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) 
 
 def _sizes(recipe: Recipe, plain: Shapes, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
     """Parameters, and bytes in memory of a drafter of tensors `shapes`; `rounded` layers are FP8 there alone."""
-    dtype = DTYPES[recipe.precision]
-    saved = sum(math.prod(plain[f"{layer}.weight"]) * (dtype.itemsize - 1) - _SCALES for layer in rounded)
-    return numbers_of(plain), bytes_of(shapes, dtype) - saved
+    itemsize = ITEMSIZES[recipe.precision]
+    saved = sum(math.prod(plain[f"{layer}.weight"]) * (itemsize - 1) - _SCALES for layer in rounded)
+    return numbers_of(plain), bytes_of(shapes, itemsize) - saved
 
 
 def _kv_bytes(body: BodyConfig, size: int) -> int:

@@ -7,11 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
+from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, stored_bytes
 from d2sd.convert.checkpoint.quantization import Quantization, refuse_unserved
 from d2sd.convert.checkpoint.schemes import FP8
-from d2sd.convert.checkpoint.weights import DTYPES, Shapes, stored_bytes
 from d2sd.errors import RecipeError
 from d2sd.io import size_text
 from d2sd.recipe import Recipe
@@ -52,9 +50,9 @@ def choose(
     """
     if quantization is None:
         return None
-    dtype = DTYPES[recipe.precision]
+    itemsize = ITEMSIZES[recipe.precision]
     choice = Choice(
-        quantization, recipe.precision, recipe.target.dequantize, bytes_of(shapes, dtype), bytes_of(plain, dtype)
+        quantization, recipe.precision, recipe.target.dequantize, bytes_of(shapes, itemsize), bytes_of(plain, itemsize)
     )
     if choice.dequantize:
         return choice
@@ -71,9 +69,9 @@ def choose(
     return choice
 
 
-def bytes_of(shapes: Shapes, dtype: torch.dtype) -> int:
-    """Bytes in memory of a model in `dtype` of these tensors."""
-    return sum(stored_bytes(name, shapes, dtype) for name in shapes)
+def bytes_of(shapes: Shapes, itemsize: int) -> int:
+    """Bytes in memory of a model of these tensors, whose plain numbers have `itemsize` bytes."""
+    return sum(stored_bytes(name, shapes, itemsize) for name in shapes)
 
 
 def numbers_of(shapes: Shapes) -> int:

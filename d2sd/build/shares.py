@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from d2sd.build.plan import Plan
-from d2sd.convert.checkpoint.weights import DTYPES
+from d2sd.convert.checkpoint.headers import ITEMSIZES
 from d2sd.modeling.config import BodyConfig, DecoderConfig
-from d2sd.modeling.tensor_parallel import Shard, check_divisible
+from d2sd.modeling.shard import Shard, check_divisible
 
 #: Numbers of GPUs that a plan shows, where the target can be divided so.
 SIZES = (2, 4, 8)
@@ -23,7 +23,7 @@ def of_one_gpu(plan: Plan, size: int) -> Plan:
     part, config = plan.target, plan.target.config
     assert isinstance(config, DecoderConfig)
     check_divisible(config, size)
-    body, itemsize = Shard(0, size).body(config.body), DTYPES[plan.recipe.precision].itemsize
+    body, itemsize = Shard(0, size).body(config.body), ITEMSIZES[plan.recipe.precision]
     tables, own_tables = (table_weights(config, ranks) for ranks in (1, size))
     layers = part.parameters - tables
     own = layers - _cut_weights(config.body) + _cut_weights(body)
@@ -58,6 +58,6 @@ def _cut_weights(body: BodyConfig) -> int:
 def step_bytes(plan: Plan, rows: int, drafts: int = 0) -> int:
     """Bytes of the sums and logits of a step that verifies `rows` rows and drafts by the logits of `drafts` rows."""
     assert plan.target is not None
-    config, itemsize = plan.target.config, DTYPES[plan.recipe.precision].itemsize
+    config, itemsize = plan.target.config, ITEMSIZES[plan.recipe.precision]
     sums = 2 * config.body.num_layers * rows * config.body.hidden_size
     return itemsize * (sums + (rows + drafts) * plan.ranks * -(-config.vocab_size // plan.ranks))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from d2sd.convert.checkpoint.weights import has_weights
+from d2sd.convert.checkpoint.headers import has_weights
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.helpers import python_command
 from d2sd.io import atomic_write, cache_folder, disk_space, exclusive, remove, sha256

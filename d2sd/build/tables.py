@@ -12,7 +12,7 @@ from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
 from d2sd.build.sources import download_lines
 from d2sd.console import line, lines, show_settings, show_table
-from d2sd.convert.checkpoint.target import left_out
+from d2sd.convert.checkpoint.target_shapes import left_out
 from d2sd.errors import D2SDError
 from d2sd.io import size_text
 from d2sd.licence import warning

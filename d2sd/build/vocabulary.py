@@ -12,8 +12,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from d2sd.errors import RecipeError
-from d2sd.modeling.config import DrafterConfig
-from d2sd.modeling.drafters.flexdraft import FlexConfig
+from d2sd.modeling.config import DrafterConfig, FlexConfig
 from d2sd.prompts import OWN_PROMPTS, read_turns
 from d2sd.recipe import Recipe
 

@@ -70,11 +70,13 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
 
 def check_device(device: str) -> None:
     """Raise `D2SDError` unless `device` is cpu, cuda, or cuda:N with a GPU of that number."""
+    if device == "cpu":
+        return
     import torch
 
     gpus = torch.cuda.device_count()
     number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
-    if device != "cpu" and (number is None or int(number[1] or 0) >= gpus):
+    if number is None or int(number[1] or 0) >= gpus:
         raise D2SDError(
             "No such device.",
             where="device",

@@ -20,9 +20,11 @@ from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.kinds import kind_of
 from d2sd.errors import BundleError
 from d2sd.manifest import Manifest, load_manifest
+from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
-from d2sd.modeling.tensor_parallel import Shard, check_divisible, connect
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.shard import Shard, check_divisible
+from d2sd.modeling.tensor_parallel import connect
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
@@ -104,9 +106,10 @@ def assemble(
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
         kind = kind_of(role)
-        if shard is not None and kind.model.borrows_mlps:
+        config = kind.read_config(path / role.folder)
+        if shard is not None and config.borrows_mlps:
             continue
-        drafters[role] = kind.load(path / role.folder, dtype)
+        drafters[role] = kind.load(path / role.folder, dtype, config)
         kind.attach(drafters[role], target)
     named = manifest.recipe.drafters.calibration
     return Bundle(

@@ -41,7 +41,8 @@ def _serve(lines: SimpleQueue[dict[str, Any]]) -> None:
     from d2sd.bundle.load import assemble
     from d2sd.bundle.serving import follow_engine
     from d2sd.manifest import load_manifest
-    from d2sd.modeling.tensor_parallel import Shard, connect
+    from d2sd.modeling.shard import Shard
+    from d2sd.modeling.tensor_parallel import connect
     from d2sd.runtime.parallel.join import join
 
     torch.set_num_threads(settings["threads"])  # of rank 0: products of drafters have the same bits on every rank

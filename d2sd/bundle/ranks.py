@@ -17,7 +17,8 @@ from d2sd.errors import D2SDError, RankLost
 from d2sd.helpers import python_command
 
 if TYPE_CHECKING:
-    from d2sd.modeling.tensor_parallel import Group, Shard
+    from d2sd.modeling.shard import Shard
+    from d2sd.modeling.tensor_parallel import Group
 
 #: Exit code of a rank that has lost another one.
 PEER_LOST = 74

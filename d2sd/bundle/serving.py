@@ -20,7 +20,7 @@ from d2sd.recipe import Method, Policy, Tree
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.calibration import CalibrationFile
-    from d2sd.modeling.drafters.interface import DraftConfig
+    from d2sd.modeling.config import DraftConfig
     from d2sd.modeling.tensor_parallel import Group
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector

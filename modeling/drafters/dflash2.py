@@ -15,51 +15,18 @@ range of fp16, which plans refuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.modeling.drafters.head_configs import SelectorConfig
+from d2sd.modeling.drafters.heads import Head
 from d2sd.modeling.layers import Attend, CosSin, Layer
 from d2sd.plugins.pair_scores import Factors, factored
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, T rows, E hidden, R rank, V vocabulary, M candidates a slot, P parents of a slot, τ taps.
-
-
-@dataclass(frozen=True, slots=True)
-class SelectorConfig(HeadConfig):
-    """Geometry of a selector and of the convolutions."""
-
-    rank: int
-    candidates: int  # of a slot, among which it selects
-    taps: int
-    group: int  # channels that share a dynamic coefficient
-
-    @property
-    def name(self) -> str:
-        return "dflash2"
-
-    def precision_refusal(self, precision: str) -> str | None:
-        return "The convolutions of a DFlash 2 drafter exceed the range of fp16." if precision == "fp16" else None
-
-    def layer(self, body: BodyConfig) -> Layer:
-        return ConvolvedLayer(body, self.taps, self.group)
-
-    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
-        # Behind one context each block begins again where the one before it did: rows of two are never `tap` apart.
-        if size is not None:
-            positions = (torch.arange(positions.shape[1], device=positions.device) % size).expand_as(positions)
-        steps = [positions[:, tap:] - positions[:, :-tap] == tap for tap in range(1, self.taps)]
-        joined = [pad(step, (tap, 0)) for tap, step in enumerate(steps, 1)]
-        return (torch.stack(joined, 1) if joined else torch.empty_like(positions, dtype=torch.bool)[:, None][:, :0],)
-
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "candidate_selector", CandidateSelector(self, hidden_size, vocab_size)
 
 
 class CandidateSelector(Head):
@@ -81,6 +48,19 @@ class CandidateSelector(Head):
 
     def factors(self, hidden: Tensor, draft: Draft, blocks: Tensor) -> Factors:
         return Factors(self.predecessor_codebook, self.successors, self.hidden_projection(hidden))
+
+
+def joined_rows(positions: Tensor, size: int | None, taps: int) -> Tensor:
+    """Rows at `positions [B, T]` -> [B, τ - 1, T], whether the row 1, 2, … before is one of the same block.
+
+    `size`: see `Drafter.forward`.
+    """
+    # Behind one context each block begins again where the one before it did: rows of two are never `tap` apart.
+    if size is not None:
+        positions = (torch.arange(positions.shape[1], device=positions.device) % size).expand_as(positions)
+    steps = [positions[:, tap:] - positions[:, :-tap] == tap for tap in range(1, taps)]
+    joined = [pad(step, (tap, 0)) for tap, step in enumerate(steps, 1)]
+    return torch.stack(joined, 1) if joined else torch.empty_like(positions, dtype=torch.bool)[:, None][:, :0]
 
 
 class Convolution(nn.Module):

@@ -11,13 +11,11 @@ says how likely each slot is accepted is kept in checkpoints and not run: probab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.modeling.drafters.head_configs import MarkovConfig
+from d2sd.modeling.drafters.heads import Head
 from d2sd.plugins.pair_scores import Factors
 from d2sd.plugins.trees.types import Draft
 
@@ -25,25 +23,6 @@ from d2sd.plugins.trees.types import Draft
 
 #: Candidates of a slot. The head adds to all logits of a slot; what it may lift is looked for among these.
 POOL = 32
-
-
-@dataclass(frozen=True, slots=True)
-class MarkovConfig(HeadConfig):
-    """Geometry of a Markov head."""
-
-    rank: int
-    gated: bool = False
-    confidence: bool = False  # it has the network that predicts acceptance
-    confidence_with_markov: bool = False  # which reads W1[p] too
-
-    @property
-    def name(self) -> str:
-        return "dspark"
-
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "markov_head", MarkovHead(self, hidden_size, vocab_size)
-        if self.confidence:
-            yield "confidence_head", ConfidenceHead(hidden_size + self.rank * self.confidence_with_markov)
 
 
 class MarkovHead(Head):

@@ -17,14 +17,13 @@ Parallel mode is in `parallel.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.config import BodyConfig, Family, check_draft_vocabulary, described
+from d2sd.modeling.config import BodyConfig, FlexConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.drafters.parallel import verify_and_draft
@@ -35,58 +34,6 @@ from d2sd.modeling.layers import Attend, Attention, Layer, RMSNorm, Rotary
 
 # Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
 # draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
-
-
-@dataclass(frozen=True, slots=True)
-class FlexConfig:
-    """Geometry of the target's last layers as they draft behind mask rows.
-
-    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
-    the anchor's position; slot k predicts the token at its own position.
-    """
-
-    family: Family
-    body: BodyConfig
-    vocab_size: int
-    block_size: int
-    num_target_layers: int
-    calibration_size: int  # hidden size of the calibration network
-    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
-    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
-
-    def __post_init__(self) -> None:
-        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
-        if self.draft_vocabulary is not None:
-            check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
-
-    @property
-    def split_layer(self) -> int:
-        """The first layer with mask rows."""
-        return self.num_target_layers - self.body.num_layers
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that a block proposes."""
-        return self.block_size - 1
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """None: it reads the target's pages."""
-        return ()
-
-    def refusal(self, policy: str) -> str | None:
-        """An anchored head has no parallel mode: mask rows behind a node do not know what follows it."""
-        return (
-            "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
-        )
-
-    def precision_refusal(self, precision: str) -> str | None:
-        """None: it runs in all."""
-        return None
-
-    def __str__(self) -> str:
-        where = f"drafts in target layers {self.split_layer} to {self.num_target_layers - 1}"
-        return f"{described(self.body, self.vocab_size)}, {where}{', anchored' if self.anchored else ''}"
 
 
 class DraftLayer(Layer):
@@ -126,7 +73,6 @@ class FlexHead(DraftModel):
     compiled: InferenceLayers | None
     mask_token_id = 0  # never embedded: masks have an embedding of their own
     has_context = False
-    borrows_mlps = True
     norm: RMSNorm
 
     def __init__(self, config: FlexConfig) -> None:

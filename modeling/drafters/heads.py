@@ -16,13 +16,10 @@ before, so it stays as it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
 
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.layers import Layer
 from d2sd.plugins import pair_scores
 from d2sd.plugins.pair_scores import Factors, parents_of
 from d2sd.plugins.trees.types import Draft
@@ -57,38 +54,6 @@ class Head(nn.Module, ABC):
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
         # an embedding on a CPU copies rows in a tenth of an index's time
         return self.predecessors(hidden, parents).float() @ embedding(candidates, self.successors).float().mT
-
-
-class HeadConfig(ABC):
-    """Geometry of a head and of what comes with it; subclasses are frozen dataclasses."""
-
-    __slots__ = ()
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name of its kind."""
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether the drafter below was trained without it, so that an engine may leave it out."""
-        return False
-
-    def precision_refusal(self, precision: str) -> str | None:
-        """See `DraftConfig.precision_refusal`."""
-        return None
-
-    def layer(self, body: BodyConfig) -> Layer:
-        """A layer of the drafter."""
-        return Layer(body)
-
-    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
-        """More arguments of such layers, for rows at `positions [B, T]`; see `Drafter.forward`."""
-        return ()
-
-    @abstractmethod
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        """Modules that a drafter has in addition to its body, by their names in checkpoints; one is a `Head`."""
 
 
 def conditioned(

@@ -8,11 +8,11 @@ embeds them, where it reads the context and what its head adds to the target's a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
@@ -20,45 +20,6 @@ from d2sd.plugins.trees.types import Draft
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
 # layers, S slots: the tokens that a block proposes, M candidates a slot, Hkv K/V heads, D head size, V vocabulary, Vd
 # draft vocabulary.
-
-
-class DraftConfig(Protocol):
-    """The fields that every kind of drafter has."""
-
-    @property
-    def body(self) -> BodyConfig:
-        """Geometry of its layers."""
-
-    @property
-    def vocab_size(self) -> int:
-        """The target's."""
-
-    @property
-    def block_size(self) -> int:
-        """Rows of the blocks that it was trained with, the anchor's included."""
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that such a block proposes."""
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """Target layers whose outputs it reads, as in `DrafterConfig`; none for kinds without pages of their own."""
-
-    @property
-    def draft_vocabulary(self) -> tuple[int, ...] | None:
-        """The ids that it drafts; None for all."""
-
-    def refusal(self, policy: str) -> str | None:
-        """The reason why it cannot run a policy of its role; None if it can."""
-
-    def precision_refusal(self, precision: str) -> str | None:
-        """The reason why it cannot run in a recipe's `precision`; None if it can."""
-
-
-def block_rows(config: DraftConfig, block_size: int) -> int:
-    """Rows of a drafter's block where a step commits at most `block_size` tokens: a larger block is cut."""
-    return config.block_size - max(0, config.drafts - (block_size - 1))
 
 
 class Tables(NamedTuple):
@@ -76,8 +37,6 @@ class DraftModel(nn.Module):
     mask_token_id: int  # in the masked slots of a block
     #: It has pages of its own, for K/V made of the target's features; others read the target's pages.
     has_context: ClassVar[bool] = True
-    #: Its layers have the target's MLPs.
-    borrows_mlps: ClassVar[bool] = False
     #: Fewest candidates of a slot that `conditioned` is given; 0: it is not called.
     pool: int = 0
     #: Its linear layers are FP8, and so is its copy of the target's head (`draft_head`).

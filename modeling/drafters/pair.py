@@ -12,14 +12,12 @@ Checkpoints do not hold them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.drafters.heads import Head, HeadConfig
+from d2sd.modeling.drafters.head_configs import PairConfig
+from d2sd.modeling.drafters.heads import Head
 from d2sd.plugins.pair_scores import Factors, factored
 from d2sd.plugins.trees.types import Draft
 
@@ -27,25 +25,6 @@ from d2sd.plugins.trees.types import Draft
 
 #: Rows of the embedding that are projected at a time: 19 MB of fp32 at a hidden size of 576.
 _ROWS = 8192
-
-
-@dataclass(frozen=True, slots=True)
-class PairConfig(HeadConfig):
-    """Geometry of a pair head."""
-
-    rank: int
-    candidates: int = 16  # of a slot, among which it chooses
-
-    @property
-    def name(self) -> str:
-        return "pair"
-
-    @property
-    def is_optional(self) -> bool:
-        return True
-
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "pair_head", PairHead(self, hidden_size)
 
 
 class PairHead(Head):

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from d2sd.errors import BundleError
 from d2sd.extras import install_line
-from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.config import BodyConfig, DraftConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
-from d2sd.modeling.drafters.interface import DraftConfig, DraftModel
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows, windowed
 from d2sd.modeling.layers import Rotary
 from d2sd.modeling.where import Where

@@ -4,7 +4,7 @@
 
 There is a graph for each of some numbers of rows (`row_counts`), all captured before the first request: a capture takes
 longer than the pass. Each has room for MOST_CHUNKS chunks, of which only the device knows where they begin, and one
-more of the rows that are left over: that of a request without pages, whose rows go to the scratch page 0.
+more of the padding rows: that of a request without pages, whose rows go to the scratch page 0.
 
 Passes of more rows or chunks run operator by operator: the device takes longer than their launches. So do those whose
 shapes the chunks decide: of hybrids, of `exact` steps, of exported graphs and of several ranks.
@@ -24,7 +24,7 @@ from d2sd.modeling.kv_pool import Chunks, ContextRows
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.runtime.batch import Prefilled, PrefillInputs
-from d2sd.runtime.cuda_graphs.refusal import refuse
+from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, power_of_two
 
@@ -87,7 +87,8 @@ class PrefillGraphs:
         try:
             result, replay = self._runner.capture(run)
         except Exception as error:  # of PyTorch or Triton
-            refuse("passes over prompts", error)
+            if not lacks_memory(f"passes over {rows} rows of prompts", error):
+                refuse("passes over prompts", error)
             return
         self._graphs = dict(sorted({**self._graphs, rows: _Graph(rows, inputs, chunks, result, replay)}.items()))
 
@@ -99,7 +100,7 @@ class PrefillGraphs:
         return torch.nn.functional.pad(inputs.tokens, (0, left)), chunks
 
     def _wide(self, where: Where) -> Where:
-        """The places of all chunks and of what is left over, in page tables with columns for the longest context."""
+        """The places of all chunks and of the padding rows, in page tables with columns for the longest context."""
         requests = self._chunks + 1 - len(where.context_len)
 
         def wide(table: Tensor) -> Tensor:

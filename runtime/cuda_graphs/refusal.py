@@ -1,14 +1,27 @@
-"""Says that CUDA refuses to capture a graph, and what follows."""
+"""Says that CUDA refuses to capture a graph, or that memory does not hold one, and what follows."""
 
 from __future__ import annotations
 
 import logging
 import os
 
+import torch
+
 from d2sd.errors import D2SDError
 from d2sd.plugins.dispatch import NO_FALLBACK
 
 logger = logging.getLogger(__name__)
+
+
+def lacks_memory(what: str, error: Exception) -> bool:
+    """Whether a capture failed because its graph does not fit in memory, which is said: these, of one shape, then run
+    without a graph, under `D2SD_NO_FALLBACK=1` too, since their kernels run.
+    """
+    cause = error.__context__ or error
+    if not isinstance(cause, torch.OutOfMemoryError):
+        return False
+    logger.warning("%s run without a CUDA graph, which does not fit in memory: %s", what, f"{cause}".splitlines()[0])
+    return True
 
 
 def refuse(what: str, error: Exception) -> None:

@@ -28,7 +28,7 @@ from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.cuda_graphs.prefills import PrefillGraphs
-from d2sd.runtime.cuda_graphs.refusal import refuse
+from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
 from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.model_runner import ModelRunner
@@ -53,7 +53,7 @@ class DecodeSteps:
         self._runner, self._calibration = runner, calibration
         self._pages = power_of_two(limits.pages_for(limits.max_context + runner.block_size))
         self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
-        self._graphs: dict[tuple[object, ...], Graph] = {}
+        self._graphs: dict[tuple[object, ...], Graph | None] = {}  # None: memory does not hold it
         self._most = bucket(limits.max_batch)
         self._handover = Handover(self._most, runner.device)
         self.prefills = PrefillGraphs(runner, limits)
@@ -72,6 +72,9 @@ class DecodeSteps:
             try:
                 self._graphs[key] = self.capture(policy, batch, host_draft)
             except Exception as error:  # of PyTorch, Triton or TensorRT
+                if lacks_memory(f"decode steps of {size} requests", error):
+                    self._graphs[key] = None
+                    return None
                 self.refused = True
                 refuse("decode steps", error)
                 return None

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from d2sd.modeling.tensor_parallel import Group, PeerLost, Shard
+from d2sd.modeling.shard import Shard
+from d2sd.modeling.tensor_parallel import Group, PeerLost
 
 #: Longest wait for other ranks inside a pass: they may compile kernels meanwhile.
 _PASS = timedelta(minutes=10)

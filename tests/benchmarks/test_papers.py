@@ -24,7 +24,7 @@ def test_a_step_by_hand() -> None:
     assert accepted(lines, [1]) == 0
     assert nodes(lines) == 1 + 6  # 5 is one row
     first, second = boundary_scores([math.log(0.8), math.log(0.5)])
-    assert (first, second) == (pytest.approx(0.2), pytest.approx(0.8 * 0.5))
+    assert [first, second] == pytest.approx([0.2, 0.8 * 0.5])
     block = Block((1, 2), (math.log(0.8), math.log(0.5)), (0.0, 0.0))
     assert RULES["first"]([first, second], block, 0) == [0, -1]
     least = RULES["least confident"]([first, second], block, 0)

@@ -22,7 +22,7 @@ from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig
 from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 

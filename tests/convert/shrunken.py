@@ -16,7 +16,7 @@ import torch
 
 from d2sd.convert.checkpoint.dflash import config_fields
 from d2sd.convert.checkpoint.layout import usual_ids
-from d2sd.convert.checkpoint.target import target_shapes
+from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
 from d2sd.modeling.decoder import Decoder

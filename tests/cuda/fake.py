@@ -25,11 +25,11 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from benchmarks.gpu.traffic import launches
 from d2sd.modeling import product
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.head_configs import HeadConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import PoolSizes

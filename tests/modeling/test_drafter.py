@@ -18,7 +18,7 @@ from torch import Tensor
 
 from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.dflash2 import SelectorConfig
+from d2sd.modeling.drafters.head_configs import SelectorConfig
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.where import Where
 from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_drafter

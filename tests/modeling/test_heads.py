@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.dspark import MarkovConfig
-from d2sd.modeling.drafters.heads import HeadConfig
-from d2sd.modeling.drafters.pair import PairConfig, PairHead
+from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig
+from d2sd.modeling.drafters.pair import PairHead
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.trees import Draft

@@ -22,8 +22,9 @@ from d2sd.modeling.fp8 import linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.nvfp4 import Nvfp4Linear, blocked, codes_of
 from d2sd.modeling.product import Product
-from d2sd.modeling.quantized import ComputedLinear, Scheme, make_quantized
+from d2sd.modeling.quantized import ComputedLinear, make_quantized
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
+from d2sd.modeling.scheme import Scheme
 from d2sd.plugins import dispatch
 from tests.convert.checkpoint.published import E2M1, e4m3, nearest_e2m1
 from tests.cuda.fake import Watch, fake_gpu
@@ -227,7 +228,7 @@ def decoder_of(scheme: Scheme) -> Decoder:
     plain = tiny_decoder("qwen3", hidden=32)
     with torch.device("meta"):
         model = Decoder(plain.config)
-        make_quantized(model, dict.fromkeys(linear_names(model), scheme))
+        make_quantized(model, dict.fromkeys(linear_names(model), scheme.empty))
     tensors = plain.state_dict()
     for name in linear_names(model):
         layer = model.get_submodule(name)

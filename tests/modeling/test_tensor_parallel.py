@@ -20,7 +20,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.nvfp4 import Nvfp4Linear
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
-from d2sd.modeling.tensor_parallel import Cut, Shard, check_divisible, cut, drop_biases
+from d2sd.modeling.shard import Cut, Shard, check_divisible
+from d2sd.modeling.tensor_parallel import cut, drop_biases
 from tests.convert.helpers import write_target_dir
 from tests.tiny import in_fp8, tiny_decoder
 

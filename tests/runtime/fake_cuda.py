@@ -26,10 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexConfig, FlexHead
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins import dispatch
 from d2sd.runtime import model_runner
 from d2sd.runtime.decode import Committed, StepResult

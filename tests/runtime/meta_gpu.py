@@ -17,7 +17,7 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.modeling import product
-from d2sd.modeling.drafters.heads import HeadConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig
 from d2sd.plugins import dispatch
 from d2sd.policies import PolicyName
 from d2sd.runtime.decode import StepResult

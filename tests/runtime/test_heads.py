@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.modeling.drafters.head_configs import MarkovConfig
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch

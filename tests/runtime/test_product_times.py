@@ -15,7 +15,8 @@ from torch import Tensor
 from d2sd.modeling import product_forms
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights
-from d2sd.modeling.tensor_parallel import Group, Shard
+from d2sd.modeling.shard import Shard
+from d2sd.modeling.tensor_parallel import Group
 from d2sd.policies import DrafterRole
 from d2sd.runtime import product_times
 from d2sd.runtime.model_runner import ModelRunner

@@ -18,7 +18,8 @@ from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.tensor_parallel import Group, Shard, connect, cut
+from d2sd.modeling.shard import Shard
+from d2sd.modeling.tensor_parallel import Group, connect, cut
 from d2sd.policies import NAMES, DrafterRole
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.decode import Committed

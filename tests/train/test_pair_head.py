@@ -14,7 +14,7 @@ from torch import Tensor
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.responses import Response
 from d2sd.train.pair_head import PairTrainer, Slots, with_pair_head

@@ -19,7 +19,7 @@ from d2sd.errors import CheckpointError, D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress
 from d2sd.recipe import Drafters, Limits, Recipe, Sampling, Tree

@@ -20,8 +20,8 @@ from d2sd.extras import require_plots
 from d2sd.io import check_writable, claim, digest, disk_space, exclusive
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.drafters.pair import PairConfig
 from d2sd.policies import DRAFTER_NAMES, FACTS, DrafterName, DrafterRole, PolicyName
 from d2sd.progress import Progress
 from d2sd.runtime.evaluation import Evaluation

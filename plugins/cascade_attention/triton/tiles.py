@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from d2sd.plugins.dispatch import HEAD_STEP
+from d2sd.plugins.head_sizes import HEAD_STEP
 
 #: Above this, the merge reads more than the splits save; the kernel's counter goes up to it.
 MOST_SPLITS = 16

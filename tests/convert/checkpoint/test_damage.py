@@ -17,8 +17,9 @@ from safetensors import SafetensorError
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.turns import encode_turns
+from d2sd.convert.checkpoint.headers import INDEX, open_tensors, read_headers
 from d2sd.convert.checkpoint.offline import load_tokenizer
-from d2sd.convert.checkpoint.weights import INDEX, open_tensors, read_headers, write_tensors
+from d2sd.convert.checkpoint.weights import write_tensors
 from d2sd.errors import CheckpointError
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import edit_json, write_project
@@ -265,7 +266,7 @@ def test_weights_that_memory_does_not_hold_are_named(project: Path, monkeypatch:
     def refuse(*args: Any, **options: Any) -> None:
         raise RuntimeError("unable to mmap 141000000091 bytes: Cannot allocate memory (12)")
 
-    monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", refuse)
+    monkeypatch.setattr("d2sd.convert.checkpoint.headers.safe_open", refuse)
     file = project / "target" / "model.safetensors"
     with pytest.raises(CheckpointError, match=r"mapped(.|\n)*Cannot allocate(.|\n)*shards"), open_tensors(file):
         pass

@@ -183,7 +183,7 @@ def test_tensors_that_are_wrong(folder: Path) -> None:
 def test_fp8_is_of_the_projections(tmp_path: Path) -> None:
     """The same bytes after a round trip; the calibration network, the anchor's projection and K/V cannot be FP8."""
     head = tiny_flex(TARGET, layers=2, anchored=True)
-    narrow = in_fp8(head, FLEXDRAFT.fp8_layers(head))
+    narrow = in_fp8(head, FLEXDRAFT.fp8_layers(head.config))
     described = Quantization(FLEXDRAFT.unquantized, kv=False, producer=("modelopt", "1"))
     FLEXDRAFT.write(tmp_path / "a", head.config, narrow.state_dict(), described)
     assert FLEXDRAFT.check_tensors(tmp_path / "a", FLEXDRAFT.read_config(tmp_path / "a")) == described

@@ -16,6 +16,8 @@ from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import convert_gguf, read_gguf_config
+from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.offline import offline_transformers
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.recipe import load_recipe
@@ -84,6 +86,8 @@ def test_a_gguf_becomes_a_checkpoint_in_silence(tmp_path: Path, capfd: pytest.Ca
     write_gguf(tmp_path / "tiny.gguf", decoder)
     found = parse_target_config(read_gguf_config(tmp_path / "tiny.gguf"))
     assert found.body.num_layers == 3
+    theirs = offline_transformers().AutoConfig.from_pretrained(tmp_path, gguf_file="tiny.gguf").to_dict()
+    assert found == parse_target_config(HFConfig(theirs, "transformers'"))
     convert_gguf(tmp_path / "tiny.gguf", tmp_path / "out")
     assert capfd.readouterr().err == ""
     text = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
@@ -117,3 +121,24 @@ def test_a_damaged_gguf_is_named(tmp_path: Path) -> None:
     path.write_bytes(gguf.GGUF_MAGIC.to_bytes(4, "little") + bytes(20))
     with pytest.raises(CheckpointError, match=r"bad\.gguf"):
         read_gguf_config(path)
+
+
+def test_a_header_that_ends_early_is_damaged_wherever_it_ends(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf", tiny_decoder())
+    whole = (tmp_path / "tiny.gguf").read_bytes()
+    end = whole.index(b"output_norm.weight")  # in the list of tensors
+    for length in range(0, end, 37):
+        (tmp_path / "cut.gguf").write_bytes(whole[:length])
+        with pytest.raises(CheckpointError, match=r"cut\.gguf"):
+            read_gguf_config(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize("place", [8, 16, 24])
+def test_a_header_with_a_wild_number_is_damaged(tmp_path: Path, place: int) -> None:
+    """Of tensors, of entries, of the length of the first key."""
+    write_gguf(tmp_path / "tiny.gguf", tiny_decoder())
+    whole = bytearray((tmp_path / "tiny.gguf").read_bytes())
+    whole[place : place + 8] = (2**62).to_bytes(8, "little")
+    (tmp_path / "wild.gguf").write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"wild\.gguf"):
+        read_gguf_config(tmp_path / "wild.gguf")

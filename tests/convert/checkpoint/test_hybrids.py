@@ -14,14 +14,8 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import (
-    check_target_tensors,
-    left_out,
-    load_target,
-    stop_tokens,
-    target_shapes,
-    write_target,
-)
+from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
+from d2sd.convert.checkpoint.target_shapes import check_target_tensors, left_out, target_shapes
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DeltaConfig
 from d2sd.modeling.decoder import Decoder

@@ -9,7 +9,7 @@ import pytest
 
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.target import target_shapes
+from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, ExpertsConfig, RopeConfig
 

@@ -18,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from d2sd.convert.checkpoint.dialects import read_dialect
+from d2sd.convert.checkpoint.headers import INDEX
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import KEY, read_inline, read_quantization
 from d2sd.convert.checkpoint.target import load_target, write_target
-from d2sd.convert.checkpoint.weights import INDEX
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder

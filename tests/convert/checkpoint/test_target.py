@@ -13,9 +13,9 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from d2sd.convert.checkpoint.families import parse_target_config
+from d2sd.convert.checkpoint.headers import INDEX
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
-from d2sd.convert.checkpoint.weights import INDEX
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
 from tests.convert.helpers import edit_json, edit_tensors, hf_fields, tree_bytes, write_target_dir

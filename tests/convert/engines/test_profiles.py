@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.engines.profiles import Profile, make_profiles
-from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.config import DecoderConfig, DraftConfig
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.modeling.drafters.interface import DraftConfig
 from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session, graph_drafter

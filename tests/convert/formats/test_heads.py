@@ -19,9 +19,7 @@ from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.dflash2 import SelectorConfig
-from d2sd.modeling.drafters.dspark import MarkovConfig
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.head_configs import MarkovConfig, PairConfig, SelectorConfig
 from d2sd.train.data.packing import attend_packed
 from tests.convert.formats.helpers import (
     IDS,
@@ -370,8 +368,8 @@ def test_a_multi_future_drafter_is_called_by_its_name(tmp_path: Path, name: str)
 @pytest.mark.parametrize("drafter", [DSPARK, GATED_DSPARK, DFLASH2])
 def test_no_layer_of_a_head_is_fp8(tmp_path: Path, drafter: Drafter) -> None:
     """Nor a convolution; the patterns of a checkpoint in FP8 say so, and it is read again."""
-    layers = DFLASH.fp8_layers(drafter)
-    assert layers == DFLASH.fp8_layers(drafter_of(None))
+    layers = DFLASH.fp8_layers(drafter.config)
+    assert layers == DFLASH.fp8_layers(drafter_of(None).config)
     described = Quantization(DFLASH.unquantized, kv=False, producer=("modelopt", "0.47.0"))
     linears = [name for name, part in drafter.named_modules() if isinstance(part, torch.nn.Linear)]
     narrow = described.of(linears)

@@ -56,7 +56,7 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
     first, second = (in_fp8(drafter, linear_names(drafter)) for drafter in (first, second))
-    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target)))
+    head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target).config))
     head.join(target)
     runner = executor_of(tmp_path, target, first, second, head)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()

@@ -20,7 +20,7 @@ from d2sd.convert.trtllm.llm_args import unsupported_reason
 from d2sd.errors import RecipeError
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import Role
-from d2sd.modeling.drafters.dspark import MarkovConfig
+from d2sd.modeling.drafters.head_configs import MarkovConfig
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import load_recipe

@@ -17,11 +17,11 @@ from d2sd.build.plan import Plan, make_plan
 from d2sd.build.tables import _memory, kv_lines
 from d2sd.console import show_table
 from d2sd.convert.checkpoint.families import parse_target_config
+from d2sd.convert.checkpoint.headers import Shapes, stored_as
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
-from d2sd.convert.checkpoint.target import target_shapes
-from d2sd.convert.checkpoint.weights import Shapes, stored_as
+from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.policies import DrafterRole

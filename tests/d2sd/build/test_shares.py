@@ -15,7 +15,7 @@ from d2sd.build.tables import shared_lines
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import Family
-from d2sd.modeling.tensor_parallel import Shard
+from d2sd.modeling.shard import Shard
 from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
 from tests.tiny import tiny_decoder

@@ -15,7 +15,8 @@ import torch
 from d2sd.bundle import product_times
 from d2sd.bundle.product_times import choose_products, kept_times
 from d2sd.modeling.product import Product
-from d2sd.modeling.tensor_parallel import Group, Shard
+from d2sd.modeling.shard import Shard
+from d2sd.modeling.tensor_parallel import Group
 from d2sd.runtime.product_times import Bench, products_of
 from tests.modeling.test_fused import anywhere
 from tests.product_forms import cuda_products

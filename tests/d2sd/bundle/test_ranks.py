@@ -27,7 +27,7 @@ from d2sd.bundle.ranks import Ranks
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import BundleError, D2SDError, RankLost
 from d2sd.helpers import python_command
-from d2sd.modeling.tensor_parallel import Shard
+from d2sd.modeling.shard import Shard
 from d2sd.policies import PolicyName
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.model_runner import ModelRunner

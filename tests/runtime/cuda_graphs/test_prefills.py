@@ -138,6 +138,33 @@ def test_a_pass_that_cuda_refuses_runs_without_a_graph(
         captured("none", "off", max_batch=1, prefill_chunk=16)
 
 
+@pytest.mark.parametrize("forbidden", ["0", "1"])
+def test_a_graph_that_memory_does_not_hold_is_a_warning(
+    forbidden: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the end of the capture raises; smaller graphs are there, and the steps' as well."""
+    capture, tried = RecordedGraphs.__call__, list[int]()
+
+    def refuses(self: RecordedGraphs, run: Any) -> Any:
+        tried.append(1)
+        if len(tried) == 1:  # the largest comes first
+            try:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            finally:
+                raise RuntimeError("the capture was invalidated")  # as the end of a CUDA graph does
+        return capture(self, run)
+
+    monkeypatch.setattr(RecordedGraphs, "__call__", refuses)
+    monkeypatch.setenv("D2SD_NO_FALLBACK", forbidden)
+    engine, *_, eager = captured("none", "off", max_batch=1, prefill_chunk=40)
+    assert "passes over 40 rows of prompts run without a CUDA graph" in caplog.text
+    assert "CUDA out of memory" in caplog.text
+    assert list(engine.steps.prefills._graphs) == [16, 32]
+    request = Request(tuple(range(3, 41)), 4, GREEDY)
+    assert [s.answer for s in engine.generate([request])] == [expected(request)]
+    assert eager == [37], "the last token is the anchor"
+
+
 @pytest.mark.parametrize("most", [1, 16, 17, 100, 512, MOST_ROWS, 5000])
 def test_a_fifth_of_the_rows_at_most_are_padding(most: int) -> None:
     found = row_counts(most)

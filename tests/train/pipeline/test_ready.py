@@ -13,12 +13,12 @@ import torch
 import yaml
 
 from d2sd.calibration import load_calibration
+from d2sd.convert.checkpoint.headers import stored_as
 from d2sd.convert.checkpoint.own_files import write_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import Quantization
-from d2sd.convert.checkpoint.weights import stored_as
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.pair import PairConfig
+from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.policies import DrafterRole
 from d2sd.train.loop import Trainer
 from d2sd.train.pair_head import PairTrainer
