@@ -48,7 +48,7 @@ class PromptSet(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one prompt gave."""
+    """One prompt: the steps of every arm over its answer."""
 
     id: str
     context: int  # tokens of the prompt

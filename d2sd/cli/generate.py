@@ -11,6 +11,7 @@ import click
 from d2sd.bench.answers import write_answers, write_pictures
 from d2sd.bench.speculation_table import show_stats, time_plain
 from d2sd.bundle.backends import BackendName
+from d2sd.bundle.options import EngineOptions
 from d2sd.bundle.serving import chat_request
 from d2sd.cli.options import (
     FilePath,
@@ -27,7 +28,6 @@ from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
-from d2sd.serve.options import EngineOptions
 from d2sd.viz.record import Recording
 
 

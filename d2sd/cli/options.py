@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from d2sd.bundle.backends import check_device
+from d2sd.bundle.options import EngineOptions
 from d2sd.option_types import FilePath as FilePath  # for all commands
 from d2sd.option_types import Seconds
-from d2sd.serve.options import EngineOptions
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:

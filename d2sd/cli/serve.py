@@ -13,7 +13,7 @@ from d2sd.extras import require
 from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_empty
 
 if TYPE_CHECKING:
-    from d2sd.serve.options import EngineOptions
+    from d2sd.bundle.options import EngineOptions
 
 
 @click.command(cls=Reporting)

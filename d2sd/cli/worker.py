@@ -14,7 +14,7 @@ from d2sd.extras import require
 from d2sd.option_types import Name
 
 if TYPE_CHECKING:
-    from d2sd.serve.options import EngineOptions
+    from d2sd.bundle.options import EngineOptions
 
 
 @click.command(cls=Reporting)

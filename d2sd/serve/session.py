@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
 from d2sd.bundle.backends import BackendName, check_device
+from d2sd.bundle.options import EngineOptions
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
 from d2sd.recipe import Method
@@ -21,7 +22,6 @@ from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.completion import Completion, make_completion
 from d2sd.serve.errors import EngineFailed, ShuttingDown
-from d2sd.serve.options import EngineOptions
 from d2sd.serve.prompts import Input, Sampling, Tools, each_params, make_requests
 from d2sd.serve.structured import GrammarCompiler
 from d2sd.typed import WRONG_TYPE, typed

@@ -14,9 +14,9 @@ from d2sd.serve.dynamo.engine import DynamoEngine
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
+    from d2sd.bundle.options import EngineOptions
     from d2sd.runtime.engine import Engine
     from d2sd.serve.dynamo.engine import WorkerSettings
-    from d2sd.serve.options import EngineOptions
 
 
 def load_sdk() -> Any:

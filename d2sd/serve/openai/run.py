@@ -31,9 +31,9 @@ from d2sd.serve.openai.app import create_app
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from d2sd.bundle.options import EngineOptions
     from d2sd.serve.openai.app import Server
     from d2sd.serve.openai.settings import ServerSettings
-    from d2sd.serve.options import EngineOptions
 
 logger = logging.getLogger(__name__)
 

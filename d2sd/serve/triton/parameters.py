@@ -8,8 +8,8 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import Self
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.errors import D2SDError
-from d2sd.serve.options import EngineOptions
 
 _WRONG = "A parameter is invalid."
 

@@ -119,7 +119,6 @@ def test_help_is_instant() -> None:
 @pytest.mark.slow
 @pytest.mark.subprocess
 def test_a_plan_imports_neither_engines_nor_training(recipe: Path) -> None:
-    """It imports PyTorch: shapes are those of modules without memory."""
     found = imported("build", recipe, "--plan")
     for package in ("train", "bench", "serve", "build.pipeline", "build.validate", "bundle.load", "runtime.engine"):
         assert f"d2sd.{package}" not in found
@@ -173,7 +172,7 @@ def test_plan_reads_no_weights_and_writes_nothing(
             assert name in ("keys", "get_slice"), "weights were read"
             return getattr(self._file, name)
 
-    monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", HeadersOnly)
+    monkeypatch.setattr("d2sd.convert.checkpoint.headers.safe_open", HeadersOnly)
     before = sorted(tmp_path.rglob("*"))
     shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out", "--set", "exact=true")
     assert shown.exit_code == 0, shown.output

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("dynamo.common.backend", reason="needs ai-dynamo: make dynamo-test")
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.run import load_sdk, run_worker
-from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.dynamo import fakes
 
 

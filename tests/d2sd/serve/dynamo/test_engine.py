@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from d2sd.bundle.load import Bundle
+from d2sd.bundle.options import EngineOptions
 from d2sd.bundle.serving import make_engine
 from d2sd.cli.main import main
 from d2sd.runtime.engine import Engine
@@ -22,7 +23,6 @@ from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.requests import RequestReader
-from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.dynamo import fakes
 from tests.d2sd.serve.http import until
 

@@ -16,6 +16,7 @@ import httpx
 import pytest
 import uvicorn
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.errors import BundleError
 from d2sd.serve import async_engine
 from d2sd.serve.openai import run
@@ -23,7 +24,6 @@ from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.run import DrainingServer, serve_bundle
 from d2sd.serve.openai.settings import ServerSettings
 from d2sd.serve.openai.spans import Spans
-from d2sd.serve.options import EngineOptions
 from tests.d2sd.serve.http import serving, wait_until
 from tests.d2sd.serve.test_refusals import TEXT, Held, connect
 

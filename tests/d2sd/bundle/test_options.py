@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from d2sd import LLM, AsyncLLM
+from d2sd.bundle.options import EngineOptions
 from d2sd.cli.serve import serve
 from d2sd.cli.worker import worker
 from d2sd.errors import D2SDError
-from d2sd.serve.options import EngineOptions
 from d2sd.serve.triton.parameters import Parameters
 
 DEFAULTS = {name: field.default for name, field in EngineOptions.model_fields.items()}
