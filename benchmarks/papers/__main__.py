@@ -70,7 +70,8 @@ def main(
     }
     draw(answers, out / "papers.png")
     said = provenance({"name": held.recipe.name}, "cpu")
-    closing = f"{said.date}, commit {said.commit}, {said.machine['processor']}; {per_set} prompts of each set."
+    count = f"{per_set} prompts of each set, of the long answers {wanted['long'].per_set}"
+    closing = f"{said.date}, commit {said.commit}, {said.machine['processor']}; {count}."
     write_text(out / "papers.md", f"{page(answers, 'papers.png')}\n{closing}\n")
     click.echo(out / "papers.md")
 

@@ -46,7 +46,7 @@ def regimes(per_set: int, max_new_tokens: int, longest: int) -> dict[str, Regime
     return {
         "greedy": Regime("greedy", 0.0, max_new_tokens, per_set, _GREEDY),
         "sampled": Regime("sampled", 1.0, max_new_tokens, per_set, _SAMPLED),
-        "long": Regime("long", 0.0, longest, max(1, per_set // 2), _LONG),
+        "long": Regime("long", 0.0, longest, max(1, per_set // 4), _LONG),
     }
 
 
