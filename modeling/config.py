@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from d2sd.policies import FACTS, FirstPass, PolicyName
 
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.heads import HeadConfig
@@ -213,6 +215,8 @@ class DrafterConfig:
     tensor of the checkpoint: other runtimes run the same drafter with the whole head. It never contains the mask.
     """
 
+    kind: ClassVar[str] = "dflash"
+
     body: BodyConfig
     vocab_size: int
     block_size: int
@@ -242,9 +246,9 @@ class DrafterConfig:
         head = "" if self.head is None else f", {self.head.name} head"
         return f"{described(self.body, self.vocab_size)}, reads target layers {layers}{head}"
 
-    def refusal(self, policy: str) -> str | None:
-        """None: this kind runs all policies of its roles."""
-        return None
+    def refusal(self, policy: PolicyName) -> str | None:
+        """It does not draft behind the nodes that a step verifies."""
+        return f"A DFlash drafter has no {policy}." if FACTS[policy].first_pass is FirstPass.CARRIED else None
 
     def precision_refusal(self, precision: str) -> str | None:
         """That of its head."""

@@ -232,8 +232,9 @@ class ModelRunner:
         self.context.add(rows if self.context.has_windowed_pages else rows._replace(windowed_pages=None))
 
     @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        """One block per request: [B, S, M] with M = `width`."""
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        """One block of the first drafter per request: [B, S, M] with M = `width`."""
+        role = DrafterRole.FIRST
         masks = self._masks[role].expand(len(batch.anchor), 1, -1)
         blocks = torch.cat([batch.anchor[:, None, None], masks], dim=-1)
         logits, hidden = self._draft(role, batch, blocks)

@@ -84,7 +84,7 @@ class Roofline:
             part = self._drafter(policy.drafts_ahead)
             seconds += self._seconds(part, batch, policy.num_nodes * block, context, block)
         elif policy.drafters:
-            part = self._drafter(policy.first_drafter)
+            part = self._drafter(DrafterRole.FIRST)
             rows = block_rows(part.draft_config, block)
             seconds += self._seconds(part, batch, rows, context, rows)
         if policy.second_pass is not None:

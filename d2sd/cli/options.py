@@ -10,8 +10,7 @@ import click
 
 from d2sd.bundle.backends import BackendName, check_device
 from d2sd.option_types import FilePath as FilePath  # for all commands
-from d2sd.option_types import Seconds
-from d2sd.recipe import Method
+from d2sd.option_types import PolicyType, Seconds
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -33,7 +32,7 @@ backend_option = click.option(
     help="PyTorch, or the bundle's graphs in ONNX Runtime or as TensorRT engines.",
 )
 policy_option = click.option(
-    "--policy", type=click.Choice(get_args(Method)), help="Tree policy; +lookup: with copies.  [default: the bundle's]"
+    "--policy", type=PolicyType, help="Tree policy; +lookup: with copies.  [default: the bundle's]"
 )
 max_batch_option = click.option(
     "--max-batch", type=click.IntRange(1, 4096), help="Requests that decode together.  [default: the bundle's]"

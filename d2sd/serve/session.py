@@ -19,6 +19,7 @@ from d2sd.bundle.backends import BackendName, check_device
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
+from d2sd.policies import current_name
 from d2sd.progress import bar
 from d2sd.recipe import Method
 from d2sd.runtime.stats import SequenceStats
@@ -96,7 +97,7 @@ class Session:
             tensor_parallel=options.tensor_parallel,
             device=options.device,
         )
-        self._name = f"{str(options.model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
+        self._name = f"{str(options.model)!r}, policy={current_name(options.policy or bundle.recipe.tree.policy)!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
         given: dict[str, Any] = {name: getattr(options, name) for name in ("policy", "device", "backend", "max_batch")}
         try:

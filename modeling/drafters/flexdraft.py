@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import cast
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Attention, Layer, RMSNorm, Rotary
+from d2sd.policies import FACTS, FirstPass, PolicyName
 
 # Shape letters: B requests, T mask rows, N nodes, G block size γ, S tokens of a sequence, E hidden, L layers that
 # draft, Hkv heads, D head size, V vocabulary or draft vocabulary.
@@ -44,6 +45,8 @@ class FlexConfig:
     `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
     the anchor's position; slot k predicts the token at its own position.
     """
+
+    kind: ClassVar[str] = "flexdraft"
 
     family: Family
     body: BodyConfig
@@ -74,11 +77,15 @@ class FlexConfig:
         """None: it reads the target's pages."""
         return ()
 
-    def refusal(self, policy: str) -> str | None:
-        """An anchored head has no parallel mode: mask rows behind a node do not know what follows it."""
-        return (
-            "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
-        )
+    def refusal(self, policy: PolicyName) -> str | None:
+        """No drafter drafts behind its drafts, and an anchored head has no parallel mode: mask rows behind a node do not
+        know what follows it.
+        """
+        facts = FACTS[policy]
+        if facts.second_pass is not None:
+            return "A FlexDraft head makes one pass a step, and no drafter drafts behind it."
+        anchored = self.anchored and facts.first_pass is FirstPass.CARRIED
+        return "An anchored FlexDraft head has no parallel mode." if anchored else None
 
     def precision_refusal(self, precision: str) -> str | None:
         """None: it runs in all."""

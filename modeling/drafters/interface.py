@@ -16,6 +16,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
+from d2sd.policies import PolicyName
 
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
 # layers, S slots: the tokens that a block proposes, M candidates a slot, Hkv K/V heads, D head size, V vocabulary, Vd
@@ -24,6 +25,8 @@ from d2sd.plugins.trees.types import Draft
 
 class DraftConfig(Protocol):
     """The fields that every kind of drafter has."""
+
+    kind: ClassVar[str]  # of `d2sd.convert.kinds.KINDS`
 
     @property
     def body(self) -> BodyConfig:
@@ -49,7 +52,7 @@ class DraftConfig(Protocol):
     def draft_vocabulary(self) -> tuple[int, ...] | None:
         """The ids that it drafts; None for all."""
 
-    def refusal(self, policy: str) -> str | None:
+    def refusal(self, policy: PolicyName) -> str | None:
         """The reason why it cannot run a policy of its role; None if it can."""
 
     def precision_refusal(self, precision: str) -> str | None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from d2sd.bundle.backends import BackendName
 from d2sd.errors import D2SDError
+from d2sd.policies import current_name
 from d2sd.recipe import Method
 
 
@@ -21,7 +22,7 @@ class Parameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")  # Triton has parameters of its own
 
     bundle: str  # absolute path, as the server sees it
-    policy: Method | None = None
+    policy: Annotated[Method, BeforeValidator(current_name)] | None = None
     backend: BackendName = "torch"
     max_batch: Annotated[int, Field(ge=1, le=4096)] | None = None
     prefix_cache: bool | None = None
