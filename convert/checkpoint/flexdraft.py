@@ -145,7 +145,7 @@ def check_flex(config: FlexConfig, target: DecoderConfig, role: DrafterRole, blo
     """Refuse a head in another place than the first, or that was made for another target or block size."""
     if role is not DrafterRole.FIRST:
         raise CheckpointError(
-            "A FlexDraft head is no second drafter: it does not draft behind prefixes.",
+            "A FlexDraft head cannot be a second drafter, since it does not draft behind prefixes.",
             where=where / "config.json",
             fix="name it as drafters.first, and no second one",
         )

@@ -215,9 +215,9 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
     }
     if len(drafters) == len(recipe.drafters.sources) and drafters:
         _check_block_size(recipe, drafters)
-    if DrafterRole.SECOND in drafters and (first := drafters.get(DrafterRole.FIRST)) is not None:
-        if reason := first.draft_config.refusal("d2sd"):
-            raise RecipeError(reason, where="recipe: drafters.second", fix="remove it")
+    first = drafters.get(DrafterRole.FIRST) if DrafterRole.SECOND in drafters else None
+    if first is not None and (reason := first.draft_config.refusal("d2sd")):
+        raise RecipeError(reason, where="recipe: drafters.second", fix="remove it")
     missing: list[Source] = [source for place, source in sources.items() if here[place] is None or place in told]
     calibration = recipe.drafters.calibration
     if calibration is not None and located(recipe, calibration) is None:

@@ -78,7 +78,7 @@ class FlexConfig:
         return ()
 
     def refusal(self, policy: PolicyName) -> str | None:
-        """No drafter drafts behind its drafts, and an anchored head has no parallel mode: mask rows behind a node do not
+        """No drafter drafts behind its drafts. An anchored head has no parallel mode: mask rows behind a node do not
         know what follows it.
         """
         facts = FACTS[policy]

@@ -168,9 +168,7 @@ def write_project(folder: Path, decoder: Decoder | None = None, head: HeadConfig
 
 
 def add_flex(recipe: Path, policy: str = "chain", *, anchored: bool = False) -> Path:
-    """Write a FlexDraft head next to a project's recipe and name it there, as the only drafter, and `policy`; return its
-    folder.
-    """
+    """Write a FlexDraft head next to a project's recipe and name it there, alone, and `policy`; return its folder."""
     values = yaml.safe_load(recipe.read_text())
     target = load_target(recipe.parent / "target", torch.float32)
     head = tiny_flex(target, block_size=values["tree"]["block_size"], anchored=anchored)

@@ -131,7 +131,8 @@ def runner(
 ) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
 
-    `scored`: a head of both drafters. `case`: in place of the first a FlexDraft head, if it is one of `FLEX_CASES`. `changes` are of the target's body, without a FlexDraft head.
+    `scored`: a head of both drafters. `case`: in place of the first a FlexDraft head, if it is one of `FLEX_CASES`.
+    `changes` are of the target's body, without a FlexDraft head.
     """
     body = BodyConfig(
         hidden_size=64,

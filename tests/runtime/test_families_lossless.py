@@ -44,7 +44,7 @@ def models(name: str) -> tuple[Any, ...]:
     target = tiny_decoder(family, **{"layers": 3, "head_dim": 16} | changes)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    return target, first, second, None  # FlexDraft drafts in dense targets alone
+    return target, first, second
 
 
 @cache

@@ -215,7 +215,7 @@ def test_an_anchored_head_has_its_projection(folder: Path) -> None:
 
 
 def test_it_is_no_dflash_drafter(folder: Path) -> None:
-    """Under either key its config says what it is; as a DFlash drafter it is refused, and the error says where it goes."""
+    """Under either key its config says what it is; as a DFlash drafter it is refused, with where it goes."""
     for one in (folder, released(folder)):
         assert read_kind(one) == "flexdraft"
         with pytest.raises(CheckpointError, match="FlexDraft") as caught:
