@@ -22,7 +22,7 @@ class Arm(Protocol):
     """A way to draft."""
 
     def lines(self, book: Book, place: int) -> list[Line]:
-        """What it proposes behind the anchor at `place`."""
+        """Tokens that it proposes behind the anchor at `place`."""
         ...
 
 

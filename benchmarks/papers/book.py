@@ -45,7 +45,7 @@ class Ask(NamedTuple):
 
 
 class Block(NamedTuple):
-    """What a drafter proposes: S tokens, the kept ones first, and of each the log-probability to be accepted behind
+    """A drafter's proposal: S tokens, the kept ones first, and of each the log-probability to be accepted behind
     those before it, as drafted and as calibrated; 0 of kept tokens.
     """
 

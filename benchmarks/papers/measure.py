@@ -48,7 +48,7 @@ class PromptSet(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What one prompt gave."""
+    """The figures of one prompt."""
 
     id: str
     context: int  # tokens of the prompt

@@ -141,6 +141,6 @@ def test_a_panic_that_nobody_expected(
     monkeypatch.setattr(server.server.requests, "completion", failing(panic))
     response = server.http.post("/v1/completions", json={"prompt": "w5"})
     assert (response.status_code, response.json()["error"]["code"]) == (500, "internal_error")
-    monkeypatch.setattr("d2sd.cli.generate.load_bundle", failing(panic))
+    monkeypatch.setattr("d2sd.bundle.load.load_bundle", failing(panic))
     done = CliRunner().invoke(main, ["generate", str(bundle), "-p", "w5"])
     assert (done.exit_code, "internal error: PanicException" in done.output) == (70, True)

@@ -285,7 +285,7 @@ def test_what_fails_leaves_nothing(zlab: Path, tmp_path: Path, monkeypatch: pyte
     def full(*args: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("d2sd.convert.kinds.write_tensors", full)
+    monkeypatch.setattr("d2sd.convert.checkpoint.weights.write_tensors", full)
     with pytest.raises(BuildError, match="filled up"):
         convert(zlab, "z-lab", tmp_path / "out")
     assert [p.name for p in tmp_path.iterdir()] == ["zlab"]

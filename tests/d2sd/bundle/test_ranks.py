@@ -33,7 +33,6 @@ from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.parallel import join as joining
 from d2sd.runtime.request import Request
-from d2sd.serve import session
 from d2sd.serve.errors import EngineFailed
 from tests.d2sd.serve.conftest import build_tiny
 from tests.d2sd.serve.test_session import in_child
@@ -288,8 +287,8 @@ def test_an_engine_that_cannot_be_made_leaves_no_rank(
     def fail(*args: object, **options: object) -> None:
         raise BundleError("No.")
 
-    monkeypatch.setattr(session, "load_bundle", load)
-    monkeypatch.setattr(session, "make_engine", fail)
+    monkeypatch.setattr("d2sd.bundle.load.load_bundle", load)
+    monkeypatch.setattr("d2sd.bundle.serving.make_engine", fail)
     with pytest.raises(BundleError) as held:
         LLM(path, tensor_parallel=2)
     assert held  # and with its traceback everything that a finalizer would wait for

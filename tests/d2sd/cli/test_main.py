@@ -173,7 +173,7 @@ def test_plan_reads_no_weights_and_writes_nothing(
             assert name in ("keys", "get_slice"), "weights were read"
             return getattr(self._file, name)
 
-    monkeypatch.setattr("d2sd.convert.checkpoint.weights.safe_open", HeadersOnly)
+    monkeypatch.setattr("d2sd.convert.checkpoint.headers.safe_open", HeadersOnly)
     before = sorted(tmp_path.rglob("*"))
     shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out", "--set", "exact=true")
     assert shown.exit_code == 0, shown.output
