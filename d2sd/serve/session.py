@@ -15,7 +15,6 @@ from weakref import WeakSet, finalize
 
 from d2sd.bundle.backends import BackendName, check_device
 from d2sd.errors import D2SDError, RequestError
-from d2sd.policies import current_name
 from d2sd.progress import bar
 from d2sd.recipe import Method
 from d2sd.runtime.stats import SequenceStats
@@ -73,7 +72,7 @@ class Session:
     def __init__(self, model: Path, options: EngineOptions, *, verify: bool) -> None:
         check_device(options.device)
         bundle = options.load(model, verify=verify, progress=bar)
-        self._name = f"{str(model)!r}, policy={current_name(options.policy or bundle.recipe.tree.policy)!r}"
+        self._name = f"{str(model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
         try:
             engine = options.engine(bundle)

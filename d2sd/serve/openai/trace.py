@@ -43,9 +43,7 @@ class TraceBody(ChatBody):
     """POST /trace."""
 
     #: Serves it while no other request runs; None: the server's.
-    policy: Annotated[PolicyName, BeforeValidator(current_name)] | None = (
-        None  # while no other request runs; None: the server's
-    )
+    policy: Annotated[PolicyName, BeforeValidator(current_name)] | None = None
 
 
 def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
