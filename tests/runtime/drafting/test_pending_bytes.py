@@ -11,7 +11,7 @@ from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool, PoolSizes
-from d2sd.policies import DrafterRole
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.engine import Engine
@@ -21,7 +21,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, honest
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Soak
-from tests.tiny import policy_name, tiny_decoder
+from tests.tiny import tiny_decoder
 
 #: n·E of Qwen3-8B, whose drafters take five layers: 40,960 bytes a token in bf16.
 WIDTH = 5 * 4096
@@ -100,15 +100,15 @@ def noting_queues(engine: Engine) -> list[int]:
     [
         ("off", "none"),
         ("d2sd", "mixed"),
-        *(pytest.param(name, "none", marks=pytest.mark.full) for name in ("d2sd", "hybrid", "flex")),
-        *(pytest.param(name, "mixed", marks=pytest.mark.full) for name in ("off", "hybrid", "flex")),
+        *(pytest.param(name, "none", marks=pytest.mark.full) for name in ("d2sd", "hybrid", "chain")),
+        *(pytest.param(name, "mixed", marks=pytest.mark.full) for name in ("off", "hybrid", "chain")),
     ],
 )
 def test_answers_are_those_of_unbounded_queues(
-    policy: str, graphs: bool, windows: str, monkeypatch: pytest.MonkeyPatch
+    policy: PolicyName, graphs: bool, windows: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of several chunks that begin alike, in few pages: cached prefixes, preemption."""
-    made = make_policy(policy_name(policy), block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+    made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     prompt = tuple(range(1, 40))
     requests = [
         Request((*prompt[: 13 * (1 + seed)], seed + 50), 8, SamplingParams(float(seed % 2), seed=seed))
@@ -117,7 +117,7 @@ def test_answers_are_those_of_unbounded_queues(
     answers, most = [], []
     for rows in (10**6, 8):
         bound = few(monkeypatch, rows)
-        runner = honest(windows, policy)
+        runner = honest(windows)
         limits = Limits(3, 64, 4, 10, 28 * runner.page_bytes(4))
         engine = Engine(runner, made, limits)
         if graphs:
