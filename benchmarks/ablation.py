@@ -45,7 +45,7 @@ from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features, device_features
 from d2sd.train.dist import Dist
-from d2sd.train.kinds import TRAINED
+from d2sd.train.kinds import trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train.pipeline.responses import ResponseGenerator
@@ -119,8 +119,9 @@ class Ablation:
     def drafter(self, name: str) -> DraftModel:
         """The trained drafter, resumed from an earlier run if there is one."""
         settings, data = self.settings(name), self.data
-        start: DraftModel = TRAINED[DrafterRole.FIRST].start(self.recipe.shape, self.bundle.target, data, settings.seed)
-        KINDS[DrafterRole.FIRST].attach(start.to(self.dist.device), self.bundle.target)
+        shape, target = self.recipe.shape, self.bundle.target
+        start: DraftModel = trained_kind(shape.kind).start(shape, target, data, settings.seed)
+        KINDS[shape.kind].attach(start.to(self.dist.device), target)
         trainer = Trainer(self.bundle.target, start, data, settings, None, self.dist)
         with bar(name, settings.steps) as advance:
             trainer.run(self.out / "states" / f"{_label(name)}-{self.steps}", lambda step, said: advance(1))

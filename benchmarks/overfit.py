@@ -30,7 +30,7 @@ from d2sd.runtime.evaluation import Evaluation
 from d2sd.train.data.features import TrainingData, cache_features
 from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
-from d2sd.train.kinds import METHODS, TRAINED
+from d2sd.train.kinds import METHODS, trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.models import pinned_target
@@ -76,10 +76,10 @@ def overfit(
         if isinstance(settings, SecondSettings) and before is not None:
             start: DraftModel = second_drafter(cast("Drafter", before), settings)
         else:
-            start = TRAINED[role].start(recipe.shape, target, data, settings.seed)
+            start = trained_kind(recipe.shape.kind).start(recipe.shape, target, data, settings.seed)
         starts[role] = start
         drafter = copy.deepcopy(start)
-        KINDS[role].attach(drafter, target)
+        KINDS[drafter.config.kind].attach(drafter, target)
         train(drafter, before, role)
         drafters = {each: as_written(one, None, evaluator.dtype) for each, one in {**starts, role: drafter}.items()}
         judge(evaluator.evaluate(METHODS[role][-1], drafters), recipe.block_size)

@@ -168,12 +168,12 @@ class Study:
         drafts: list[tuple[Tensor, Tensor]] = []
         plain = engine.runner.draft_first
 
-        def draft_first(batch: Batch, width: int, *more: Any) -> Draft:
-            wide = plain(batch, max(WIDTHS), *more)
+        def draft_first(batch: Batch, width: int) -> Draft:
+            wide = plain(batch, max(WIDTHS))
             drafts.append((batch.where.context_len.clone(), wide.tokens))
             return Draft(wide.tokens[..., :width], wide.logprob[..., :width])
 
-        engine.runner.draft_first = draft_first  # type: ignore[method-assign, assignment]
+        engine.runner.draft_first = draft_first  # type: ignore[method-assign]
         engine.record_trace = True
         hits: list[Tensor] = []  # [S] of a step: the place of the right token among the candidates, or more than all
         steps = []

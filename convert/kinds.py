@@ -1,7 +1,8 @@
 """The kinds of drafters: one record for all that a build, a bundle and training do with a drafter of a kind.
 
 A kind is its module in `d2sd.modeling.drafters`, its layout in `d2sd.convert.checkpoint`, its body in a graph
-(`d2sd.convert.onnx.bodies`) and its row in `KINDS`. What kinds do alike is here, in the record's methods.
+(`d2sd.convert.onnx.bodies`) and its row in `KINDS`. What kinds do alike is here, in the record's methods. A checkpoint
+says its kind (`read_kind`); a recipe says the place that a drafter has in a bundle.
 
 Bundles and training hold a drafter as a directory: `config.json`, `model.safetensors`, and, in files of their own since
 the layouts have no keys for them, a reduced draft vocabulary and FP8 that only d2sd runs (`own_files.py`). FP8 is
@@ -63,6 +64,8 @@ class DrafterKind(Generic[Config, Model]):
     code: Callable[[], Code[Model]]
     #: Its tensors.
     parts: Callable[[Config], Parts]
+    #: Whether a config.json is of this kind; of DFlash is what no other kind says is its own.
+    is_marked: Callable[[HFConfig], bool]
     #: Reads the config and the draft vocabulary of a folder; raises `CheckpointError` naming file and key. A second
     #: argument declares the role of a drafter whose config has none.
     read_config: Callable[..., Config]
@@ -212,6 +215,7 @@ def _flexdraft_code() -> Code[FlexHead]:
 DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
     code=_dflash_code,
     parts=drafter_parts,
+    is_marked=lambda _: True,
     read_config=dflash.read_drafter_config,
     check=dflash.check_drafter,
     config_fields=dflash.config_fields,
@@ -225,6 +229,7 @@ DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
 FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     code=_flexdraft_code,
     parts=flex_parts,
+    is_marked=flexdraft.is_marked,
     read_config=flexdraft.read_flex_config,
     check=flexdraft.check_flex,
     config_fields=flexdraft.config_fields,
@@ -235,12 +240,17 @@ FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
     our_name=flexdraft.our_name,
     file_name=flexdraft.released_name,
 )
-#: The kind of the drafter in each place of a bundle.
-KINDS: Mapping[DrafterRole, DrafterKind[Any, Any]] = MappingProxyType(
-    {DrafterRole.FIRST: DFLASH, DrafterRole.SECOND: DFLASH, DrafterRole.FLEX: FLEXDRAFT}
-)
+#: The kinds by the name that their configs have (`DraftConfig.kind`); the first whose mark a checkpoint has is its own.
+KINDS: Mapping[str, DrafterKind[Any, Any]] = MappingProxyType({FlexConfig.kind: FLEXDRAFT, DrafterConfig.kind: DFLASH})
 
 
-def kind_of(role: DrafterRole) -> DrafterKind[Any, Any]:
-    """The kind of the drafters in a place."""
-    return KINDS[role]
+def read_kind(directory: Path) -> str:
+    """The kind of the drafter in a folder, by its config.json; raises `CheckpointError` as `HFConfig.read` does."""
+    config = HFConfig.read(directory)
+    return next(name for name, kind in KINDS.items() if kind.is_marked(config))
+
+
+def load_drafter(directory: Path, dtype: torch.dtype) -> DraftModel:
+    """`DrafterKind.load` of the kind that the folder's config says."""
+    drafter: DraftModel = KINDS[read_kind(directory)].load(directory, dtype)
+    return drafter

@@ -17,8 +17,7 @@ from d2sd.schema import read_model
 
 NAME = "calibration.json"
 
-#: By temperature (0, 1), role of the drafter (at least two, up to the last that is calibrated), distance and kind of
-#: candidate (best, sibling).
+#: By temperature (0, 1), role of the drafter, distance and kind of candidate (best, sibling).
 Table = list[list[list[list[float]]]]
 
 
@@ -51,7 +50,7 @@ class CalibrationFile(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     d2sd_calibration: Literal[1] = 1
-    #: Fingerprints by name. Files that were written before have a list, of the first and the second, and a key `flex`.
+    #: Fingerprints by name.
     drafters: dict[DrafterName, str]
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
@@ -88,7 +87,7 @@ class CalibrationFile(BaseModel):
                 raise ValueError(f"drafters.{named}, fingerprints, and tau of {policy} belong together: all, or none")
         if not all(a > 0 for warm in self.slope for drafter in warm for pair in drafter for a in pair):
             raise ValueError("a slope is not above 0: it would reverse the order of the candidates")
-        shape = [2, 1 + max(self.roles[-1], DrafterRole.SECOND), self.block_size - 1, 2]
+        shape = [2, len(DrafterRole), self.block_size - 1, 2]
         for table in (self.slope, self.offset):
             pairs = [pair for drafters in table for distances in drafters for pair in distances]
             sizes = [len(table), *{len(part) for part in table}, *{len(d) for part in table for d in part}]
@@ -119,7 +118,7 @@ class CalibrationFile(BaseModel):
         kept = [role for role in self.roles if role in roles]
         if not kept or kept == self.roles:
             return self
-        names, size = {role.key for role in kept}, 1 + max(kept[-1], DrafterRole.SECOND)
+        names = {role.key for role in kept}
         runs: dict[str, set[DrafterName]] = {policy: self._run_by(policy) for policy in FACTS}
         tau = {
             key: {
@@ -131,7 +130,7 @@ class CalibrationFile(BaseModel):
         }
         drafters = {name: mark for name, mark in self.drafters.items() if name in names}
         uses = {use.key: table for use, table in self._tables() if _needs(use) <= names}
-        slope, offset = (_rows_of(table, kept, size, value) for table, value in ((self.slope, 1.0), (self.offset, 0.0)))
+        slope, offset = (_rows_of(table, kept, value) for table, value in ((self.slope, 1.0), (self.offset, 0.0)))
         return self.model_copy(
             update={"drafters": drafters, "tau": tau, "slope": slope, "offset": offset, "uses": uses}
         )
@@ -149,11 +148,10 @@ def _needs(use: DraftUse) -> set[DrafterName]:
     return {DrafterRole.FIRST.key, use.role.key}
 
 
-def _rows_of(table: Table, roles: Collection[int], size: int, value: float) -> Table:
-    """A table of `size` drafters, in which all but these have one value."""
+def _rows_of(table: Table, roles: Collection[int], value: float) -> Table:
+    """The table, in which all drafters but these have one value."""
     return [
-        [rows if role in roles else [[value] * 2 for _ in rows] for role, rows in enumerate(warm[:size])]
-        for warm in table
+        [rows if role in roles else [[value] * 2 for _ in rows] for role, rows in enumerate(warm)] for warm in table
     ]
 
 

@@ -10,6 +10,7 @@ from typing import Any, get_args
 
 import click
 
+from d2sd.policies import current_name
 from d2sd.recipe import Method as MethodName
 
 
@@ -86,6 +87,16 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
         return [self.item_type.convert(part.strip(), param, ctx) for part in str(value).split(",")]
 
 
+class _Policy(click.Choice):  # type: ignore[type-arg]
+    """A policy, with +lookup or without; an older name is read as today's."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert(current_name(value), param, ctx)
+
+
+PolicyType = _Policy(get_args(MethodName))
+
+
 class Method(click.ParamType):  # type: ignore[type-arg]
     """A policy, with +lookup or without, or policy:rows."""
 
@@ -94,7 +105,7 @@ class Method(click.ParamType):  # type: ignore[type-arg]
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """Raise a usage error unless the value is a policy or policy:rows."""
         method, colon, rows = str(value).partition(":")
-        click.Choice(get_args(MethodName)).convert(method, param, ctx)
+        method = PolicyType.convert(method, param, ctx)
         if colon and not (re.fullmatch("[0-9]{1,4}", rows) and 2 <= int(rows) <= 4096):
             self.fail(f"the rows of {str(value)[:80]!r} must be an integer from 2 to 4096, as in chain:16", param, ctx)
-        return str(value)
+        return f"{method}{colon}{rows}"

@@ -8,17 +8,17 @@ from enum import Enum, IntEnum
 from types import MappingProxyType
 from typing import Literal, get_args
 
-PolicyName = Literal[
-    "off", "lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid", "flex", "flex_tree", "flex_parallel"
-]
+PolicyName = Literal["off", "lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid", "flex_parallel"]
 NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A policy whose drafts copies of earlier text compete with: `LOOKUP` behind the name. Without it copies compete where
 #: a recipe says so (`tree.lookup`), and in benchmarks and statistics, which name what ran, they do not.
-CopyingName = Literal["auto+lookup", "ddtree+lookup", "hybrid+lookup", "flex_tree+lookup"]
+CopyingName = Literal["auto+lookup", "ddtree+lookup", "hybrid+lookup"]
+#: Names that policies had before; they are read wherever one is named.
+_OLD_NAMES = {"flex": "chain", "flex_tree": "ddtree"}
 #: A drafter in files, logs and messages: the `key` of its role.
-DrafterName = Literal["first", "second", "flex"]
+DrafterName = Literal["first", "second"]
 #: A use of a drafter there: the `key` of a `DraftUse`.
-UseName = Literal["first", "second", "flex", "chain", "reanchor", "d2sd"]
+UseName = Literal["first", "second", "chain", "reanchor", "d2sd"]
 
 #: Nodes of the largest tree: its mask has N² entries a request, and larger trees never repay their verification.
 MAX_NODES = 1024
@@ -36,14 +36,10 @@ class FirstPass(Enum):
 
 
 class DrafterRole(IntEnum):
-    """A place for a drafter in a bundle.
-
-    The first two share a layout, DFlash's; the third is for a FlexDraft head. d2sd.convert.kinds has a record of each.
-    """
+    """A place for a drafter in a bundle; its checkpoint says of which kind it is (`d2sd.convert.kinds`)."""
 
     FIRST = 0
     SECOND = 1
-    FLEX = 2
 
     @property
     def key(self) -> DrafterName:
@@ -63,15 +59,14 @@ USE_NAMES: tuple[UseName, ...] = get_args(UseName)
 class DraftUse(IntEnum):
     """A use of a drafter that is right at rates of its own, and the index of its parameters in a calibration.
 
-    The first three are uses in trees of likeliest paths, and have the numbers of their roles.
+    The first two are uses in trees of likeliest paths, and have the numbers of their roles.
     """
 
     FIRST = 0
     SECOND = 1  # behind nodes of the first pass; in a bundle without a second drafter, the first's
-    FLEX = 2
-    CHAIN = 3  # the first drafter, of which only the likeliest tokens are taken
-    REANCHOR = 4  # the same drafter again, behind a token presumed rejected
-    D2SD = 5  # the second drafter, behind a token presumed rejected
+    CHAIN = 2  # the first drafter, of which only the likeliest tokens are taken
+    REANCHOR = 3  # the same drafter again, behind a token presumed rejected
+    D2SD = 4  # the second drafter, behind a token presumed rejected
 
     @property
     def key(self) -> UseName:
@@ -102,7 +97,6 @@ class PolicyFacts:
     """Static properties of a policy."""
 
     first_pass: FirstPass = FirstPass.DRAFTER
-    first_drafter: DrafterRole = DrafterRole.FIRST  # of the first draft, if a drafter makes it
     second_pass: DrafterRole | None = None  # the drafter of the branches; None: no second pass
     first_use: DraftUse = DraftUse.FIRST  # of the first draft's probabilities
     second_use: DraftUse | None = None  # of those of the branches
@@ -126,10 +120,9 @@ class PolicyFacts:
         if self.first_pass in (FirstPass.NONE, FirstPass.PROMPT_LOOKUP):
             return ()
         second = self.second_pass
-        return (self.first_drafter,) if second in (None, self.first_drafter) else (self.first_drafter, second)
+        return (DrafterRole.FIRST,) if second in (None, DrafterRole.FIRST) else (DrafterRole.FIRST, second)
 
 
-_FLEX = PolicyFacts(first_drafter=DrafterRole.FLEX, first_use=DraftUse.FLEX, proven=True, forecast_by="flex_tree")
 FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
     {
         "off": PolicyFacts(FirstPass.NONE),
@@ -152,9 +145,7 @@ FACTS: Mapping[PolicyName, PolicyFacts] = MappingProxyType(
             proven=True,
             forecast_by="hybrid",
         ),
-        "flex": _FLEX,
-        "flex_tree": replace(_FLEX, grows=True, copies=True),
-        "flex_parallel": replace(_FLEX, first_pass=FirstPass.CARRIED),
+        "flex_parallel": PolicyFacts(FirstPass.CARRIED, first_use=DraftUse.CHAIN, proven=True, forecast_by="ddtree"),
     }
 )
 #: Policies that a calibration forecasts.
@@ -169,7 +160,16 @@ LOOKUP = "+lookup"
 
 def parse_method(method: str) -> tuple[str, bool]:
     """The policy, and whether copies of earlier text compete with its drafts, of `hybrid` or `hybrid+lookup`."""
-    return method.removesuffix(LOOKUP), method.endswith(LOOKUP)
+    policy = method.removesuffix(LOOKUP)
+    return _OLD_NAMES.get(policy, policy), policy != method
+
+
+def current_name(method: object) -> object:
+    """The name that a policy, with copies or without, has today; other values are returned unchanged."""
+    if not isinstance(method, str):
+        return method
+    policy, copies = parse_method(method)
+    return f"{policy}{LOOKUP}" if copies else policy
 
 
 def with_branches(name: str, branches: int) -> str:

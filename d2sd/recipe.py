@@ -23,7 +23,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, CopyingName, DrafterRole, PolicyName
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, CopyingName, DrafterRole, PolicyName, current_name
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
@@ -174,7 +174,7 @@ class Target(Source):
 
 
 class DrafterSource(Source):
-    """A folder in the z-lab DFlash layout."""
+    """A folder of a drafter: in the z-lab DFlash layout, or of a FlexDraft head."""
 
     #: The repository has another layout, and `path` what `d2sd convert --to z-lab` makes of it.
     converted: bool = False
@@ -185,10 +185,6 @@ class SecondSource(DrafterSource):
 
     #: Role of a drafter that was trained on variable prefixes, if its config does not record it.
     role: Literal["variable_prefix"] | None = None
-
-
-class FlexSource(Source):
-    """A folder of a FlexDraft head, as `d2sd train` writes it or as released."""
 
 
 def _path_alone(value: object) -> object:
@@ -214,12 +210,11 @@ def _size_alone(value: object) -> object:
 class Drafters(Part):
     """The drafters of the bundle and their calibration."""
 
-    #: The first drafter; without it the bundle is a plain target, and tree.policy must be off, lookup or auto.
+    #: The first drafter, of the kind that its config.json says; without it the bundle is a plain target, and
+    #: tree.policy must be off, lookup or auto. `flex` is an older name of this key.
     first: DrafterSource | None = None
     #: The variable-prefix drafter of the second pass: d2sd needs it, and hybrid falls back to the first.
     second: SecondSource | None = None
-    #: A FlexDraft head for the policies flex, flex_tree and flex_parallel: the target drafts for itself.
-    flex: FlexSource | None = None
     #: File written by `d2sd calibrate`; without it drafter probabilities are used uncalibrated and `auto` serves the
     #: largest tree.
     calibration: Annotated[Source, BeforeValidator(_path_alone)] | None = None
@@ -228,6 +223,19 @@ class Drafters(Part):
     #: Most tokens of a context that the drafters read, the last ones; the target reads all. Drafters that were trained
     #: on short texts draft worse behind long ones.
     window: Positive | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _old_key(cls, values: object) -> object:
+        """Read `flex`, in older recipes the key of a FlexDraft head, as `first`."""
+        if not isinstance(values, dict) or "flex" not in values:
+            return values
+        now = {key: value for key, value in values.items() if key != "flex"}
+        if values["flex"] is None:
+            return now
+        if now.get("first") is not None:
+            raise ValueError("flex is an older name of first, and a bundle has one of them; remove either")
+        return now | {"first": values["flex"]}
 
     @property
     def sources(self) -> dict[DrafterRole, Source]:
@@ -240,7 +248,7 @@ class Tree(Part):
     """How drafts are made and merged into a tree."""
 
     #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
-    policy: Policy = "auto"
+    policy: Annotated[Policy, BeforeValidator(current_name)] = "auto"
     #: Most tokens that a step commits: the drafts of a block, and one that the target adds. A drafter with larger
     #: blocks runs smaller ones.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
@@ -248,8 +256,8 @@ class Tree(Part):
     branches: Positive = 7
     #: Most tree nodes verified per request and step; a GPU verifies 64 at little more than the cost of one.
     row_budget: Annotated[int, Field(ge=2, le=MAX_NODES)] = 64
-    #: Copies of earlier text, prompt and answer, compete with the drafts of ddtree, hybrid and flex_tree: they cost no
-    #: pass, and text that repeats itself takes fewer steps.
+    #: Copies of earlier text, prompt and answer, compete with the drafts of ddtree and hybrid: they cost no pass, and
+    #: text that repeats itself takes fewer steps.
     lookup: bool = True
 
 
@@ -407,7 +415,7 @@ class Recipe(RecipeFile):
                     f"{'hybrid' if role is DrafterRole.SECOND else 'off'}"
                 )
         if self.drafters.calibration is not None and not drafters:
-            raise ValueError("drafters.calibration needs drafters.first or drafters.flex; remove it")
+            raise ValueError("drafters.calibration needs drafters.first; remove it")
         if self.fp8 is not None and self.precision == "fp32":
             raise ValueError("fp8 computes in 16 bits around its products; set precision to bf16 or fp16")
         if self.exact and self.engines is not None:

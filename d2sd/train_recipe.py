@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from string import Formatter
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -134,6 +134,9 @@ class Data(Part):
 class Geometry(Part):
     """Shape of both drafters; widths and heads are the target's, or those of a ready first drafter."""
 
+    #: Its kind, as `d2sd.convert.kinds` has it: no key of a recipe.
+    kind: ClassVar[str] = "dflash"
+
     #: Number of decoder layers.
     layers: Positive
     #: Block size γ in tokens, anchor included.
@@ -152,6 +155,9 @@ class Geometry(Part):
 
 class FlexGeometry(Part):
     """Shape of a FlexDraft head; widths and heads are the target's."""
+
+    #: Its kind, as `d2sd.convert.kinds` has it: no key of a recipe.
+    kind: ClassVar[str] = "flexdraft"
 
     #: Number of the target's last layers in which mask rows draft; the authors use 10 of 36.
     layers: Positive
@@ -369,7 +375,7 @@ class TrainRecipe(RecipeFile):
     second: SecondSettings | None = None
     #: Training of a pair head of each drafter, after the drafters, which it leaves as they are.
     head: PairSettings | None = None
-    #: Training of a FlexDraft head, in place of drafters.
+    #: Training of a FlexDraft head, as the first drafter.
     flex: FlexSettings | None = None
     #: Evaluation of the drafters.
     evaluation: Evaluation = Evaluation()
@@ -428,7 +434,7 @@ class TrainRecipe(RecipeFile):
     @property
     def trained(self) -> dict[DrafterRole, TrainSettings]:
         """The settings of the drafters that are trained, in the order of their roles."""
-        parts = {role: getattr(self, role.key) for role in DrafterRole}
+        parts = {DrafterRole.FIRST: self.first or self.flex, DrafterRole.SECOND: self.second}
         return {role: settings for role, settings in parts.items() if settings is not None}
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+
+from d2sd.policies import FACTS, FirstPass, PolicyName
 
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.head_configs import HeadConfig
@@ -201,6 +203,8 @@ class DecoderConfig:
 class DraftConfig(Protocol):
     """The fields that every kind of drafter has."""
 
+    kind: ClassVar[str]  # of `d2sd.convert.kinds.KINDS`
+
     @property
     def body(self) -> BodyConfig:
         """Geometry of its layers."""
@@ -229,7 +233,7 @@ class DraftConfig(Protocol):
     def borrows_mlps(self) -> bool:
         """Whether its layers have the target's MLPs."""
 
-    def refusal(self, policy: str) -> str | None:
+    def refusal(self, policy: PolicyName) -> str | None:
         """The reason why it cannot run a policy of its role; None if it can."""
 
     def precision_refusal(self, precision: str) -> str | None:
@@ -250,6 +254,8 @@ class DrafterConfig:
     draft_vocabulary: ascending; the ids that may be drafted, None for all. It saves the rest of the head and changes no
     tensor of the checkpoint: other runtimes run the same drafter with the whole head. It never contains the mask.
     """
+
+    kind: ClassVar[str] = "dflash"
 
     body: BodyConfig
     vocab_size: int
@@ -284,9 +290,9 @@ class DrafterConfig:
         head = "" if self.head is None else f", {self.head.name} head"
         return f"{described(self.body, self.vocab_size)}, reads target layers {layers}{head}"
 
-    def refusal(self, policy: str) -> str | None:
-        """None: this kind runs all policies of its roles."""
-        return None
+    def refusal(self, policy: PolicyName) -> str | None:
+        """It does not draft behind the nodes that a step verifies."""
+        return f"A DFlash drafter has no {policy}." if FACTS[policy].first_pass is FirstPass.CARRIED else None
 
     def precision_refusal(self, precision: str) -> str | None:
         """That of its head."""
@@ -300,6 +306,8 @@ class FlexConfig:
     `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
     the anchor's position; slot k predicts the token at its own position.
     """
+
+    kind: ClassVar[str] = "flexdraft"
 
     family: Family
     body: BodyConfig
@@ -334,11 +342,15 @@ class FlexConfig:
     def borrows_mlps(self) -> bool:
         return True
 
-    def refusal(self, policy: str) -> str | None:
-        """An anchored head has no parallel mode: mask rows behind a node do not know what follows it."""
-        return (
-            "An anchored FlexDraft head has no parallel mode." if self.anchored and policy == "flex_parallel" else None
-        )
+    def refusal(self, policy: PolicyName) -> str | None:
+        """No drafter drafts behind its drafts. An anchored head has no parallel mode: mask rows behind a node do not
+        know what follows it.
+        """
+        facts = FACTS[policy]
+        if facts.second_pass is not None:
+            return "A FlexDraft head makes one pass a step, and no drafter drafts behind it."
+        anchored = self.anchored and facts.first_pass is FirstPass.CARRIED
+        return "An anchored FlexDraft head has no parallel mode." if anchored else None
 
     def precision_refusal(self, precision: str) -> str | None:
         """None: it runs in all."""

@@ -136,7 +136,7 @@ def draft_trees(
     first, branches, second = host_draft, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
-            first = runner.draft_first(batch, offered, policy.first_drafter)
+            first = runner.draft_first(batch, offered)
         first = calibrated(guided(first), batch, policy.first_use)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)

@@ -228,8 +228,9 @@ class ModelRunner:
         self.context.add(rows._replace(pages=rows.pages[: self.context.tables]))
 
     @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        """One block per request: [B, S, M] with M = `width`."""
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        """One block of the first drafter per request: [B, S, M] with M = `width`."""
+        role = DrafterRole.FIRST
         masks = self._masks[role].expand(len(batch.anchor), 1, -1)
         blocks = torch.cat([batch.anchor[:, None, None], masks], dim=-1)
         logits, hidden = self._draft(role, batch, blocks)

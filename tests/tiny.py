@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
-from d2sd.policies import DrafterRole
+from d2sd.policies import NAMES, DrafterRole, PolicyName, parse_method
 from d2sd.runtime.model_runner import ModelRunner
 
 _HYBRID: dict[str, Any] = {"qk_norm": True, "norm_offset": True, "rotary_dim": 4, "output_gate": True}
@@ -219,16 +219,28 @@ def tiny_flex(
     return head
 
 
+#: Policies of a FlexDraft head, by the names that its own had: it stands in the first drafter's place.
+FLEX_CASES = ("flex", "flex_tree", "flex_parallel")
+#: Those of a pair, and all.
+PAIR_CASES = tuple(name for name in NAMES if name not in FLEX_CASES)
+CASES = (*PAIR_CASES, *FLEX_CASES)
+
+
+def of_case(case: str, first: DraftModel, second: DraftModel, flex: DraftModel) -> tuple[DraftModel, DraftModel | None]:
+    """The drafters in their places for one of `CASES`."""
+    return (flex, None) if case in FLEX_CASES else (first, second)
+
+
+def policy_name(case: str) -> PolicyName:
+    """The policy of one of `CASES`."""
+    return cast("PolicyName", parse_method(case)[0])
+
+
 def prepared(
-    target: TargetModel,
-    first: DraftModel | None = None,
-    second: DraftModel | None = None,
-    flex: DraftModel | None = None,
-    *,
-    exact: bool = False,
+    target: TargetModel, first: DraftModel | None = None, second: DraftModel | None = None, *, exact: bool = False
 ) -> tuple[TargetModel, dict[DrafterRole, DraftModel]]:
     """The arguments of a runner: models that have been prepared, as a bundle's are, and drafters by role."""
-    drafters = {role: one for role, one in zip(DrafterRole, (first, second, flex), strict=True) if one is not None}
+    drafters = {role: one for role, one in zip(DrafterRole, (first, second), strict=True) if one is not None}
     for drafter in drafters.values():
         if isinstance(drafter, DFlashModel):
             drafter.join(target)
@@ -240,13 +252,12 @@ def runner_of(
     target: TargetModel,
     first: DraftModel | None = None,
     second: DraftModel | None = None,
-    flex: DraftModel | None = None,
     *,
     block_size: int | None = None,
     exact: bool = False,
 ) -> ModelRunner:
     """A runner of the models, which are prepared."""
-    return ModelRunner(*prepared(target, first, second, flex, exact=exact), block_size=block_size)
+    return ModelRunner(*prepared(target, first, second, exact=exact), block_size=block_size)
 
 
 def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:

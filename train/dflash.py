@@ -27,6 +27,7 @@ from d2sd.modeling.layers import GatedAttention, Layer, RMSNorm
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.dense_attention import attend_dense, takes, token_context
+from d2sd.train.kinds import TrainedKind
 from d2sd.train_recipe import Geometry, SecondSettings
 
 # Shape letters: B sequences, A blocks of each, G block size γ, E hidden, n auxiliary layers, N tokens.
@@ -153,3 +154,6 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     hidden: Tensor = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), attend, tokens.shape[-1])
     hidden = hidden.view(*tokens.shape, -1)
     return hidden.roll(1, dims=2) if drafter.config.sample_from_anchor else hidden
+
+
+TRAINED: TrainedKind[Geometry, Drafter] = TrainedKind(drafter_config, first_drafter, block_hidden)

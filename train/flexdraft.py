@@ -17,6 +17,7 @@ from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_packed
 from d2sd.train.dense_attention import attend_dense, takes
+from d2sd.train.kinds import TrainedKind
 from d2sd.train.objectives.head import Added
 from d2sd.train_recipe import FlexGeometry
 
@@ -110,3 +111,8 @@ def flex_added(head: FlexHead, hidden: Tensor, embedding: Tensor, packed: Packed
 
 def _anchors(embedding: Tensor, packed: Packed) -> Tensor:
     return F.embedding(packed.tokens[:, :, 0], embedding).float()
+
+
+TRAINED: TrainedKind[FlexGeometry, FlexHead] = TrainedKind(
+    flex_config, flex_head, flex_hidden, flex_added, ("calibration.outer.weight", "calibration.outer.bias")
+)

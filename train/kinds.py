@@ -7,22 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from d2sd.convert.kinds import KINDS
 from d2sd.modeling.config import DecoderConfig, DraftConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed
-from d2sd.train.dflash import block_hidden, drafter_config, first_drafter
-from d2sd.train.flexdraft import flex_added, flex_config, flex_head, flex_hidden
 from d2sd.train.objectives.head import Added
 from d2sd.train_recipe import FlexGeometry, Geometry
 
@@ -46,20 +42,13 @@ class TrainedKind(Generic[Shape, Model]):
     token_rows: tuple[str, ...] = ()
 
 
-DFLASH: TrainedKind[Geometry, Drafter] = TrainedKind(drafter_config, first_drafter, block_hidden)
-FLEXDRAFT: TrainedKind[FlexGeometry, FlexHead] = TrainedKind(
-    flex_config, flex_head, flex_hidden, flex_added, ("calibration.outer.weight", "calibration.outer.bias")
-)
-#: The kind of the drafter in each place of a bundle.
-TRAINED: Mapping[DrafterRole, TrainedKind[Any, Any]] = MappingProxyType(
-    {DrafterRole.FIRST: DFLASH, DrafterRole.SECOND: DFLASH, DrafterRole.FLEX: FLEXDRAFT}
-)
 #: The policies that evaluate a drafter. One without it is a baseline: for the second, a second pass by the first.
 METHODS: Mapping[DrafterRole, tuple[PolicyName, ...]] = MappingProxyType(
-    {DrafterRole.FIRST: ("chain",), DrafterRole.SECOND: ("reanchor", "d2sd"), DrafterRole.FLEX: ("flex",)}
+    {DrafterRole.FIRST: ("chain",), DrafterRole.SECOND: ("reanchor", "d2sd")}
 )
 
 
-def trained_kind(drafter: DraftModel) -> TrainedKind[Any, Any]:
-    """The kind of a drafter."""
-    return next(kind for role, kind in TRAINED.items() if isinstance(drafter, KINDS[role].code().model))
+def trained_kind(name: str) -> TrainedKind[Any, Any]:
+    """The kind of this name, as configs and shapes have it: `TRAINED` of the module of this folder that has it too."""
+    found: TrainedKind[Any, Any] = import_module(f"d2sd.train.{name}").TRAINED
+    return found

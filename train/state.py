@@ -36,7 +36,7 @@ class Optimizer:
         self._drafter = drafter
         parameters = list(drafter.parameters())
         # AdamW, as is usual for heads
-        heads = trained_kind(drafter).token_rows if isinstance(drafter, DraftModel) else ()
+        heads = trained_kind(drafter.config.kind).token_rows if isinstance(drafter, DraftModel) else ()
         matrices = [p for name, p in drafter.named_parameters() if p.dim() == 2 and name not in heads]
         muon = matrices if settings.optimizer == "muon" else []
         adamw = [p for p in parameters if not any(p is other for other in muon)]

@@ -48,7 +48,7 @@ def cases() -> Iterator[Case]:
         yield f"budgets/{kind} products", partial(products, steps[-1])
         for name, nodes, batch in PROFILED:
             if (name, kind) != ("off", "mixed"):
-                profiled = Step(name, kind, batch, drafted, nodes=nodes if name != "off" else 64)  # type: ignore[arg-type]
+                profiled = Step(name, kind, batch, drafted, nodes=nodes if name != "off" else 64)
                 yield f"budgets/{profiled.name} profile", partial(budget, profiled, eager=True)
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from functools import cache, partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.policies import PolicyName
+from d2sd.policies import PolicyName, parse_method
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -29,7 +29,8 @@ from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime.cheating import Knowing
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
-POLICIES: tuple[PolicyName, ...] = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")
+#: `flex` is `chain` of a FlexDraft head.
+POLICIES = ("off", "lookup", "chain", "d2sd", "hybrid", "flex")
 BLOCK, BRANCHES, NODES = 5, 3, 14
 LIMITS = Limits(max_batch=4, max_context=128, page_size=16, prefill_chunk=32)
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9, top_k=20))
@@ -45,7 +46,7 @@ def cases() -> Iterator[Case]:
 
 
 def served(
-    policy: PolicyName,
+    policy: str,
     dtype: torch.dtype,
     _: Note,
     device: str = "cuda",
@@ -56,8 +57,9 @@ def served(
     asked = requests_of(requests)
     texts = cpu_texts(asked)
     wanted = [texts[request.seed][len(request.prompt) :] for request in asked]
-    eager, eager_ms = _serve(policy, _runner(dtype, device, None, texts), asked)
-    captured, captured_ms = _serve(policy, _runner(dtype, device, capture(device), texts), asked)
+    of_head, name = policy == "flex", cast("PolicyName", parse_method(policy)[0])
+    eager, eager_ms = _serve(name, _runner(dtype, device, None, texts, of_head=of_head), asked)
+    captured, captured_ms = _serve(name, _runner(dtype, device, capture(device), texts, of_head=of_head), asked)
     equal = {
         "equal_to_eager": _share(captured, eager),
         "eager_to_cpu": _share(eager, wanted),
@@ -95,11 +97,13 @@ def cpu_texts(requests: Sequence[Request]) -> dict[int, list[int]]:
     return {s.request.seed: s.tokens for s in engine.generate(requests)}
 
 
-def _runner(dtype: torch.dtype, device: str, capture: Capture | None, texts: Texts) -> ModelRunner:
+def _runner(
+    dtype: torch.dtype, device: str, capture: Capture | None, texts: Texts, *, of_head: bool = False
+) -> ModelRunner:
     target, first, second, head = deepcopy(models())
     for model in (target, first, second, head):
         model.to(device, dtype)
-    runner = Knowing(target, first, second, head, texts)
+    runner = Knowing(target, head, None, texts) if of_head else Knowing(target, first, second, texts)
     runner.capture, runner.static_shapes = capture, True
     return runner
 

@@ -119,10 +119,10 @@ def fill_engines(key: str, folder: Path, *, exact: bool) -> None:
     from benchmarks.gpu.endtoend import FLEX, METHODS
     from benchmarks.gpu.endtoend_worker import Worker, in_mode
     from d2sd.bundle.load import load_bundle
-    from d2sd.policies import DrafterRole
+    from d2sd.modeling.config import FlexConfig
 
     bundle = in_mode(load_bundle(folder, verify=False), exact=exact)
-    with_flex = DrafterRole.FLEX in bundle.drafters
+    with_flex = any(isinstance(config, FlexConfig) for config in bundle.draft_configs.values())
     names = [named for named in (FLEX if with_flex else METHODS) if not named[0].startswith("auto")]
     if bundle.recipe.precision == "bf16" and not with_flex:
         names += [named for named in METHODS if named[0] == "auto+lookup"]

@@ -44,7 +44,7 @@ METHODS = (
     ("auto+lookup", 64),
 )
 PROVEN = (("off", 1), ("chain", 8), ("ddtree", 64), ("d2sd", 64), ("hybrid", 64), ("reanchor", 64), ("auto+lookup", 64))
-FLEX = (("off", 1), ("flex", 8), ("flex_tree", 64))
+FLEX = (("off", 1), ("chain", 8), ("ddtree", 64))
 #: What is timed, by name: a bundle and its policies.
 SPEEDS = {"bf16": ("bf16", METHODS), "flexdraft": ("flex", FLEX)}
 #: Where answers are equal or wrong: a bundle, its policies, and whether its steps are batch-invariant.

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -35,7 +35,7 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.dependent_launch import without_dependent_launch
 from d2sd.plugins.trees import Draft
-from d2sd.policies import FACTS, FirstPass, PolicyName
+from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.cuda_graphs.inputs import Link, _tensors
@@ -63,7 +63,7 @@ FILTERED = SamplingParams(temperature=0.7, top_p=0.9, top_k=20)
 class Step:
     """A decode step. `drafted`: size of the draft vocabulary, None for the target's whole vocabulary."""
 
-    policy: PolicyName
+    policy: str  # flex: the chain of a FlexDraft head
     kind: str = "bf16"  # or "fp8", as `d2sd build` quantizes, or "mixed": FP8 drafters of a bf16 target
     batch: int = 1
     drafted: int | None = None
@@ -80,13 +80,22 @@ class Step:
         tree += f" {self.branches} branches" if self.branches != BRANCHES else ""
         return f"{self.kind} {self.policy} x{self.batch}{tree}{drafted}{heat}{' exact' if self.exact else ''}"
 
+    @property
+    def runs(self) -> PolicyName:
+        return "chain" if self.policy == "flex" else cast("PolicyName", self.policy)
+
+    @property
+    def roles(self) -> tuple[DrafterRole, ...]:
+        """The drafters that it runs."""
+        return FACTS[self.runs].drafters
+
     def make_policy(self) -> Policy:
-        return make_policy(self.policy, block_size=BLOCK_SIZE, branches=self.branches, row_budget=self.nodes)
+        return make_policy(self.runs, block_size=BLOCK_SIZE, branches=self.branches, row_budget=self.nodes)
 
 
 _IN_A_ROW = 10
 #: Policy -> batch sizes. A row more here is a row more in docs/roofline.md and in the GPU suite.
-BATCHES: dict[PolicyName, tuple[int, ...]] = {
+BATCHES: dict[str, tuple[int, ...]] = {
     "off": (1, 8),
     "chain": (1, 8),
     "d2sd": (1, 8),
@@ -246,8 +255,9 @@ def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch,
 
 def made(one: Step, device: str = "cuda") -> ModelRunner:
     """A runner with the models that the policy needs."""
-    target, *every = models(one.kind, one.drafted, device, one.exact)
-    drafters = {role: every[role] for role in FACTS[one.policy].drafters}
+    target, *pair, head = models(one.kind, one.drafted, device, one.exact)
+    every = [head] if one.policy.startswith("flex") else pair
+    drafters = {role: every[role] for role in one.roles}
     prepare_for_inference(target, drafters.values(), exact=one.exact)
     runner = ModelRunner(target, drafters, block_size=BLOCK_SIZE)
     runner.allocate(PoolSizes(1 + one.batch * columns(), PAGE_SIZE))
@@ -305,7 +315,7 @@ def requests(one: Step, runner: ModelRunner) -> Batch:
 
 def host_draft(one: Step) -> Draft | None:
     """The draft of a step for which the step before drafted: no proposal, which costs the same."""
-    carried = FACTS[one.policy].first_pass is FirstPass.CARRIED
+    carried = FACTS[one.runs].first_pass is FirstPass.CARRIED
     return carried_draft([], BLOCK_SIZE - 1, one.make_policy().topk, one.batch) if carried else None
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.bundle.load import Bundle
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import KINDS
 from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -65,7 +65,7 @@ def widened(
             target = _target(small, size, device)
         for role, drafter in bundle.drafters.items():
             drafters[role] = _drafter(cast("Drafter", drafter), target, size, device, block_size)
-            kind_of(role).attach(drafters[role], target)
+            KINDS[drafters[role].config.kind].attach(drafters[role], target)
     large = replace(bundle, target=target, drafters=drafters)
     return large if block_size is None else _in_blocks(large, block_size)
 

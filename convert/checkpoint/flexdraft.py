@@ -40,6 +40,7 @@ UNQUANTIZED = ("anchor_bias_mlp*", "anchor_projection")
 KEY, RELEASED_KEY = "flexdraft_config", "dflash_config"
 _FAMILIES = ("llama", "qwen2", "qwen3")  # whose layers are all alike
 _ARCHITECTURES = ("FlexDraftModel", "FlexDraftBiasModel")
+_MARKED = tuple([name] for name in _ARCHITECTURES)
 _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, RELEASED_KEY, QUANTIZATION}
 _TOP |= {"mlp_bias", "layer_types", "sliding_window", "use_sliding_window"}
 _INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "anchored", "block_size"}
@@ -54,6 +55,13 @@ _TO_RELEASE = {ours: theirs for theirs, ours in _FROM_RELEASE.items()}
 _UNUSED = re.compile(r"norm\.weight|layers\.\d+\.(mlp\.\w+_proj|input_layernorm|post_attention_layernorm)\.weight")
 
 
+def is_marked(config: HFConfig) -> bool:
+    """Whether a config is of a FlexDraft head, in this layout or as released."""
+    block = config.values.get(RELEASED_KEY)
+    marked = isinstance(block, dict) and "enable_anchor_bias_logits" in block
+    return marked or config.values.get(KEY) is not None or config.values.get("architectures") in _MARKED
+
+
 def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConfig:
     """Read config.json and the draft vocabulary; raises `CheckpointError` naming file and key. A head has no role."""
     config = HFConfig.read(directory)
@@ -61,7 +69,7 @@ def read_flex_config(directory: Path, _declared: Role | None = None) -> FlexConf
     config.only("model_type", *_FAMILIES)
     refuse_unknown(config, _TOP)
     refuse_unknown(part, _INSIDE)
-    config.only("architectures", *([name] for name in _ARCHITECTURES), None)
+    config.only("architectures", *_MARKED, None)
     body = {key: value for key, value in config.values.items() if key not in ("architectures", QUANTIZATION)}
     target = parse_target_config(HFConfig(body, config.where))
     if part.get("enable_anchor_bias_logits", bool, False) is not True:
@@ -132,8 +140,14 @@ def _check_layers(part: HFConfig, layers: int, num_target_layers: int) -> None:
         )
 
 
-def check_flex(config: FlexConfig, target: DecoderConfig, _role: DrafterRole, block_size: int, where: Path) -> None:
-    """Refuse a head that was made for another target or block size."""
+def check_flex(config: FlexConfig, target: DecoderConfig, role: DrafterRole, block_size: int, where: Path) -> None:
+    """Refuse a head in another place than the first, or that was made for another target or block size."""
+    if role is not DrafterRole.FIRST:
+        raise CheckpointError(
+            "A FlexDraft head cannot be a second drafter, since it does not draft behind prefixes.",
+            where=where / "config.json",
+            fix="name it as drafters.first, and no second one",
+        )
     deep, target_body = config.body, target.body
     pairs: list[tuple[str, object, object]] = [
         ("model_type", config.family, target.family),

@@ -43,7 +43,7 @@ _KINDS = (
     Kind(
         "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
         {"flexdraft_config": (None,), "enable_anchor_bias_logits": _OFF, "anchor_bias_rank": _NOTHING},
-        "name it as drafters.flex in the recipe", "run as a DFlash drafter",
+        "name it as drafters.first in a recipe", "run as a DFlash drafter",
     ),
     Kind(
         "EAGLE-3 drafter", "it drafts one token after another", ("LlamaForCausalLMEagle3", "Eagle3Speculator"),

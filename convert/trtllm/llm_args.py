@@ -17,15 +17,15 @@ from typing import Any
 
 import yaml
 
-from d2sd.convert.checkpoint.dflash import read_drafter_config
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.kinds import KINDS, read_kind
 from d2sd.convert.trtllm.fields import MOST_SIBLINGS, RELEASE, DFlash, check_arguments
 from d2sd.errors import BundleError, RecipeError
 from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import DecoderConfig, DraftConfig, DrafterConfig
-from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, FirstPass, PolicyName, current_name
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.yaml_reader import parse_yaml
@@ -73,6 +73,8 @@ def unsupported_reason(
         return "its drafts over gated delta nets were not tried, and its tree attention has none"
     if recipe.drafters.first is None:
         return "there is no drafter"
+    if first is not None and not isinstance(first, DrafterConfig):
+        return "the first drafter is not DFlash"
     if recipe.precision == "fp32":
         return "its drafter attention supports 16-bit numbers only, and precision is fp32"
     if isinstance(first, DrafterConfig) and first.head and not first.head.is_optional:  # it skips unknown tensors
@@ -94,7 +96,7 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
     Raises RecipeError if drafters of the bundle cannot run it there.
     """
     there = _in_tensorrt_llm(recipe)
-    wanted = name or recipe.tree.policy
+    wanted = str(current_name(name or recipe.tree.policy))
     if wanted == "auto" or (name is None and wanted not in there):
         return "hybrid" if recipe.drafters.second is not None else "ddtree"
     known = next((policy for policy in there if policy == wanted), None)
@@ -110,7 +112,7 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
 
 def _in_tensorrt_llm(recipe: Recipe) -> list[PolicyName]:
     """Policies whose drafters read pages of their own, which is all that there is for them in TensorRT-LLM."""
-    there = recipe.drafters.sources.keys() & {DrafterRole.FIRST, DrafterRole.SECOND}
+    there = recipe.drafters.sources.keys()
     runs = {name: facts.among(there) for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER}
     return [name for name, facts in runs.items() if there >= set(facts.drafters)]
 
@@ -232,9 +234,10 @@ def write_tree_arguments(path: Path, bundle: Path, *, nodes: int | None, max_bat
     """Write the arguments of a bundle's tree in a size of its own; returns its policy. Raises `D2SDError`."""
     recipe = load_manifest(bundle).recipe
     target = parse_target_config(HFConfig.read(bundle / "target"))
-    if reason := unsupported_reason(recipe, read_drafter_config(bundle / "drafter_first"), target):
+    folder = bundle / "drafter_first"
+    if reason := unsupported_reason(recipe, KINDS[read_kind(folder)].read_config(folder), target):
         raise BundleError("TensorRT-LLM cannot serve this bundle.", where=bundle, found=reason)
-    drafter = HFConfig.read(bundle / "drafter_first")
+    drafter = HFConfig.read(folder)
     values, policy = tree_arguments(drafter, recipe, nodes=nodes, max_batch=max_batch)
     write_arguments(path, values, str(policy))
     return policy

@@ -25,7 +25,7 @@ from d2sd.bundle.serving import chat_request, make_engine
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import KINDS, load_drafter
 from d2sd.errors import BuildError
 from d2sd.io import digest, read_json, write_json
 from d2sd.manifest import Manifest
@@ -105,7 +105,7 @@ class Fp8Build:
         assert part.role is not None
         policy, drafter = policy_of(part.role), self._drafter(part)
         drafters = {
-            role: drafter if role is part.role else kind_of(role).load(self.work.bundle / role.folder, self._dtype)
+            role: drafter if role is part.role else load_drafter(self.work.bundle / role.folder, self._dtype)
             for role in FACTS[policy].drafters
         }
         answer = partial(self._generate, self._bundle(drafters), policy, SamplingParams(), _DRAFTER_PROMPTS)
@@ -180,8 +180,8 @@ class Fp8Build:
         """A bundle in memory: with the target of the bundle under construction if it is there, else the plain one."""
         folder = self.work.bundle / "target"
         model = load_target(target or (folder if folder.is_dir() else self.source), self._dtype)
-        for role, drafter in drafters.items():
-            kind_of(role).attach(drafter, model)
+        for drafter in drafters.values():
+            KINDS[drafter.config.kind].attach(drafter, model)
         return Bundle(
             path=self.work.bundle,
             manifest=self.plain,

@@ -9,7 +9,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, cast
 
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import KINDS, read_kind
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig, DraftConfig
@@ -48,9 +48,9 @@ def described(recipe: Recipe) -> Iterator[dict[Place, Path]]:
             raise _named(error, keys) from None
 
 
-def read_drafter(role: DrafterRole, source: Source, folder: Path) -> Any:
+def read_drafter(source: Source, folder: Path) -> Any:
     """The config of a drafter's folder, in the role that its source declares, if any."""
-    return kind_of(role).read_config(folder, source.role if isinstance(source, SecondSource) else None)
+    return KINDS[read_kind(folder)].read_config(folder, source.role if isinstance(source, SecondSource) else None)
 
 
 def geometry_key(place: Place) -> str:

@@ -42,7 +42,7 @@ from d2sd.io import digest, hash_files, write_json
 from d2sd.licence import warning
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.config import DecoderConfig
-from d2sd.policies import FACTS, DrafterRole
+from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe, Source
 
@@ -222,7 +222,7 @@ def _with_vocabulary(plan: Plan, target: Path) -> tuple[Plan, Ranking | None]:
         return plan, None
     ranking, drafters = rank(plan.recipe, load_tokenizer(target), plan.target.config.vocab_size), dict(plan.drafters)
     for role, part in drafters.items():
-        whole = read_drafter(role, plan.recipe.drafters.sources[role], Path(part.source))
+        whole = read_drafter(plan.recipe.drafters.sources[role], Path(part.source))
         drafters[role] = replace(part, config=narrowed(whole, ranking.order, cut.size))
     return replace(plan, drafters=drafters), ranking
 
@@ -243,8 +243,6 @@ def _write_calibration(plan: Plan, calibration: CalibrationFile, folder: Path) -
     """Write the recipe's calibration. Raises `BuildError` if it was fitted to other drafters."""
     for role, part in plan.drafters.items():
         fitted = calibration.drafters.get(role.key)
-        if fitted is None and _serves_uncalibrated(plan, role):
-            continue
         fingerprint = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
         if fingerprint != fitted:
             source = plan.recipe.drafters.calibration
@@ -258,11 +256,6 @@ def _write_calibration(plan: Plan, calibration: CalibrationFile, folder: Path) -
             )
     folder.mkdir(parents=True)
     write_calibration(folder / CALIBRATION_NAME, calibration)
-
-
-def _serves_uncalibrated(plan: Plan, role: DrafterRole) -> bool:
-    """Whether the calibration may lack a drafter: it has policies of its own, and `auto` chooses from others' then."""
-    return role is not next(iter(plan.drafters)) and any(facts.first_drafter is role for facts in FACTS.values())
 
 
 def _target_geometry(part: Part) -> TargetGeometry:

@@ -20,7 +20,7 @@ from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, has_weights
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target_shapes import check_target_tensors, target_shapes
-from d2sd.convert.kinds import DrafterKind, kind_of
+from d2sd.convert.kinds import KINDS, DrafterKind
 from d2sd.errors import RecipeError
 from d2sd.extras import require
 from d2sd.licence import NOT_STATED, read_licence
@@ -73,8 +73,7 @@ class Part:
     @property
     def kind(self) -> DrafterKind[Any, Any]:
         """The kind of a drafter."""
-        assert self.role is not None
-        return kind_of(self.role)
+        return KINDS[self.draft_config.kind]
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +209,9 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
     }
     if len(drafters) == len(recipe.drafters.sources) and drafters:
         _check_block_size(recipe, drafters)
+    first = drafters.get(DrafterRole.FIRST) if DrafterRole.SECOND in drafters else None
+    if first is not None and (reason := first.draft_config.refusal("d2sd")):
+        raise RecipeError(reason, where="recipe: drafters.second", fix="remove it")
     missing: list[Source] = [source for place, source in sources.items() if here[place] is None or place in told]
     calibration = recipe.drafters.calibration
     if calibration is not None and located(recipe, calibration) is None:
@@ -238,7 +240,7 @@ def _known(source: Source, part: Part, place: Place, geometries: Mapping[Place, 
         if place is None:
             other = parse_target_config(HFConfig.read(geometries[place]))
         else:
-            other = read_drafter(place, source, geometries[place])
+            other = read_drafter(source, geometries[place])
         check_geometry(part.config, other, Path(part.source), place)
     return part
 
@@ -336,7 +338,8 @@ def _checked(
 def _drafter(
     recipe: Recipe, role: DrafterRole, source: Source, folder: Path, target: DecoderConfig | None, *, weights: bool
 ) -> Part:
-    kind, policy, config = kind_of(role), recipe.tree.policy, read_drafter(role, source, folder)
+    policy, config = recipe.tree.policy, read_drafter(source, folder)
+    kind = KINDS[config.kind]
     if (cut := recipe.drafters.vocabulary) is not None:  # the build chooses them, by the target's tokenizer
         config = narrowed(config, range(config.vocab_size), cut.size)
     refuse(recipe, config.body, f"the drafter in {folder}", target=False)

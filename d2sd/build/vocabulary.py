@@ -61,7 +61,7 @@ def narrowed(config: C, order: Iterable[int], size: int) -> C:
         raise RecipeError(
             "This head's calibration network was trained for its draft vocabulary.",
             where="recipe: drafters.vocabulary",
-            fix="remove drafters.vocabulary, or drafters.flex",
+            fix="remove drafters.vocabulary",
         )
     able = set(range(config.vocab_size) if own is None else own)
     if isinstance(config, DrafterConfig):

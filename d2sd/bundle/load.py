@@ -17,7 +17,7 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import KINDS, read_kind
 from d2sd.errors import BundleError
 from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.config import DraftConfig
@@ -105,7 +105,7 @@ def assemble(
     target = load_target(path / "target", dtype, shard, check)
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
-        kind = kind_of(role)
+        kind = KINDS[read_kind(path / role.folder)]
         config = kind.read_config(path / role.folder)
         if shard is not None and config.borrows_mlps:
             continue

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from typing_extensions import Self
 
 from d2sd.bundle.backends import BackendName
 from d2sd.errors import D2SDError
+from d2sd.policies import current_name
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Method
 from d2sd.typed import named, plain
@@ -30,7 +31,9 @@ class EngineOptions(BaseModel):
 
     max_batch: Annotated[int | None, Field(ge=1, le=4096, description="Requests that decode together.")] = None
     prefix_cache: Annotated[bool | None, Field(description="Reuse K/V of shared prefixes.")] = None
-    policy: Annotated[Method | None, Field(description="Tree policy; +lookup: with copies.")] = None
+    policy: Annotated[
+        Annotated[Method, BeforeValidator(current_name)] | None, Field(description="Tree policy; +lookup: with copies.")
+    ] = None
     device: Annotated[str, Field(description="PyTorch device: cpu, cuda or cuda:N.")] = "cpu"
     tensor_parallel: Annotated[
         int, Field(ge=1, le=64, description="Processes that share the target, on CUDA a GPU each.")

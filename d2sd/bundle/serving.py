@@ -183,13 +183,12 @@ def can_run(drafters: Drafters, name: Policy, backend: BackendName = "torch") ->
 def auto_policies(
     drafters: Drafters, calibration: CalibrationFile | None, backend: BackendName = "torch"
 ) -> list[PolicyName]:
-    """The policies that `auto` compares: those with a forecast; without a calibration, the first drafter's, each of
-    whose drafters has its own place: a second pass of the first gains little (docs/bring-your-model.md).
+    """The policies that `auto` compares: those with a forecast; without a calibration, those each of whose drafters has
+    its own place: a second pass of the first gains little (docs/bring-your-model.md).
     """
     runs = [name for name, facts in FACTS.items() if facts.forecast_by is not None and can_run(drafters, name, backend)]
     if calibration is None:
-        main = next(iter(drafters), None)
-        return [name for name in runs if FACTS[name].first_drafter is main and FACTS[name].drafters[-1] in drafters]
+        return [name for name in runs if FACTS[name].drafters[-1] in drafters]
     known = forecasts(calibration)
     return [name for name in runs if name in known]
 
@@ -211,9 +210,7 @@ def candidate_policies(
         for size, branches in policy_class(name).candidates(tree.block_size, tree.branches, rows):
             policies.append(make(tree.model_copy(update={"branches": branches}), name, size))
     passes = {name: len(FACTS[name].drafters) for name in (*names, "off", "lookup")}
-    return sorted(
-        policies, key=lambda entry: (entry.num_nodes, -entry.first_drafter, passes[entry.name], entry.num_branches)
-    )
+    return sorted(policies, key=lambda entry: (entry.num_nodes, passes[entry.name], entry.num_branches))
 
 
 def forecasts(file: CalibrationFile, branches: int = 1) -> Forecast:

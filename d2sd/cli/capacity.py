@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import get_args
 
 import click
 
@@ -14,6 +13,7 @@ from d2sd.cli.options import tensor_parallel_option
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
+from d2sd.option_types import PolicyType
 from d2sd.recipe import Method
 
 _TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
@@ -26,7 +26,7 @@ _TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
 @click.option("--output-tokens", type=_TOKENS, required=True, help="Of its answer (OSL).")
 @tensor_parallel_option
 @click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
-@click.option("--policy", type=click.Choice(get_args(Method)), help="Tree policy.  [default: the recipe's]")
+@click.option("--policy", type=PolicyType, help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")
 @click.option(
     "--step-times",

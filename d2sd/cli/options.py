@@ -11,7 +11,7 @@ import click
 from d2sd.bundle.backends import check_device
 from d2sd.bundle.options import EngineOptions
 from d2sd.option_types import FilePath as FilePath  # for all commands
-from d2sd.option_types import Seconds
+from d2sd.option_types import PolicyType, Seconds
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -29,7 +29,9 @@ def engine_option(name: str, *declared: str, **more: Any) -> Callable[..., Any]:
     """The option of a field of `EngineOptions`: its type, default and help are the field's."""
     field = _FIELDS[name]
     kind = field.get("anyOf", [field])[0]  # without null
-    if "enum" in kind:
+    if name == "policy":
+        more["type"] = PolicyType
+    elif "enum" in kind:
         more["type"] = click.Choice(kind["enum"])
     elif kind["type"] == "integer":
         more["type"] = click.IntRange(kind["minimum"], kind["maximum"])

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 METHODS = {
     "off": ("#7F7F7F", "_"),
     "lookup": ("#000000", "x"),
-    "flex": ("#882255", "X"),
-    "flex_tree": ("#332288", "p"),
     "flex_parallel": ("#AA4499", "h"),
     "chain": ("#56B4E9", "o"),
     "reanchor": ("#CC79A7", "^"),

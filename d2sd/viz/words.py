@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from d2sd.policies import DrafterRole, FirstPass
+from d2sd.policies import FirstPass
 from d2sd.viz.nodes import Step
 from d2sd.viz.text import visible
 
@@ -27,18 +27,13 @@ def introduction(policies: Collection[Policy]) -> str:
             "Plain decoding: nothing is drafted, and every pass of the target model gives one token. "
             "This is what speculation is measured against."
         )
-    if {role for policy in policies for role in policy.drafters} == {DrafterRole.FLEX}:
-        return (
-            "At each step the last layers of the target model itself predict the next tokens in parallel (grey boxes), "
-            f"each without conditioning on the others. {_CHECKED}"
-        )
     if FirstPass.DRAFTER not in first:
         return (
             "At each step the text that followed the last occurrence of the latest tokens is the draft (dashed). "
             f"{_CHECKED}"
         )
     drafted = (
-        "At each step a small diffusion drafter predicts the next tokens in parallel (grey boxes), each "
+        "At each step a diffusion drafter predicts the next tokens in parallel (grey boxes), each "
         "without conditioning on the others"
     )
     if any(policy.second_pass is not None for policy in policies):

@@ -9,8 +9,6 @@ d2sd           first drafter   second drafter at K boundaries   the same: D²SD 
 ddtree         first drafter   -                                likeliest paths of one pass: DDTree
 hybrid         first drafter   second drafter at K tree nodes   likeliest paths of both passes
                first drafter   first drafter at K tree nodes    the same, in a bundle without a second drafter
-flex           mask rows       -                                a chain: FlexDraft (arXiv 2605.20022)
-flex_tree      mask rows       -                                likeliest paths of one pass, as of ddtree
 flex_parallel  the step before -                                a chain; behind the target, blocks for the next chain
 """
 
@@ -73,10 +71,6 @@ class Policy:
         return FACTS[self.name].first_pass
 
     @property
-    def first_drafter(self) -> DrafterRole:
-        return FACTS[self.name].first_drafter
-
-    @property
     def second_pass(self) -> DrafterRole | None:
         """The drafter that drafts the branches."""
         return FACTS[self.name].second_pass if self.fallback is None else self.fallback
@@ -97,7 +91,7 @@ class Policy:
         """The drafters that this policy runs."""
         if self.fallback is None:
             return FACTS[self.name].drafters
-        return tuple(dict.fromkeys((self.first_drafter, self.fallback)))
+        return tuple(dict.fromkeys((DrafterRole.FIRST, self.fallback)))
 
     def among(self, drafters: Collection[DrafterRole]) -> Self:
         """The policy in a bundle with these drafters: see `PolicyFacts.among`."""
@@ -118,7 +112,7 @@ class Policy:
     @property
     def drafts_ahead(self) -> DrafterRole | None:
         """The drafter that drafts for the next step behind the nodes that a step verifies; None: none does."""
-        return self.first_drafter if self.first_pass is FirstPass.CARRIED else None
+        return DrafterRole.FIRST if self.first_pass is FirstPass.CARRIED else None
 
     @property
     def drafts_on_host(self) -> bool:
@@ -237,10 +231,6 @@ class DDTree(_Grown):
     name = "ddtree"
 
 
-class FlexTree(_Grown):
-    name = "flex_tree"
-
-
 class Hybrid(_Grown):
     name = "hybrid"
 
@@ -260,11 +250,6 @@ class Hybrid(_Grown):
         return trees.tree_branches(batch.anchor, first, self.num_branches)
 
 
-class Flex(_Chained):
-    name = "flex"
-    uses_probabilities = False
-
-
 class FlexParallel(_Chained):
     name = "flex_parallel"
     topk = WIDTH  # a grammar may lead the draft in the next step
@@ -281,7 +266,7 @@ class FlexParallel(_Chained):
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {
-    policy.name: policy for policy in (Off, Lookup, Chain, Reanchor, D2SD, DDTree, Hybrid, Flex, FlexTree, FlexParallel)
+    policy.name: policy for policy in (Off, Lookup, Chain, Reanchor, D2SD, DDTree, Hybrid, FlexParallel)
 }
 
 

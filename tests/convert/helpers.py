@@ -168,13 +168,13 @@ def write_project(folder: Path, decoder: Decoder | None = None, head: HeadConfig
     return path
 
 
-def add_flex(recipe: Path, policy: str = "flex", *, anchored: bool = False) -> Path:
-    """Write a FlexDraft head next to a project's recipe and name it and `policy` there; return its folder."""
+def add_flex(recipe: Path, policy: str = "chain", *, anchored: bool = False) -> Path:
+    """Write a FlexDraft head next to a project's recipe and name it there, alone, and `policy`; return its folder."""
     values = yaml.safe_load(recipe.read_text())
     target = load_target(recipe.parent / "target", torch.float32)
     head = tiny_flex(target, block_size=values["tree"]["block_size"], anchored=anchored)
     FLEXDRAFT.write(recipe.parent / "flex", head.config, head.state_dict())
-    values["drafters"]["flex"] = {"path": "flex"}
+    values["drafters"] = {"first": {"path": "flex"}}
     values["tree"]["policy"] = policy
     recipe.write_text(yaml.safe_dump(values))
     return recipe.parent / "flex"

@@ -5,15 +5,13 @@ A launch costs the host about 5 us and the device 1.5 to 2.5 us in a graph; thos
 
 from __future__ import annotations
 
-from d2sd.policies import PolicyName
-
 LAYERS, DRAFTER_LAYERS = 36, 5
 #: Of a whole step of d2sd, without and with FP8 layers.
 MOST = {False: 440, True: 442}
 #: (policy, FP8 layers, sampled) -> stage -> launches. "handover" is what follows from the step before and what the next
 #: one needs, context of drafters included; "other" packs a draft of
 #: the next step for the host. Sampled: greedy, temperature 1, and all filters, in one batch.
-LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
+LAUNCHES: dict[tuple[str, bool, bool], dict[str, int]] = {
     ("off", False, False): {"build_tree": 2, "verify": 327, "accept": 3, "commit": 2, "handover": 2},
     ("chain", False, False): {
         "draft_first": 51,
@@ -81,7 +79,7 @@ LAUNCHES: dict[tuple[PolicyName, bool, bool], dict[str, int]] = {
     },
 }
 #: More of them at batch 2 and above: copies of slices that are contiguous at batch 1, and of masks that requests share.
-COPIES: dict[PolicyName, dict[str, int]] = {
+COPIES: dict[str, dict[str, int]] = {
     "chain": {"draft_first": 1},
     "d2sd": {"draft_first": 1, "draft_second": 1},
     "hybrid": {"draft_first": 1, "draft_second": 1},

@@ -38,7 +38,7 @@ from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from d2sd.plugins.trees import Draft
-from d2sd.policies import DrafterRole, PolicyName
+from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime import model_runner
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -49,6 +49,7 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Policy, make_policy
+from tests.tiny import of_case, policy_name
 
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
 
@@ -126,12 +127,14 @@ def runner(
     exact: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     roles: Collection[DrafterRole] = tuple(DrafterRole),
+    case: str = "",
     scored: HeadConfig | None = None,
     **changes: Any,
 ) -> ModelRunner:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
 
-    `scored`: a head of both drafters. `changes` are of the target's body, without a FlexDraft head.
+    `scored`: a head of both drafters. `case`: in place of the first a FlexDraft head, if it is one of `FLEX_CASES`.
+    `changes` are of the target's body, without a FlexDraft head.
     """
     body = BodyConfig(
         hidden_size=64,
@@ -185,7 +188,11 @@ def runner(
     if scored is not None:
         for one in drafting[:2]:
             cast("Drafter", one).join(target)
-    drafters = {role: drafting[role] for role in roles}
+    drafters = {
+        role: drafter
+        for role, drafter in zip(DrafterRole, of_case(case, *drafting), strict=True)
+        if drafter and role in roles
+    }
     prepare_for_inference(target, drafters.values(), exact=exact)
     return ModelRunner(target, drafters, block_size=BLOCK)
 
@@ -197,12 +204,12 @@ def batch_of(size: int, kinds: tuple[SamplingParams, ...], *, states: bool = Fal
     return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
 
 
-def policy_of(name: PolicyName, *, lookup: bool = False) -> Policy:
-    return make_policy(name, block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
+def policy_of(name: str, *, lookup: bool = False) -> Policy:
+    return make_policy(policy_name(name), block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
 
 
 def steps(
-    name: PolicyName,
+    name: str,
     kinds: tuple[SamplingParams, ...],
     *,
     size: int = 3,
@@ -222,13 +229,14 @@ def steps(
     watch = Watch()
     with fake_gpu(watch):
         policy, calibration = policy_of(name, lookup=lookup), None
-        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, **changes)
+        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, case=name, **changes)
         made.allocate(PoolSizes(64, 16, states=1 + size))
         made.window = window
         if policy.copies:
             made.keep_text()
         if calibrated:
-            slope, offset = torch.ones(2, 6, BLOCK - 1, 2), torch.zeros(2, 6, BLOCK - 1, 2)
+            shape = 2, len(DraftUse), BLOCK - 1, 2
+            slope, offset = torch.ones(shape), torch.zeros(shape)
             calibration = Calibration(slope, offset).to(made.device)
         batch, draft = batch_of(size, kinds, states=made.state_bytes > 0), None
         if policy.drafts_on_host:

@@ -23,12 +23,13 @@ from d2sd.modeling.config import DeltaConfig, ExpertsConfig
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.triton import exact
-from d2sd.policies import NAMES, DrafterRole, PolicyName
+from d2sd.policies import DrafterRole
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.staging import Staging
 from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
 from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
+from tests.tiny import CASES as EVERY
 from tests.tiny import HEADS
 
 SAMPLED = GREEDY, HOT, NARROW
@@ -51,14 +52,14 @@ CASES = [
         if fp8 == (name in ("hybrid", "off")) and (label == "greedy" or name in ("d2sd", "hybrid"))
         else pytest.mark.full,
     )
-    for name in NAMES
+    for name in EVERY
     for fp8 in (False, True)
     for label, kinds in (("greedy", (GREEDY,)), ("sampled", SAMPLED))
 ]
 
 
 @pytest.mark.parametrize(("policy", "fp8", "kinds"), CASES)
-def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) -> None:
+def test_nothing_leaves_the_device(policy: str, fp8: bool, kinds: Any) -> None:
     """Between the first draft and the end of commit."""
     watch = steps(policy, kinds, fp8=fp8, calibrated=True)
     assert watch.copies == []
@@ -67,7 +68,7 @@ def test_nothing_leaves_the_device(policy: PolicyName, fp8: bool, kinds: Any) ->
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("policy", [pytest.param("chain", marks=pytest.mark.full), "hybrid"])
-def test_heads_stay_on_the_device(policy: PolicyName, head: str) -> None:
+def test_heads_stay_on_the_device(policy: str, head: str) -> None:
     """Greedy and sampled requests of one batch; convolved layers are those of PyTorch."""
     watch = steps(policy, SAMPLED, calibrated=True, scored=HEADS[head])
     assert watch.copies == []
@@ -100,7 +101,7 @@ def test_copies_are_reported(copy: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[] if case == ("d2sd", False, False) else pytest.mark.full) for case in LAUNCHES]
 )
-def test_launches_stay_within_their_budget(case: tuple[PolicyName, bool, bool], size: int) -> None:
+def test_launches_stay_within_their_budget(case: tuple[str, bool, bool], size: int) -> None:
     policy, fp8, sampled = case
     kinds = SAMPLED[::-1] if sampled else (GREEDY,)  # at batch 1, the one with all filters
     watch = steps(policy, kinds, size=size, layers=LAYERS, drafter_layers=DRAFTER_LAYERS, fp8=fp8)
@@ -192,7 +193,7 @@ def test_a_window_of_the_context_stays_on_the_device() -> None:
 @pytest.mark.parametrize(
     "policy", ["d2sd", *(pytest.param(name, marks=pytest.mark.full) for name in ("off", "chain", "hybrid"))]
 )
-def test_steps_on_the_meta_device_have_these_launches(policy: PolicyName) -> None:
+def test_steps_on_the_meta_device_have_these_launches(policy: str) -> None:
     """Bytes are counted there (benchmarks/gpu/steps.py)."""
     fake = steps(policy, (GREEDY,), size=1, layers=LAYERS, drafter_layers=DRAFTER_LAYERS)
     assert Counter(launch.stage for launch in count(Step(policy))) == +fake.launches

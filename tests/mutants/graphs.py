@@ -119,13 +119,7 @@ MUTANTS = [
     Mutant("late rows are rows of any step", INPUTS, "late=earlier_row >= 0", "late=earlier_row >= -1", RECORDED),
     Mutant("an answer is one token longer", INPUTS, "request.max_new_tokens - 1", "request.max_new_tokens", RECORDED),
     Mutant("the device knows no stop token", INPUTS, "[: STOP_TOKENS - 1]", "[:0]", RECORDED),
-    Mutant(
-        "H8 rows are queued without a copy",
-        CONTEXT,
-        "map(torch.clone, left.tensors)",
-        "map(torch.detach, left.tensors)",
-        RECORDED,
-    ),
+    Mutant("H8 rows are queued without a copy", CONTEXT, "map(torch.clone, left", "map(torch.detach, left", RECORDED),
     Mutant(
         "H9 rows of the step before last are injected again",
         CONTEXT,

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.plugins.choice.reference import philox
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
@@ -38,16 +37,15 @@ class CheatingRunner(ModelRunner):
     def __init__(
         self,
         target: Decoder,
-        first: Drafter,
-        second: Drafter | None,
-        flex: FlexHead | None,
+        first: DraftModel,
+        second: DraftModel | None,
         texts: Mapping[int, Sequence[int]],
         *,
         first_errors: float = 0.3,
         second_errors: float = 0.3,
         block_size: int | None = None,
     ) -> None:
-        super().__init__(*prepared(target, first, second, flex), block_size=block_size)
+        super().__init__(*prepared(target, first, second), block_size=block_size)
         self._texts = {seed - 2**64 if seed >= 2**63 else seed: list(text) for seed, text in texts.items()}
         self._errors = first_errors, second_errors
         self.boundaries: Counter[int] = Counter()
@@ -55,8 +53,8 @@ class CheatingRunner(ModelRunner):
         self._first: Draft | None = None
         self._second: Draft | None = None
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        return self._corrected(batch, super().draft_first(batch, width, role))
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        return self._corrected(batch, super().draft_first(batch, width))
 
     def draft_ahead(
         self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
@@ -153,18 +151,18 @@ class Knowing(ModelRunner):
     """
 
     def __init__(
-        self, target: Decoder, first: Drafter, second: Drafter, flex: FlexHead, texts: Mapping[int, Sequence[int]]
+        self, target: Decoder, first: DraftModel, second: DraftModel | None, texts: Mapping[int, Sequence[int]]
     ) -> None:
-        super().__init__(*prepared(target, first, second, flex))
+        super().__init__(*prepared(target, first, second))
         longest = max(map(len, texts.values()))
         padded = [[*text, *[0] * (longest - len(text))] for text in texts.values()]
         self._texts = torch.tensor(padded, device=self.device)
         self._seeds = torch.tensor(list(texts), device=self.device)
 
     @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
+    def draft_first(self, batch: Batch, width: int) -> Draft:
         right, known = self._known(batch, 0)
-        return _told(super().draft_first(batch, width, role), right, known)
+        return _told(super().draft_first(batch, width), right, known)
 
     @torch.inference_mode()
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:

@@ -33,7 +33,6 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
-from d2sd.policies import FACTS, NAMES, DrafterRole
 from d2sd.runtime.engine import Engine, Prepared
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
@@ -46,7 +45,17 @@ from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import BLOCK, BRANCHES, WINDOWS, OneTable, all_pages, free_pages, memory_of
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import HEADS, prepared, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import (
+    FLEX_CASES,
+    HEADS,
+    PAIR_CASES,
+    of_case,
+    policy_name,
+    prepared,
+    tiny_decoder,
+    tiny_drafter,
+    tiny_flex,
+)
 
 Models = tuple[Decoder, Drafter, Drafter, FlexHead | None]
 TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
@@ -232,7 +241,9 @@ class Episode:
         }
         made: Any = self.models()
         target, first, second, flex = made
-        self.exact, self.flex, runner = is_exact(target), flex is not None, Knowing(target, first, second, flex, texts)
+        case = "flex" if flex is not None and dice.random() < 0.3 else ""
+        self.exact, self.cases = is_exact(target), ("off", "lookup", *FLEX_CASES) if case else PAIR_CASES
+        runner = Knowing(target, *of_case(case, first, second, flex), texts)
         page_size = dice.choice((4, 8))
         pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
         limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)
@@ -250,8 +261,7 @@ class Episode:
     def policies(self) -> list[Policy]:
         budget, copies = self.dice.choice((2, 7, 14, 30)), self.dice.random() < 0.5
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": budget}
-        names = [name for name in NAMES if self.flex or DrafterRole.FLEX not in FACTS[name].drafters]
-        return [make_policy(name, **sizes, lookup=copies) for name in names]
+        return [make_policy(policy_name(case), **sizes, lookup=copies) for case in self.cases]
 
     def run(self) -> Episode:
         """Decode all together and compare; `differing` says what differs."""

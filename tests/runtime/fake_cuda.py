@@ -38,7 +38,7 @@ from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.cuda import guard
-from tests.tiny import runner_of
+from tests.tiny import of_case, policy_name, runner_of
 
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4
@@ -125,8 +125,9 @@ def main(folder: str, *runs: str) -> None:
     patch.object(torch, "frombuffer", fake).start()  # else it is a real tensor
     for policy, kind in zip(runs[::2], runs[1::2], strict=True):
         with FakeTensorMode(allow_non_fake_inputs=False):
-            runner = runner_of(*models(windowed=kind == "windows"))
-            made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=NODES)  # type: ignore[arg-type]
+            target, *drafters = models(windowed=kind == "windows")
+            runner = runner_of(target, *of_case(policy, *drafters))
+            made = make_policy(policy_name(policy), block_size=BLOCK, branches=BRANCHES, row_budget=NODES)
             engine = Engine(runner, made, Limits(4, 256, 16, 64))
             for row in range(3):
                 engine.submit(Request(tuple(range(1, 6 + 3 * row)), 60, KINDS[kind]))

@@ -17,8 +17,8 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
@@ -30,7 +30,7 @@ from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 BLOCK, BRANCHES, BUDGET = 5, 3, 14
 
@@ -83,6 +83,12 @@ def copies(windows: str = "none") -> Models:
     return deepcopy(models(windows))
 
 
+def placed(case: str = "", windows: str = "none") -> tuple[Decoder, DraftModel, DraftModel | None]:
+    """The target and the drafters of one of `CASES` in their places; of no case the pair."""
+    target, *drafters = copies(windows)
+    return target, *of_case(case, *drafters)
+
+
 @cache
 def some_requests() -> tuple[Request, ...]:
     """Ten, two of each way to sample, prompts of 1 to 17 tokens, all seeds different."""
@@ -129,19 +135,23 @@ def texts_of(requests: SequenceOf[Request], windows: str = "none") -> dict[int, 
 
 
 def cheater(
-    requests: SequenceOf[Request], *, first_errors: float = 0.3, second_errors: float = 0.3, alone: bool = False
+    requests: SequenceOf[Request],
+    case: str = "",
+    *,
+    first_errors: float = 0.3,
+    second_errors: float = 0.3,
+    alone: bool = False,
 ) -> CheatingRunner:
     """Knows the plain text of all `requests`; with `alone` the first drafter is the only one."""
     texts = texts_of(requests)
-    target, first, second, flex = copies()
-    second_or_none, flex_or_none = (None, None) if alone else (second, flex)
+    target, first, second = placed(case)
     return CheatingRunner(
-        target, first, second_or_none, flex_or_none, texts, first_errors=first_errors, second_errors=second_errors
+        target, first, None if alone else second, texts, first_errors=first_errors, second_errors=second_errors
     )
 
 
-def honest(windows: str = "none") -> ModelRunner:
-    return runner_of(*copies(windows))
+def honest(windows: str = "none", case: str = "") -> ModelRunner:
+    return runner_of(*placed(case, windows))
 
 
 def memory_of(runner: ModelRunner, pages: int, limits: Limits) -> int:
@@ -154,7 +164,7 @@ def memory_of(runner: ModelRunner, pages: int, limits: Limits) -> int:
 
 def make_engine(
     runner: ModelRunner,
-    policy: PolicyName = "d2sd",
+    policy: str = "d2sd",
     *,
     max_batch: int = 4,
     page_size: int = 4,
@@ -166,8 +176,9 @@ def make_engine(
     prefix_cache: bool = True,
     lookup: bool = False,
 ) -> Engine:
+    """`policy` is one of `CASES`."""
     size = runner.block_size
-    made = make_policy(policy, block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
+    made = make_policy(policy_name(policy), block_size=size, branches=BRANCHES, row_budget=row_budget, lookup=lookup)
     made = made.among(runner.drafters)
     limits = Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache)
     if pages is not None:
@@ -285,10 +296,11 @@ def check_pages(
     """All pools hold what one pass over `tokens` from nothing gives."""
     sync_drafters(runner)
     target, *drafters, _ = models(windows)
+    with_context = [one for one, model in zip(drafters, runner.drafters.values(), strict=False) if model.has_context]
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
     tables = {0: table} if windowed_table is None else {0: table, 1: windowed_table}
     check_pool(runner.pools[0], tables, out.k[:, 0], out.v[:, 0])
-    for drafter, pool in zip(drafters, runner.pools[1:], strict=True):
+    for drafter, pool in zip(with_context, runner.pools[1:], strict=True):
         k, v = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
         check_pool(pool, tables, k[:, 0], v[:, 0])
 

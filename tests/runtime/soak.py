@@ -21,7 +21,6 @@ from functools import cache
 import torch
 
 from d2sd.modeling.kv_pool import PoolSizes
-from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -38,29 +37,18 @@ from tests.runtime.helpers import (
     copies,
     free_pages,
     make_engine,
+    placed,
     poison,
     poison_free_slots,
     poison_what_is_given_up,
     windowed_bound,
 )
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import prepared
+from tests.tiny import FLEX_CASES, policy_name, prepared
 
 LONGEST, VOCABULARY = 22, 64
-POLICIES: tuple[PolicyName, ...] = (
-    "off",
-    "off",
-    "chain",
-    "chain",
-    "chain",
-    "d2sd",
-    "d2sd",
-    "hybrid",
-    "flex",
-    "flex_tree",
-    "lookup",
-    "flex_parallel",
-)
+POLICIES = ("off", "off", "chain", "chain", "chain", "d2sd", "d2sd", "hybrid", "lookup")
+FLEX_POLICIES = ("off", "flex", "flex_tree", "lookup", "flex_parallel")
 _SAMPLED = SamplingParams(1.0), SamplingParams(0.8, top_p=0.9)
 #: Parameters that need the host between two steps.
 _FENCED = (
@@ -148,6 +136,7 @@ class Soak:
     seed: int
     rerun: bool  # the graphs: run again, or recorded operators, which are checked more and slower
     windows: str = "none"
+    case: str = ""  # one of `FLEX_CASES`: a FlexDraft head in place of the pair
     engine: Engine = field(init=False)
     policies: list[Policy] = field(init=False)
     expected: dict[Sequence, tuple[list[int], str]] = field(default_factory=dict)  # of what is not finished
@@ -162,11 +151,12 @@ class Soak:
         self.most = windowed_bound(self.engine)
         self.engine.runner.keep_text()
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
-        made = [make_policy(name, **sizes, lookup=True) for name in POLICIES]
+        cases = FLEX_POLICIES if self.case in FLEX_CASES else POLICIES
+        made = [make_policy(policy_name(name), **sizes, lookup=True) for name in cases]
         self.policies = [policy for policy in made if {*policy.drafters} <= self.engine.runner.drafters.keys()]
 
     def _runner(self, texts: dict[int, list[int]]) -> Poisoned:
-        return Poisoned(*copies(self.windows), texts)
+        return Poisoned(*placed(self.case, self.windows), texts)
 
     def _captured(self, engine: Engine) -> Engine:
         """The engine with graphs."""

@@ -16,7 +16,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches
-from d2sd.policies import FACTS, DrafterRole, PolicyName
+from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import draft_trees
 from d2sd.runtime.model_runner import ModelRunner
@@ -132,7 +132,7 @@ def test_drafts_equal_drafting_from_nothing(geometry: Geometry) -> None:
             check(second_drafter, most_second, row, first.top1[row, :length].tolist(), int(rejected[row, branch]), told)
 
 
-POLICIES = tuple(name for name, facts in FACTS.items() if facts.drafters and facts.first_drafter is FIRST)
+POLICIES = tuple(name for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER)
 SAMPLED = {(name, policy) for policy in POLICIES for name in chosen(policy, GEOMETRIES, 2)}
 
 
@@ -149,7 +149,7 @@ def test_the_text_is_the_targets_own(geometry: Geometry, policy: PolicyName) -> 
     """Greedy and sampled, in flight and preempted; every draft that a block has is accepted at times."""
     requests = some_requests()
     texts = {r.seed: r.prompt + tuple(_longer(r)) for r in requests}
-    runner = CheatingRunner(deepcopy(models()[0]), *geometry.drafters, None, texts, block_size=BLOCK)
+    runner = CheatingRunner(deepcopy(models()[0]), *geometry.drafters, texts, block_size=BLOCK)
     engine = make_engine(runner, policy, pages=16, max_batch=4)
     sequences = run_staggered(engine, requests, gap=2)
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
@@ -189,7 +189,7 @@ def test_copies_and_shared_prefixes_beside_them(name: str, policy: PolicyName) -
     requests = some_requests()[:5]
     again = [replace(r, sampling=replace(r.sampling, seed=1000 + n)) for n, r in enumerate(requests)]
     texts = {r.seed: r.prompt + tuple(_longer(r)) for r in (*requests, *again)}
-    runner = CheatingRunner(deepcopy(models()[0]), *GEOMETRIES[name].drafters, None, texts, block_size=BLOCK)
+    runner = CheatingRunner(deepcopy(models()[0]), *GEOMETRIES[name].drafters, texts, block_size=BLOCK)
     engine = make_engine(runner, policy, max_batch=4, lookup=True)
     for some in (requests, again):
         sequences = run_staggered(engine, some, gap=1)

@@ -10,7 +10,7 @@ import torch
 
 from d2sd.plugins.lookup import Text, find_copy
 from d2sd.plugins.trees import Draft
-from d2sd.policies import FACTS, PolicyName
+from d2sd.policies import FACTS
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -20,12 +20,12 @@ from d2sd.runtime.speculation.calibration import default_scores
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import COPY, SequenceStats
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, make_engine, run_staggered
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import CASES, of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
-COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
+COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 
 
-def circling(policy: PolicyName = "hybrid") -> ModelRunner:
+def circling(policy: str = "hybrid") -> ModelRunner:
     """A runner of a target that walks in circles, behind drafters that are hardly ever right."""
     target = tiny_decoder(layers=2, seed=1, tie=False)
     for name, parameter in target.named_parameters():
@@ -33,8 +33,7 @@ def circling(policy: PolicyName = "hybrid") -> ModelRunner:
             parameter.zero_()
     first = tiny_drafter(target.config, block_size=BLOCK)
     second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
-    head = tiny_flex(target, block_size=BLOCK) if policy.startswith("flex") else None
-    return runner_of(target, first, second, flex=head)
+    return runner_of(target, *of_case(policy, first, second, tiny_flex(target, block_size=BLOCK)))
 
 
 class Watched:
@@ -62,7 +61,7 @@ def prompts(shared: int) -> list[tuple[int, ...]]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", COPYING)
-def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
+def test_a_request_copies_from_its_own_text_alone(policy: str) -> None:
     """In flight, preempted, over prefix hits, with salts of their own and of others, twice over the same pages."""
     requests = [
         Request(prompt, 24, SamplingParams(n % 2, seed=n), cache_salt=("", "a", "b")[n % 3])
@@ -91,7 +90,7 @@ def test_a_request_copies_from_its_own_text_alone(policy: PolicyName) -> None:
     ],
     ids=["penalties", "sampled penalties", "bias", "hot"],
 )
-def test_parameters_that_forbid_what_was_said(policy: PolicyName, sampling: SamplingParams) -> None:
+def test_parameters_that_forbid_what_was_said(policy: str, sampling: SamplingParams) -> None:
     """A penalty makes the copy wrong exactly where the text would repeat."""
     requests = [Request(prompt, 30, sampling) for prompt in prompts(5)]
     plain = run_staggered(make_engine(circling(policy), "off"), requests)

@@ -16,13 +16,12 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
 from d2sd.plugins.trees import Accepted
-from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import make_engine, models, run_staggered, some_requests
-from tests.tiny import prepared
+from tests.tiny import CASES, of_case, prepared
 
 pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
 
@@ -53,12 +52,7 @@ class _Drafting(_Recorder, CheatingRunner):
 
 
 def run(
-    runner: _Plain | _Drafting,
-    policy: PolicyName,
-    requests: Sequence[Request],
-    batch: int,
-    chunk: int,
-    pages: int | None,
+    runner: _Plain | _Drafting, policy: str, requests: Sequence[Request], batch: int, chunk: int, pages: int | None
 ) -> tuple[list[list[int]], Logits]:
     runner.logits = {}
     order = list(range(len(requests)))
@@ -88,12 +82,13 @@ def plain(dtype: torch.dtype, seeds: int) -> tuple[list[list[int]], Logits]:
     return run(_Plain(*prepared(*in_type(dtype)[:3])), "off", requests(seeds), 1, 32, None)
 
 
-def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages: int | None, seeds: int = 1) -> int:
+def check(dtype: torch.dtype, policy: str, batch: int, chunk: int, pages: int | None, seeds: int = 1) -> int:
     """Compare with `plain`; returns the committed positions."""
     answers, logits = plain(dtype, seeds)
     asked = requests(seeds)
     texts = {one.seed: [*one.prompt, *text, *[0] * 8] for one, text in zip(asked, answers, strict=True)}
-    runner = _Drafting(*in_type(dtype), texts)
+    target, *drafters = in_type(dtype)
+    runner = _Drafting(target, *of_case(policy, *drafters), texts)
     found, ours = run(runner, policy, asked, batch, chunk, pages)
     assert found == answers
     for place, row in ours.items():
@@ -104,8 +99,8 @@ def check(dtype: torch.dtype, policy: PolicyName, batch: int, chunk: int, pages:
 
 @pytest.mark.sampled(15)
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-@pytest.mark.parametrize("policy", NAMES)
-def test_logits_are_those_of_plain_decoding(policy: PolicyName, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_logits_are_those_of_plain_decoding(policy: str, dtype: torch.dtype) -> None:
     """In a shuffled batch of 8, prompts in chunks of 3, too few pages: requests are preempted."""
     assert check(dtype, policy, 8, 3, 24) > 100
 
@@ -117,5 +112,5 @@ def test_logits_are_those_of_plain_decoding(policy: PolicyName, dtype: torch.dty
 )
 def test_hundreds_of_answers(batch: int, seeds: int, dtype: torch.dtype) -> None:
     """Ten by each policy, alone; or forty, at both batch sizes."""
-    for policy in NAMES:
+    for policy in CASES:
         assert check(dtype, policy, batch, 5, None, seeds=seeds) > 150 * seeds

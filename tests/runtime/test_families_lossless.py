@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from d2sd.modeling.config import Family
-from d2sd.policies import FACTS, NAMES, DrafterRole, PolicyName
+from d2sd.policies import PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.choosing import chosen
 from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine, run_staggered
 from tests.runtime.nan_pages import NaNPages
 from tests.runtime.oracle import plain_text
-from tests.tiny import tiny_decoder, tiny_drafter
+from tests.tiny import PAIR_CASES, tiny_decoder, tiny_drafter
 
 #: Without those whose layers are of the model that all other tests run.
 FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
@@ -34,7 +34,7 @@ FAMILIES: dict[str, tuple[Family, dict[str, Any]]] = {
     "Qwen3-Next": ("qwen3_next", {}),
 }
 KINDS = SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9)
-POLICIES = [name for name in NAMES if DrafterRole.FLEX not in FACTS[name].drafters]
+POLICIES = PAIR_CASES
 PREFIX = tuple(random.Random(11).choices(range(64), k=9))  # two pages of 4, and one token
 
 
@@ -44,7 +44,7 @@ def models(name: str) -> tuple[Any, ...]:
     target = tiny_decoder(family, **{"layers": 3, "head_dim": 16} | changes)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    return target, first, second, None  # FlexDraft drafts in dense targets alone
+    return target, first, second
 
 
 @cache

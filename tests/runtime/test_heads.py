@@ -76,8 +76,8 @@ class Leaning(ModelRunner):
                     logits[row, :, slot, right] += 12
         return logits, hidden
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        return self._watched(super().draft_first(batch, width, role), width)
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        return self._watched(super().draft_first(batch, width), width)
 
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._watched(super().draft_second(batch, branches, role, width), width)

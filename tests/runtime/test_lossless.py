@@ -14,7 +14,7 @@ import torch
 from d2sd.modeling.config import Family
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import FACTS, NAMES, DrafterRole, DraftUse, PolicyName
+from d2sd.policies import FACTS, DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -34,12 +34,25 @@ from tests.runtime.helpers import (
     free_pages,
     honest,
     make_engine,
+    placed,
     poison,
     run_staggered,
     some_requests,
 )
 from tests.runtime.nan_pages import NaNScratch
-from tests.tiny import greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import (
+    CASES,
+    FLEX_CASES,
+    PAIR_CASES,
+    greedy_text,
+    of_case,
+    policy_name,
+    prepared,
+    runner_of,
+    tiny_decoder,
+    tiny_drafter,
+    tiny_flex,
+)
 
 
 @dataclass(frozen=True)
@@ -54,7 +67,7 @@ class Way:
     shuffled: bool = False
     row_budget: int = 14
 
-    def engine(self, runner: ModelRunner, policy: PolicyName, *, lookup: bool = False) -> Engine:
+    def engine(self, runner: ModelRunner, policy: str, *, lookup: bool = False) -> Engine:
         return make_engine(
             runner,
             policy,
@@ -95,7 +108,7 @@ WAYS = {
 }
 REAL_WAYS = {"alone": WAYS["alone"], "tight pages": WAYS["tight pages"], "joining": Way(gap=1, max_batch=8)}
 SLOW = pytest.mark.slow
-DRAFTING = tuple(name for name in NAMES if name not in ("off", "lookup"))
+DRAFTING = tuple(name for name in CASES if name not in ("off", "lookup"))
 
 
 def test_requests_are_worth_running() -> None:
@@ -108,13 +121,13 @@ def test_requests_are_worth_running() -> None:
 
 
 #: At every change, of all pairs: five ways a policy, and a tree that hardly fits.
-SAMPLED = {(name, policy) for policy in NAMES for name in chosen(policy, WAYS, 5)} | {("few rows", "hybrid")}
+SAMPLED = {(name, policy) for policy in CASES for name in chosen(policy, WAYS, 5)} | {("few rows", "hybrid")}
 
 
 def test_sample_covers_every_way_and_policy() -> None:
     ways, policies = (Counter(pair[side] for pair in SAMPLED) for side in (0, 1))
     assert min(ways[way] for way in WAYS) >= 3
-    assert min(policies[policy] for policy in NAMES) >= 4
+    assert min(policies[policy] for policy in CASES) >= 4
 
 
 @pytest.mark.sampled(15)
@@ -123,12 +136,12 @@ def test_sample_covers_every_way_and_policy() -> None:
     [
         pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (name, policy) in SAMPLED else SLOW)
         for name, way in WAYS.items()
-        for policy in NAMES
+        for policy in CASES
     ],
 )
-def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
+def test_with_drafts_that_are_often_right(policy: str, way: Way) -> None:
     requests = some_requests()
-    runner = cheater(requests)
+    runner = cheater(requests, policy)
     engine = way.engine(runner, policy)
     stats = way.run(engine, requests)
     rows = engine.policy.num_nodes
@@ -144,7 +157,7 @@ def test_with_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
         check_what_took_part(policy, stats, runner)
 
 
-def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: CheatingRunner) -> None:
+def check_what_took_part(policy: str, stats: SequenceStats, runner: CheatingRunner) -> None:
     """Siblings were accepted where there are any, and branches restarted everywhere and won."""
     boundaries = {"reanchor": range(BLOCK - 1), "d2sd": range(BLOCK - 1), "hybrid": range(1, BLOCK - 1)}.get(policy, ())
     assert runner.boundaries.keys() == set(boundaries)
@@ -167,9 +180,9 @@ def check_what_took_part(policy: PolicyName, stats: SequenceStats, runner: Cheat
         for policy in DRAFTING
     ],
 )
-def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
+def test_with_real_drafters(policy: str, way: Way) -> None:
     """Random ones, hardly ever right: what is rejected must leave no trace."""
-    stats = way.run(way.engine(honest(), policy), some_requests())
+    stats = way.run(way.engine(honest(case=policy), policy), some_requests())
     assert 1 < stats.tau < 2
 
 
@@ -179,10 +192,10 @@ def test_with_real_drafters(policy: PolicyName, way: Way) -> None:
     [(name, n) for name in ("off", "lookup", "flex", "flex_tree", "flex_parallel") for n in (0, 1)]
     + [(policy, 1) for policy in ("chain", "reanchor", "ddtree", "hybrid")],
 )
-def test_without_the_models_that_a_policy_does_not_run(policy: PolicyName, drafters: int) -> None:
+def test_without_the_models_that_a_policy_does_not_run(policy: str, drafters: int) -> None:
     target, first, _, head = copies()
-    flex = head if policy.startswith("flex") else None
-    runner = runner_of(target, first if drafters else None, flex=flex, block_size=BLOCK)
+    used = head if policy in FLEX_CASES else first if drafters else None
+    runner = runner_of(target, used, block_size=BLOCK)
     engine = WAYS["tight pages"].engine(runner, policy)
     assert runner.drafters.keys() >= set(engine.policy.drafters)
     WAYS["tight pages"].run(engine, some_requests())
@@ -248,22 +261,22 @@ def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
     assert stats.tau > 2
 
 
-COPYING = tuple(name for name, facts in FACTS.items() if facts.copies)
+COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["tight pages"], WAYS["page 1"], WAYS["two rows"]])
-def test_copies_beside_drafts_that_are_often_right(policy: PolicyName, way: Way) -> None:
+def test_copies_beside_drafts_that_are_often_right(policy: str, way: Way) -> None:
     """Ten texts, greedy and sampled, over few tokens: matches everywhere, most of them wrong."""
     requests = some_requests()
-    way.run(way.engine(cheater(requests), policy, lookup=True), requests)
+    way.run(way.engine(cheater(requests, policy), policy, lookup=True), requests)
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("seed", [1, 5])
-def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> None:
+def test_copies_win_where_the_text_repeats(policy: str, seed: int) -> None:
     """Of a target that walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
     target = tiny_decoder(layers=2, seed=seed, tie=False)
     for name, parameter in target.named_parameters():
@@ -273,8 +286,7 @@ def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> Non
     second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
     requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
     texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
-    head = tiny_flex(target, block_size=BLOCK) if policy.startswith("flex") else None
-    runner = runner_of(target, first, second, flex=head)
+    runner = runner_of(target, *of_case(policy, first, second, tiny_flex(target, block_size=BLOCK)))
     engine = Way(pages=20, max_batch=6).engine(runner, policy, lookup=True)
     sequences = run_staggered(engine, requests, gap=2)
     assert [s.answer for s in sequences] == texts
@@ -285,11 +297,12 @@ def test_copies_win_where_the_text_repeats(policy: PolicyName, seed: int) -> Non
     assert stats.tau > 2
 
 
-def test_policies_may_change_between_steps() -> None:
+@pytest.mark.parametrize("cases", [PAIR_CASES, ("off", "lookup", *FLEX_CASES)], ids=["pair", "flex"])
+def test_policies_may_change_between_steps(cases: tuple[str, ...]) -> None:
     """Whoever drafts finds all that was committed before, though drafters that did not run were not fed."""
     requests = some_requests()
-    engine = WAYS["in flight"].engine(cheater(requests), "off")
-    every = [WAYS["in flight"].engine(honest(), policy).policy for policy in NAMES]
+    engine = WAYS["in flight"].engine(cheater(requests, cases[-1]), "off")
+    every = [WAYS["in flight"].engine(honest(case=case), case).policy for case in cases]
     engine.allow(every)
     step, turns = engine.step, cycle([policy for policy in every for _ in range(2)])
 
@@ -311,7 +324,7 @@ def test_other_families(family: Family) -> None:
     second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
     prompts = ([4, 60, 8], [17])
     texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
-    runner = CheatingRunner(target, first, second, None, texts)
+    runner = CheatingRunner(target, first, second, texts)
     engine = make_engine(runner, "hybrid")
     sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
     assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
@@ -321,7 +334,7 @@ def test_other_families(family: Family) -> None:
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["d2sd", "hybrid"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
+def test_half_precision_runs(dtype: torch.dtype, policy: str) -> None:
     """Rounding may choose other tokens there, but everything fits together and pages keep the target's dtype."""
     target, first, second, _ = copies()
     runner = runner_of(target.to(dtype), first.to(dtype), second.to(dtype))
@@ -337,14 +350,14 @@ def test_half_precision_runs(dtype: torch.dtype, policy: PolicyName) -> None:
 @pytest.mark.slow
 def test_branches_and_siblings_gain_what_the_chain_misses() -> None:
     requests, way = some_requests(), WAYS["batch"]
-    tau = {policy: way.run(way.engine(cheater(requests), policy), requests).tau for policy in DRAFTING}
+    tau = {policy: way.run(way.engine(cheater(requests, policy), policy), requests).tau for policy in DRAFTING}
     assert min(tau["d2sd"], tau["ddtree"]) > tau["chain"] + 0.5
     assert tau["hybrid"] > tau["ddtree"]
 
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd"])
-def test_perfect_drafts_fill_every_step(policy: PolicyName) -> None:
+def test_perfect_drafts_fill_every_step(policy: str) -> None:
     requests = some_requests()
     way = WAYS["in flight"]
     stats = way.run(way.engine(cheater(requests, first_errors=0.0), policy), requests)
@@ -353,20 +366,20 @@ def test_perfect_drafts_fill_every_step(policy: PolicyName) -> None:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", DRAFTING)
-def test_wrong_drafts_still_gain_the_bonus(policy: PolicyName) -> None:
+def test_wrong_drafts_still_gain_the_bonus(policy: str) -> None:
     requests = some_requests()
     way = WAYS["batch"]
-    stats = way.run(way.engine(cheater(requests, first_errors=1.0, second_errors=1.0), policy), requests)
+    stats = way.run(way.engine(cheater(requests, policy, first_errors=1.0, second_errors=1.0), policy), requests)
     assert stats.accepted.keys() == {1}
     assert not stats.accepted_branches
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", NAMES)
-def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: str) -> None:
     """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
     requests = some_requests()
-    runner = cheater(requests)
+    runner = cheater(requests, policy)
     engine = make_engine(runner, policy, pages=16, max_batch=4)
     sequences = [engine.submit(r) for r in requests]
     checked: Counter[str] = Counter()
@@ -394,8 +407,8 @@ class Poisoned(NaNScratch):
         super().allocate(sizes)
         poison(self, slice(None))
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        draft = super().draft_first(batch, width, role)
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        draft = super().draft_first(batch, width)
         assert not draft.logprob.isnan().any()
         return draft
 
@@ -407,20 +420,19 @@ class Poisoned(NaNScratch):
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel"])
-def test_nobody_reads_what_padding_writes(policy: PolicyName) -> None:
+def test_nobody_reads_what_padding_writes(policy: str) -> None:
     way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 5 and 7 are padded to 6 and 8
-    target, first, second, flex = copies()
-    way.run(way.engine(Poisoned(*prepared(target, first, second, flex)), policy), some_requests())
+    way.run(way.engine(Poisoned(*prepared(*placed(policy))), policy), some_requests())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["flex", "flex_tree"])
-def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
+def test_an_anchored_head_writes_the_same_text(policy: str) -> None:
     target, _, _, plain = copies()
     flex = tiny_flex(target, block_size=BLOCK, anchored=True)
     flex.load_state_dict(plain.state_dict(), strict=False)
     way = Way(gap=2, shuffled=True, pages=16)
-    way.run(way.engine(runner_of(target, flex=flex), policy), some_requests())
+    way.run(way.engine(runner_of(target, flex), policy), some_requests())
 
 
 @pytest.mark.sampled(9)
@@ -428,16 +440,16 @@ def test_an_anchored_head_writes_the_same_text(policy: PolicyName) -> None:
     ("policy", "spoilt"),
     [
         pytest.param(policy, spoilt, marks=[] if spoilt == (0, 1) or policy == "hybrid" else pytest.mark.slow)
-        for policy in NAMES
+        for policy in CASES
         for spoilt in ((0,), (1,), (0, 1))
     ],
 )
-def test_drafters_that_say_nan_change_no_text(policy: PolicyName, spoilt: tuple[int, ...]) -> None:
+def test_drafters_that_say_nan_change_no_text(policy: str, spoilt: tuple[int, ...]) -> None:
     """As drafters do whose numbers outgrow fp16: they are useless then, not the end of the answer."""
     target, first, second, flex = copies()
     drafters = first, second
     for which in spoilt:
         drafters[which].norm.weight.data.fill_(torch.nan)
     flex.mask_embedding.data.fill_(torch.nan)
-    engine = make_engine(runner_of(target, first, second, flex=flex), policy)
+    engine = make_engine(runner_of(target, *of_case(policy, *drafters, flex)), policy)
     assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]

@@ -22,7 +22,7 @@ from tests.runtime.cheating import Knowing
 from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Thirds
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import of_case, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 KINDS = {
     "greedy": SamplingParams(),
@@ -47,8 +47,7 @@ def models(bad: int | None = None) -> tuple[Decoder, Drafter, Drafter, FlexHead]
 @cache
 def plain(request: Request) -> list[int]:
     """The answer of the healthy target."""
-    target, first, second, flex = models()
-    (sequence,) = make_engine(runner_of(target, first, second, flex=flex), "off").generate([request])
+    (sequence,) = make_engine(runner_of(*models()[:3]), "off").generate([request])
     return sequence.answer
 
 
@@ -69,7 +68,8 @@ def check(kind: SamplingParams, policy: PolicyName, guard: Callable[[Engine], En
     request, bad, answer = failing(kind)
     asked = [HEALTHY[0], request, HEALTHY[1]]
     texts = {r.seed: [*r.prompt, *plain(r), *[0] * BLOCK] for r in asked}
-    engine = guard(make_engine(Knowing(*models(bad), texts), policy))
+    target, *drafters = models(bad)
+    engine = guard(make_engine(Knowing(target, *of_case(policy, *drafters), texts), policy))
     first, failed, last = engine.generate(asked)
     assert [first.answer, last.answer] == [plain(HEALTHY[0]), plain(HEALTHY[1])]
     assert failed.answer == answer

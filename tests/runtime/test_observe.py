@@ -16,7 +16,7 @@ from torch import Tensor
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.lookup import Copy
 from d2sd.plugins.trees import Branches, Draft, accept, from_chain
-from d2sd.policies import NAMES, DraftUse, PolicyName
+from d2sd.policies import NAMES, DrafterRole, DraftUse, PolicyName
 from d2sd.runtime.decode import StepTrace, sources_of
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
@@ -54,9 +54,7 @@ def trace_of(made: Passes, policy: Policy, agree: float, seed: int, active: int)
 
 
 def use_of(policy: PolicyName, *, redrafted: bool) -> DraftUse:
-    if policy.startswith("flex"):
-        return DraftUse.FLEX
-    if policy in ("chain", "reanchor", "d2sd"):
+    if policy in ("chain", "reanchor", "d2sd", "flex_parallel"):
         return DraftUse[policy.upper()] if redrafted else DraftUse.CHAIN
     return DraftUse.SECOND if redrafted else DraftUse.FIRST
 
@@ -151,13 +149,13 @@ def test_everything_occurs(name: PolicyName) -> None:
     judged = [node for one in found for node in one.judged]
     assert any(one.rank is not None for one in found) == (policy.second_pass is not None)
     assert {node.drafter for node in judged} == (
-        set() if name == "off" else {policy.first_drafter, policy.second_pass or policy.first_drafter}
+        set() if name == "off" else {DrafterRole.FIRST, policy.second_pass or DrafterRole.FIRST}
     )
     assert any(one.rescued for one in found) == (policy.second_pass is not None)
     assert any(one.accepted - 1 > one.chain for one in found) == (
-        name not in ("off", "lookup", "chain", "flex", "flex_parallel")
+        name not in ("off", "lookup", "chain", "flex_parallel")
     )
-    if name in ("ddtree", "flex_tree", "hybrid"):
+    if name in ("ddtree", "hybrid"):
         assert {node.sibling for node in judged if node.accepted} == {True, False}
 
 

@@ -12,13 +12,12 @@ import pytest
 import torch
 
 from d2sd.errors import RequestError
-from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
 from tests.choosing import chosen
 from tests.runtime.helpers import BLOCK, cheater, expected, honest, make_engine, models, plain, run_staggered
-from tests.tiny import full_logits
+from tests.tiny import CASES, full_logits
 
 PROMPT, LENGTH = (3, 9, 3, 41, 17), 14
 
@@ -110,11 +109,12 @@ def test_every_parameter_changes_the_text(every: bool) -> None:
 WAYS: dict[str, tuple[int, int | None, int]] = {"alone": (1, None, 0), "eight": (8, None, 1), "tight": (8, 13, 0)}
 
 
-def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) -> SequenceStats:
+def run(policy: str, way: str, *, every: bool = False, budget: int = 14) -> SequenceStats:
     """All requests, shuffled; every answer is the oracle's."""
     max_batch, pages, gap = WAYS[way]
     named = requests(every)
-    engine = make_engine(cheater(list(named.values())), policy, max_batch=max_batch, pages=pages, row_budget=budget)
+    runner = cheater(list(named.values()), policy)
+    engine = make_engine(runner, policy, max_batch=max_batch, pages=pages, row_budget=budget)
     order = random.Random(5).sample(range(len(named)), len(named))
     sequences = run_staggered(engine, list(named.values()), order=order, gap=gap)
     for (name, request), sequence in zip(named.items(), sequences, strict=True):
@@ -126,13 +126,13 @@ def run(policy: PolicyName, way: str, *, every: bool = False, budget: int = 14) 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("policy", "way"),
-    [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in NAMES],  # the test below has all
+    [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in CASES],  # the test below has all
 )
-def test_every_parameter_with_every_policy(policy: PolicyName, way: str) -> None:
+def test_every_parameter_with_every_policy(policy: str, way: str) -> None:
     check(policy, way, run(policy, way))
 
 
-def check(policy: PolicyName, way: str, stats: SequenceStats) -> None:
+def check(policy: str, way: str, stats: SequenceStats) -> None:
     assert (stats.preemptions > 0) == (way == "tight")
     if policy not in ("off", "lookup"):
         assert stats.tau > 1.8  # the parameters meet long paths, siblings and branches
@@ -140,8 +140,8 @@ def check(policy: PolicyName, way: str, stats: SequenceStats) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", NAMES)
-def test_every_parameter_at_both_temperatures(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_every_parameter_at_both_temperatures(policy: str) -> None:
     for way in WAYS:
         check(policy, way, run(policy, way, every=True))
 
@@ -151,11 +151,11 @@ def test_every_parameter_at_both_temperatures(policy: PolicyName) -> None:
     ("policy", "budget"),
     [
         pytest.param(policy, budget, marks=[] if [budget] == chosen(policy, (2, 70, 3)) else pytest.mark.full)
-        for policy in NAMES
+        for policy in CASES
         for budget in (2, 70, 3)
     ],
 )
-def test_every_parameter_in_trees_of_any_size(policy: PolicyName, budget: int) -> None:
+def test_every_parameter_in_trees_of_any_size(policy: str, budget: int) -> None:
     run(policy, "eight", every=True, budget=budget)
 
 
@@ -177,7 +177,7 @@ def check_logprobs(tokens: list[int], first: int, found: SequenceOf[Any], width:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("policy", "pages"), [("off", None), ("chain", 16), ("hybrid", None), ("d2sd", 16)])
-def test_logprobs_are_those_of_a_full_pass(policy: PolicyName, pages: int | None) -> None:
+def test_logprobs_are_those_of_a_full_pass(policy: str, pages: int | None) -> None:
     """Raw ones, whatever changes the choice; of the answer and of prompts of one token and of several chunks."""
     dice = random.Random(3)
     kinds = [

@@ -444,8 +444,8 @@ class Scripted:
     def prefill(self, tokens: Tensor, lengths: Sequence[int], where: Where) -> Tensor:
         raise AssertionError("there are no prompts")
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole) -> Draft:
-        return self._pass(batch, role, 3, width)
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        return self._pass(batch, DrafterRole.FIRST, 3, width)
 
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 import torch
 
-from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
@@ -25,11 +24,12 @@ from tests.runtime.helpers import (
     expected,
     free_pages,
     make_engine,
+    placed,
     plain,
     run_staggered,
 )
 from tests.runtime.nan_pages import NaNPages
-from tests.tiny import runner_of
+from tests.tiny import CASES, runner_of
 
 PREFIX = tuple(random.Random(11).randrange(64) for _ in range(13))  # three pages of 4, and one token
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9))
@@ -55,10 +55,10 @@ def second_turns() -> tuple[Request, ...]:
     )
 
 
-def nan_pages() -> NaNPages:
+def nan_pages(case: str = "") -> NaNPages:
     turns = (*first_turns(), *second_turns())
     texts = {r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in turns}
-    return NaNPages(*copies(), texts)
+    return NaNPages(*placed(case), texts)
 
 
 def check(engine: Engine, requests: Sequence[Request], seed: int, gap: int = 0) -> list[Running]:
@@ -71,10 +71,10 @@ def check(engine: Engine, requests: Sequence[Request], seed: int, gap: int = 0) 
 
 
 @pytest.mark.sampled(11)
-@pytest.mark.parametrize("policy", NAMES)
-def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_hits_give_the_tokens_of_misses(policy: str) -> None:
     """In a shuffled batch of eight that arrives together, again one by one, and as the next turn."""
-    engine = make_engine(nan_pages(), policy, max_batch=8)
+    engine = make_engine(nan_pages(policy), policy, max_batch=8)
     check(engine, first_turns(), seed=1)
     stats = engine.stats
     assert stats.prefix_hit_tokens >= 7 * 12, "the shared prefix is computed once"
@@ -88,7 +88,7 @@ def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
-def test_hits_under_eviction_and_preemption(policy: PolicyName) -> None:
+def test_hits_under_eviction_and_preemption(policy: str) -> None:
     engine = make_engine(nan_pages(), policy, max_batch=8, pages=13)
     for seed, turns in enumerate((first_turns(), second_turns(), first_turns())):
         check(engine, turns, seed, gap=seed)

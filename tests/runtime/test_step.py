@@ -7,7 +7,7 @@ import torch
 
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Accepted, Branches, Draft
-from d2sd.policies import NAMES, DrafterRole, DraftUse, PolicyName
+from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
@@ -19,14 +19,14 @@ from tests.runtime.helpers import (
     BLOCK,
     BRANCHES,
     cheater,
-    copies,
     expected,
     honest,
     make_engine,
+    placed,
     run_staggered,
     some_requests,
 )
-from tests.tiny import prepared
+from tests.tiny import CASES, prepared
 
 SLOTS = BLOCK - 1
 
@@ -34,15 +34,14 @@ SLOTS = BLOCK - 1
 class Spy(ModelRunner):
     """Notes what it is asked for and what it says."""
 
-    def __init__(self) -> None:
-        target, first, second, flex = copies()
-        super().__init__(*prepared(target, first, second, flex))
+    def __init__(self, case: str = "") -> None:
+        super().__init__(*prepared(*placed(case)))
         self.asked: list[tuple[str, int, int]] = []
         self.said: list[Draft] = []
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = DrafterRole.FIRST) -> Draft:
-        self.asked.append(("first", role, width))
-        self.said.append(super().draft_first(batch, width, role))
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        self.asked.append(("first", 0, width))
+        self.said.append(super().draft_first(batch, width))
         return self.said[-1]
 
     def draft_ahead(
@@ -70,7 +69,7 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, prepared.draft)
 
 
-ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
+ASKED: dict[str, list[tuple[str, int, int]]] = {
     "off": [],
     "lookup": [],
     "chain": [("first", 0, 1)],
@@ -78,15 +77,15 @@ ASKED: dict[PolicyName, list[tuple[str, int, int]]] = {
     "d2sd": [("first", 0, 1), ("second", 1, 1)],
     "ddtree": [("first", 0, WIDTH)],
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
-    "flex": [("first", 2, 1)],
-    "flex_tree": [("first", 2, WIDTH)],
-    "flex_parallel": [("ahead", 2, WIDTH)],
+    "flex": [("first", 0, 1)],
+    "flex_tree": [("first", 0, WIDTH)],
+    "flex_parallel": [("ahead", 0, WIDTH)],
 }
 
 
-@pytest.mark.parametrize("policy", NAMES)
-def test_who_is_asked_for_what(policy: PolicyName) -> None:
-    runner = Spy()
+@pytest.mark.parametrize("policy", CASES)
+def test_who_is_asked_for_what(policy: str) -> None:
+    runner = Spy(policy)
     engine = make_engine(runner, policy, max_batch=5)
     _, result = one_step(engine)
     first, branches, second = result.first, result.branches, result.second
@@ -101,9 +100,9 @@ def test_who_is_asked_for_what(policy: PolicyName) -> None:
     assert result.tree.tokens.shape == (6, engine.policy.num_nodes)
 
 
-@pytest.mark.parametrize("policy", NAMES)
-def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
-    engine = make_engine(honest(), policy)
+@pytest.mark.parametrize("policy", CASES)
+def test_clock_and_trace_know_what_was_done(policy: str) -> None:
+    engine = make_engine(honest(case=policy), policy)
     engine.record_trace = True
     engine.generate([Request((1, 2), 3)])
     stages = {"prefill", "build_tree", "verify", "accept", "commit", "retire"}
@@ -119,21 +118,19 @@ def test_clock_and_trace_know_what_was_done(policy: PolicyName) -> None:
     assert (trace.branches is not None) == ("draft_second" in stages)
 
 
-@pytest.mark.parametrize(("policy", "row"), [("ddtree", 0), ("flex_tree", 2), ("flex", None)])
-def test_each_first_draft_has_its_own_calibration(policy: PolicyName, row: int | None) -> None:
-    """A chain of FlexDraft ranks nothing, so its probabilities stay."""
+@pytest.mark.parametrize(("policy", "row"), [("ddtree", 0), ("flex_tree", 0), ("flex", 2)])
+def test_each_first_draft_has_its_own_calibration(policy: str, row: int) -> None:
     made = []
     for offset in (0.0, 1.0):
-        table = torch.zeros(2, 3, SLOTS, 2)
-        if row is not None:
-            table[:, row] = offset
-        engine = make_engine(honest(), policy, max_batch=5)
+        table = torch.zeros(2, len(DraftUse), SLOTS, 2)
+        table[:, row] = offset
+        engine = make_engine(honest(case=policy), policy, max_batch=5)
         engine.calibration = Calibration(torch.ones_like(table), table)
         _, result = one_step(engine)
         assert result.first is not None
         made.append(result.first)
     moved = logit(made[1].logprob[0]) - logit(made[0].logprob[0])
-    torch.testing.assert_close(moved, torch.full_like(moved, 0.0 if row is None else 1.0), atol=1e-3, rtol=0)
+    torch.testing.assert_close(moved, torch.ones_like(moved), atol=1e-3, rtol=0)
 
 
 def test_lookup_drafts_from_each_text_alone() -> None:
@@ -159,7 +156,7 @@ def made_up(seed: int = 0) -> Calibration:
 
 
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_drafts_are_straightened_as_those_of_their_use(policy: PolicyName) -> None:
+def test_drafts_are_straightened_as_those_of_their_use(policy: str) -> None:
     """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
     runner, calibration = Spy(), made_up()
     engine = make_engine(runner, policy, calibration=calibration)
@@ -184,7 +181,7 @@ def test_drafts_are_straightened_as_those_of_their_use(policy: PolicyName) -> No
 
 
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_an_identity_leaves_trees_as_they_are(policy: PolicyName) -> None:
+def test_an_identity_leaves_trees_as_they_are(policy: str) -> None:
     trees = []
     for calibration in (None, Calibration.of([[[[1.0] * 2] * SLOTS] * 2] * 2, [[[[0.0] * 2] * SLOTS] * 2] * 2)):
         _, result = one_step(make_engine(honest(), policy, calibration=calibration, row_budget=9))
@@ -196,7 +193,7 @@ def test_an_identity_leaves_trees_as_they_are(policy: PolicyName) -> None:
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", ["reanchor", "d2sd", "ddtree", "hybrid"])
-def test_calibration_changes_trees_and_no_text(policy: PolicyName) -> None:
+def test_calibration_changes_trees_and_no_text(policy: str) -> None:
     requests = some_requests()
     steps = []
     for calibration in (None, made_up(3)):

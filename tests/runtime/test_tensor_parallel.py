@@ -20,7 +20,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.shard import Shard
 from d2sd.modeling.tensor_parallel import Group, connect, cut
-from d2sd.policies import NAMES, DrafterRole
+from d2sd.policies import DrafterRole
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.decode import Committed
 from d2sd.runtime.engine import Engine
@@ -45,14 +45,14 @@ from tests.runtime.helpers import (
     some_requests,
 )
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import prepared, runner_of, tiny_decoder, tiny_drafter
+from tests.tiny import PAIR_CASES, prepared, runner_of, tiny_decoder, tiny_drafter
 
 LIMITS = Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=16, kv_memory=None, prefix_cache=True)
 REQUESTS = some_requests()[:6]
 #: Of the pools: requests have to be preempted.
 FEW_PAGES = 22
 #: All policies without a FlexDraft head, which reads the target's own pages.
-SHARED = tuple(name for name in NAMES if not name.startswith("flex"))
+SHARED = PAIR_CASES
 
 Models = tuple[TargetModel, dict[DrafterRole, DraftModel]]
 

@@ -130,7 +130,7 @@ def test_the_passes_before_the_first_request_run_every_kernel_of_prefills(
 @pytest.mark.parametrize("policy", ["off", "d2sd", "flex_parallel"])
 def test_a_warm_engine_serves_as_a_cold_one(policy: PolicyName) -> None:
     """Only the scratch page has been written, nothing waits for drafters, and progress is told."""
-    engine = make_engine(honest(), policy, max_batch=2)
+    engine = make_engine(honest(case=policy), policy, max_batch=2)
     graphs = RecordedGraphs(rerun=True)
     graphs.guard(engine)
     before, told = free_pages(engine), []

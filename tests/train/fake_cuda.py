@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from d2sd.convert.kinds import KINDS
-from d2sd.policies import DrafterRole
+from d2sd.convert.kinds import DFLASH
 from d2sd.train import loop
 from d2sd.train.data.draws import PrefixDraws
 from d2sd.train.data.features import TrainingData
@@ -70,23 +69,23 @@ def drawn_step(trainer: Trainer, mode: FakeTensorMode) -> tuple[Drawn, int]:
     return Drawn(batches, candidates), slots
 
 
-def watched(role: DrafterRole) -> Watch:
-    """One step of a drafter in a place."""
+def watched(name: str) -> Watch:
+    """One step of the drafter of this name."""
     mode = FakeTensorMode(allow_non_fake_inputs=False)
-    layers = 1 if role is DrafterRole.FLEX else 2  # auxiliary ones
+    layers = 1 if name == "flex" else 2  # auxiliary ones
     responses = [Response(f"a{i}", list(range(5 + 3 * i)), list(range(40))) for i in range(12)]
     rows = [torch.zeros(len(r.prompt_ids) + 40, (layers + 1) * HIDDEN, dtype=torch.bfloat16) for r in responses]
     data = TrainingData(responses, layers, rows.__getitem__)
-    chosen = SecondSettings(**SETTINGS, on_correction=0.25) if role is DrafterRole.SECOND else TrainSettings(**SETTINGS)
+    chosen = SecondSettings(**SETTINGS, on_correction=0.25) if name == "second" else TrainSettings(**SETTINGS)
     frequent = data.frequent(64, VOCAB)
     with mode:
         target, first, second, flex = models(windowed=False)
-        drafter = {DrafterRole.FIRST: first, DrafterRole.SECOND: second, DrafterRole.FLEX: flex}[role]
+        drafter = {"first": first, "second": second, "flex": flex}[name]
         drafter.requires_grad_(True)
         with patch.object(loop, "digest_of", lambda *_: ""), patch.object(data, "frequent", lambda *_: None):
-            trainer = Trainer(target, drafter, data, chosen, first if role is DrafterRole.SECOND else None)
-        for place, each in ((DrafterRole.FIRST, first), (DrafterRole.SECOND, second)):
-            KINDS[place].attach(each, target)
+            trainer = Trainer(target, drafter, data, chosen, first if name == "second" else None)
+        for each in (first, second):
+            DFLASH.attach(each, target)
     trainer._frequent = frequent
     drawn, slots = drawn_step(trainer, mode)
 
@@ -112,7 +111,7 @@ def watched(role: DrafterRole) -> Watch:
 def main(folder: str, *kinds: str) -> None:
     guard.load(Path(folder))
     for kind in kinds:
-        watch = watched(next(role for role in DrafterRole if role.key == kind))
+        watch = watched(kind)
         print(json.dumps({"operators": watch.operators, "crossing": watch.crossing}))
 
 

@@ -64,8 +64,8 @@ def fresh(decoder: Decoder, *, anchored: bool = False) -> FlexHead:
 def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> float:
     """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
     target, flex = deepcopy((decoder, head))
-    runner = runner_of(target, flex=flex)
-    policy = make_policy("flex", block_size=BLOCK, branches=1, row_budget=BLOCK)
+    runner = runner_of(target, flex)
+    policy = make_policy("chain", block_size=BLOCK, branches=1, row_budget=BLOCK)
     engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
     done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
     assert [s.answer for s in done] == [one.response_ids for one in known]

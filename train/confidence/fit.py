@@ -154,7 +154,7 @@ def fingerprints(bundle: Bundle) -> dict[DrafterName, str]:
     Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
     """
     refuse_uncalibrated(bundle.recipe, bundle.drafters, bundle.path)
-    return {role.key: KINDS[role].fingerprint(drafter) for role, drafter in bundle.drafters.items()}
+    return {role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in bundle.drafters.items()}
 
 
 def fit_calibration(
@@ -192,7 +192,7 @@ def fit_calibration(
     fitted = fit(outcomes[0], outcomes[1], slots)
     report |= _errors(outcomes, fitted, uses, bundle.drafters)
     slope, offset = (table.double().round(decimals=4) for table in (fitted.slope, fitted.offset))
-    rows = 1 + max(DrafterRole.SECOND, *bundle.drafters)
+    rows = len(DrafterRole)
     file = CalibrationFile(
         drafters=dict(weights),
         block_size=slots + 1,

@@ -96,7 +96,7 @@ class BlockLoss(nn.Module):
         slots = torch.arange(size, device=visible.device)
         used = ((slots >= visible[..., None]) & packed.inside).flatten(0, 1)  # [B·A, G]
         rows = rows_of(packed, used)
-        kind = trained_kind(self.drafter)
+        kind = trained_kind(self.drafter.config.kind)
         hidden = kind.hidden(self.drafter, self._embedding, packed, visible)
         added = None
         if kind.added is not None:
@@ -130,7 +130,7 @@ def first_rejections(
 ) -> tuple[Tensor, Tensor]:
     """First slot where the first drafter's greedy draft is wrong [B, A] (γ: none), and its token there [B, A]."""
     visible = torch.ones(packed.tokens.shape[:2], dtype=torch.long, device=packed.tokens.device)
-    hidden: Tensor = trained_kind(first).hidden(first, embedding, packed, visible)
+    hidden: Tensor = trained_kind(first.config.kind).hidden(first, embedding, packed, visible)
     guess = candidates.ids[_best(first, hidden, packed, candidates)].view_as(packed.tokens)
     guess = torch.where(packed.inside, guess, packed.tokens)  # slots after the end count as correct
     errors = first_errors(guess.flatten(0, 1), packed.tokens.flatten(0, 1)).view_as(visible)

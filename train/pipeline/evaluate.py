@@ -60,8 +60,8 @@ class Evaluator:
 
     def serving(self, drafters: Mapping[DrafterRole, DraftModel]) -> Bundle:
         """The target with these drafters, which an engine may repack: pass copies of drafters in training."""
-        for role, drafter in drafters.items():
-            KINDS[role].attach(drafter, self._bundle.target)  # whose layers no engine packs
+        for drafter in drafters.values():
+            KINDS[drafter.config.kind].attach(drafter, self._bundle.target)  # whose layers no engine packs
         return replace(self._bundle, target=self._target, drafters=dict(drafters))
 
     def evaluate(self, method: PolicyName, drafters: Mapping[DrafterRole, DraftModel]) -> Evaluation:
@@ -108,6 +108,6 @@ def as_written(drafter: Model, vocabulary: tuple[int, ...] | None, dtype: torch.
         name: tensor.detach().to("cpu", torch.bfloat16).to(dtype) for name, tensor in drafter.state_dict().items()
     }
     if vocabulary is not None:
-        tensors |= {name: tensors[name][list(vocabulary)] for name in trained_kind(drafter).token_rows}
+        tensors |= {name: tensors[name][list(vocabulary)] for name in trained_kind(drafter.config.kind).token_rows}
     fill(out, tensors)
     return out

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from d2sd.bundle.serving import can_run
 from d2sd.calibration import NAME, CalibrationFile, write_calibration
-from d2sd.convert.kinds import KINDS
+from d2sd.convert.kinds import KINDS, load_drafter
 from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, write_json, write_text
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import FACTS, DrafterRole
+from d2sd.policies import DrafterRole
 from d2sd.train.confidence.fit import fit_calibration
 from d2sd.train.kinds import METHODS
 from d2sd.train.pipeline.evaluate import Evaluator
@@ -44,14 +45,16 @@ def finish(
 
     def loaded(dtype: torch.dtype) -> dict[DrafterRole, DraftModel]:
         """Load the drafters anew for each use, since engines repack weights."""
-        return {role: KINDS[role].load(out / role.key, dtype) for role in roles}
+        return {role: load_drafter(out / role.key, dtype) for role in roles}
 
-    weights = {role.key: KINDS[role].fingerprint(drafter) for role, drafter in loaded(torch.float32).items()}
+    drafted = loaded(torch.float32)
+    weights = {role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in drafted.items()}
     inputs = {"drafters": weights, "evaluation": recipe.evaluation.model_dump(), "precision": recipe.precision}
 
     def evaluated() -> dict[str, Any]:
         drafters = loaded(evaluator.dtype)
-        names = [name for names in METHODS.values() for name in names if {*FACTS[name].drafters} <= {*roles}]
+        configs = {role: drafter.config for role, drafter in drafters.items()}
+        names = [name for names in METHODS.values() for name in names if can_run(configs, name)]
         return {name: evaluator.evaluate(name, drafters).figures() for name in names}
 
     def calibrated() -> dict[str, Any]:

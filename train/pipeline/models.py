@@ -23,7 +23,7 @@ from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress
 from d2sd.recipe import Drafters, Limits, Recipe, Sampling, Tree
-from d2sd.train.kinds import TRAINED
+from d2sd.train.kinds import trained_kind
 from d2sd.train_recipe import TrainRecipe
 
 
@@ -72,8 +72,8 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
     """Raise D2SDError if what the recipe trains does not fit the target, or if a pretrained drafter does not match the
     target or the recipe; called early, hours before the drafter is used.
     """
-    for role in recipe.trained:
-        TRAINED[role].config(recipe.shape, target)
+    if recipe.trained:
+        trained_kind(recipe.shape.kind).config(recipe.shape, target)
     for role, source in recipe.ready.items():
         _check_ready(recipe, role, obtained(recipe, source), target)
     if recipe.first is not None and recipe.first.start is not None:

@@ -15,7 +15,7 @@ import torch
 
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.calibration import NAME as CALIBRATION
-from d2sd.convert.kinds import KINDS
+from d2sd.convert.kinds import DFLASH, KINDS
 from d2sd.extras import require_plots
 from d2sd.io import check_writable, claim, digest, disk_space, exclusive
 from d2sd.modeling.decoder import Decoder
@@ -29,7 +29,7 @@ from d2sd.train.data.features import TrainingData, cache_features, device_featur
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import second_drafter
 from d2sd.train.dist import Dist
-from d2sd.train.kinds import METHODS, TRAINED
+from d2sd.train.kinds import METHODS, trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.pair_head import PairTrainer, with_pair_head
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
@@ -106,7 +106,7 @@ class Run:
         drafters: dict[DrafterRole, DraftModel] = {}
         for role in self.recipe.ready:
             drafters[role] = load_ready(self.recipe, role).to(self.dist.device)
-            KINDS[role].attach(drafters[role], bundle.target)
+            KINDS[drafters[role].config.kind].attach(drafters[role], bundle.target)
             self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         ready = drafters.get(DrafterRole.FIRST)
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
@@ -191,7 +191,7 @@ class Run:
             folder = self.out / role.key
             folder.mkdir(parents=True, exist_ok=True)
             copy = as_written(drafter, vocabulary)
-            KINDS[role].write(folder, copy.config, copy.state_dict())
+            KINDS[copy.config.kind].write(folder, copy.config, copy.state_dict())
 
     def draw_curves(self) -> None:
         """Draw the curves of all drafters that have been trained so far."""
@@ -217,8 +217,9 @@ class Training:
         elif isinstance(settings, FirstSettings) and settings.start is not None:
             drafter = load_start(self.run.recipe)
         else:
-            drafter = TRAINED[role].start(self.run.recipe.shape, self.target, self.data, settings.seed)
-        KINDS[role].attach(drafter.to(self.run.dist.device), self.target)
+            shape = self.run.recipe.shape
+            drafter = trained_kind(shape.kind).start(shape, self.target, self.data, settings.seed)
+        KINDS[drafter.config.kind].attach(drafter.to(self.run.dist.device), self.target)
         drafters = {**before, role: drafter}
 
         evaluator = self.evaluator
@@ -263,7 +264,7 @@ class Training:
 
             trainer.run(self.run.work / f"{role.key}-head", report)
             advance(settings.steps - shown)
-        KINDS[role].attach(drafter, self.target)
+        DFLASH.attach(drafter, self.target)
         told = trainer.figures(self.held_out)
         self.run.say(
             f"{role.key} head: of held-out slots behind the right token {told['right']:.1%} are right, "
@@ -278,7 +279,7 @@ class Training:
         assert trained is not None, "validated"
         earlier = kept(self.run.work / role.key, trained.steps, first)
         for drafter in earlier.values():
-            KINDS[role].attach(drafter, self.target)
+            DFLASH.attach(drafter, self.target)
         found, line = matched(first, earlier, self.target, self.held_out, self.data, settings)
         if self.run.dist.is_main:
             self.run.say(line, err=True)

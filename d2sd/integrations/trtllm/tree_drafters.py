@@ -22,16 +22,18 @@ from d2sd.bundle.serving import scores_of
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import load_drafter
 from d2sd.errors import D2SDError
 from d2sd.manifest import Manifest
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import TargetModel, embedding_of
 from d2sd.modeling.drafters.dflash import DFlashModel
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import ContextRows, PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Tree
+from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import draft_trees
 from d2sd.runtime.memory import free_memory
@@ -89,11 +91,12 @@ class TreeDrafters(nn.Module):
             )
         config = parse_target_config(HFConfig.read(self._bundle / "target"))
         tables = SharedTables(config, embedding, head)
-        drafters = {}
+        drafters: dict[DrafterRole, DraftModel] = {}
         for role in self.policy.drafters:
-            drafters[role] = kind_of(role).load(self._bundle / role.folder, embedding.dtype).to(embedding.device)
-            if isinstance(drafters[role], DFlashModel):
-                drafters[role].join(tables)
+            drafter = load_drafter(self._bundle / role.folder, embedding.dtype).to(embedding.device)
+            if isinstance(drafter, DFlashModel):
+                drafter.join(tables)
+            drafters[role] = drafter
         prepare_for_inference(tables, drafters.values())
         self.runner = ModelRunner(tables, drafters, block_size=self._manifest.recipe.tree.block_size)
         named = self._manifest.recipe.drafters

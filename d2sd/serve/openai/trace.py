@@ -10,13 +10,14 @@ from collections.abc import AsyncIterator, Mapping
 from functools import cache, partial
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import BeforeValidator
 from starlette.responses import Response
 
 from d2sd.bundle.serving import policy_of_tree
 from d2sd.errors import RecipeError
-from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName
+from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName, current_name
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.protocol import ChatBody
@@ -41,7 +42,8 @@ _POLICY = (
 class TraceBody(ChatBody):
     """POST /trace."""
 
-    policy: PolicyName | None = None  # while no other request runs; None: the server's
+    #: Serves it while no other request runs; None: the server's.
+    policy: Annotated[PolicyName, BeforeValidator(current_name)] | None = None
 
 
 def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:

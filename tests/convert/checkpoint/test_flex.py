@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from d2sd.convert.checkpoint.quantization import Quantization
-from d2sd.convert.kinds import DFLASH, FLEXDRAFT
+from d2sd.convert.kinds import DFLASH, FLEXDRAFT, read_kind
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import BodyConfig, Family, RopeConfig
 from d2sd.policies import DrafterRole
@@ -57,7 +57,7 @@ def test_round_trip(tmp_path: Path, family: Family, rope: RopeConfig) -> None:
     FLEXDRAFT.write(tmp_path / "b", again.config, again.state_dict())
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
     assert FLEXDRAFT.fingerprint(again) == FLEXDRAFT.fingerprint(head)
-    FLEXDRAFT.check(again.config, target.config, DrafterRole.FLEX, 4, tmp_path)
+    FLEXDRAFT.check(again.config, target.config, DrafterRole.FIRST, 4, tmp_path)
 
 
 def test_a_head_for_experts_is_refused(folder: Path) -> None:
@@ -151,7 +151,7 @@ OTHERS: dict[str, tuple[str, Any]] = {
 @pytest.mark.parametrize(("key", "target"), OTHERS.values(), ids=OTHERS)
 def test_a_head_for_another_target(key: str, target: Any, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="another target") as caught:
-        FLEXDRAFT.check(CONFIG, target, DrafterRole.FLEX, 4, tmp_path)
+        FLEXDRAFT.check(CONFIG, target, DrafterRole.FIRST, 4, tmp_path)
     assert str(caught.value.where).endswith(f"config.json: {key}")
     assert caught.value.found != caught.value.expected
 
@@ -159,9 +159,9 @@ def test_a_head_for_another_target(key: str, target: Any, tmp_path: Path) -> Non
 def test_norms_and_block_must_agree(tmp_path: Path) -> None:
     body: BodyConfig = replace(CONFIG.body, rms_norm_eps=1e-6)
     with pytest.raises(CheckpointError, match="another target"):
-        FLEXDRAFT.check(replace(CONFIG, body=body), TARGET.config, DrafterRole.FLEX, 4, tmp_path)
+        FLEXDRAFT.check(replace(CONFIG, body=body), TARGET.config, DrafterRole.FIRST, 4, tmp_path)
     with pytest.raises(CheckpointError, match="another block size") as caught:
-        FLEXDRAFT.check(CONFIG, TARGET.config, DrafterRole.FLEX, 8, tmp_path)
+        FLEXDRAFT.check(CONFIG, TARGET.config, DrafterRole.FIRST, 8, tmp_path)
     assert caught.value.fix is not None
     assert "tree.block_size to 4" in caught.value.fix
 
@@ -215,8 +215,9 @@ def test_an_anchored_head_has_its_projection(folder: Path) -> None:
 
 
 def test_it_is_no_dflash_drafter(folder: Path) -> None:
-    """Under either key: as the first or second drafter of a recipe it is refused, and the error says where it goes."""
+    """Under either key its config says what it is; as a DFlash drafter it is refused, with where it goes."""
     for one in (folder, released(folder)):
+        assert read_kind(one) == "flexdraft"
         with pytest.raises(CheckpointError, match="FlexDraft") as caught:
             DFLASH.read_config(one)
-        assert caught.value.fix == "name it as drafters.flex in the recipe"
+        assert caught.value.fix == "name it as drafters.first in a recipe"

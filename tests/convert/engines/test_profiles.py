@@ -114,9 +114,9 @@ def test_mask_rows_fit() -> None:
     target = tiny_decoder("qwen3", head_dim=16)
     head = tiny_flex(target, block_size=4)
     watched = Watched(Eager(head), head.config)
-    runner = runner_of(target, flex=graph_drafter(head, watched, 4))
+    runner = runner_of(target, graph_drafter(head, watched, 4))
     prompts = [random_tokens(target, 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
-    for sequence in Engine(runner, policy_of("flex"), LIMITS).generate([Request(tuple(p), 12) for p in prompts]):
+    for sequence in Engine(runner, policy_of("chain"), LIMITS).generate([Request(tuple(p), 12) for p in prompts]):
         assert len(sequence.answer) == 12
     assert watched.used == {"tensorrt-rtx": {0}, "tensorrt": {0, 1, 2}}
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.kinds import FLEXDRAFT, kind_of
+from d2sd.convert.kinds import FLEXDRAFT, KINDS
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
@@ -38,7 +38,7 @@ def executor_of(folder: Path, target: Decoder, *drafters: DraftModel) -> ModelRu
     graphs = []
     for role, drafter in zip(DrafterRole, drafters, strict=False):
         file = folder / f"{role.folder}.onnx"
-        export_drafter(kind_of(role).graph_body(drafter), drafter.config, dtype, PAGE, file)
+        export_drafter(KINDS[drafter.config.kind].graph_body(drafter), drafter.config, dtype, PAGE, file)
         graphs.append(graph_drafter(drafter, OnnxSession(file), PAGE))
     return runner_of(GraphDecoder(target, aux_layer_ids, OnnxSession(folder / "target.onnx")), *graphs)
 
@@ -58,14 +58,17 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     first, second = (in_fp8(drafter, linear_names(drafter)) for drafter in (first, second))
     head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target).config))
     head.join(target)
-    runner = executor_of(tmp_path, target, first, second, head)
+    pair, of_head = executor_of(tmp_path, target, first, second), executor_of(tmp_path, target, head)
     prompts = random_tokens(target, 6, 5, seed=3).tolist()
     requests = [Request(tuple(prompt), 12, SamplingParams()) for prompt in prompts]
-    plain, drafts = deepcopy((target, head))
-    alone = runner_of(plain, deepcopy(first), deepcopy(second), flex=drafts)
+    alone, drafting = runner_of(*deepcopy((target, first, second))), runner_of(*deepcopy((target, head)))
     expected = [s.answer for s in engine_of(alone, "off").generate(requests)]
-    for policy in ("hybrid", "flex"):
-        found, emulated = (engine_of(one, policy).generate(requests) for one in (runner, alone))
+    pairs: tuple[tuple[PolicyName, ModelRunner, ModelRunner], ...] = (
+        ("hybrid", pair, alone),
+        ("chain", of_head, drafting),
+    )
+    for policy, *runners in pairs:
+        found, emulated = (engine_of(one, policy).generate(requests) for one in runners)
         assert [s.answer for s in found] == expected
         assert [s.stats.tau for s in found] == [s.stats.tau for s in emulated], "drafts are the emulation's"
 

@@ -153,7 +153,7 @@ def test_policies_of_trees(tmp_path: Path, drafters: int, policy: str, asked: st
     _, recipe = bundle_of(tmp_path / "bundle", drafters=named, tree=tree)
     assert tree_policy(recipe, asked) == found
     with pytest.raises(RecipeError, match=r"reanchor, (d2sd, )?ddtree, hybrid"):
-        tree_policy(recipe, "flex_tree")
+        tree_policy(recipe, "flex_parallel")
 
 
 def test_one_drafter_has_a_tree_as_well(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from d2sd.runtime.speculation.calibration import default_scores
 from tests.cuda import guard
 from tests.cuda.runtime import Cuda, cuda_on_cpu
 from tests.cuda.runtime.streams import Event
-from tests.runtime.helpers import BLOCK, copies, expected, make_engine, run_staggered, some_requests
+from tests.runtime.helpers import BLOCK, copies, expected, make_engine, placed, run_staggered, some_requests
 from tests.runtime.soak import Poisoned, Soak, pool
 from tests.tiny import runner_of
 
@@ -61,9 +61,9 @@ def check(engine: Engine, cuda: Cuda) -> None:
     assert cuda.replays > 0
 
 
-def engine_on(cuda: Cuda, policy: PolicyName, max_batch: int, prefill_chunk: int = 16) -> Engine:
-    models = copies()
-    for model in models:
+def engine_on(cuda: Cuda, policy: str, max_batch: int, prefill_chunk: int = 16) -> Engine:
+    models = placed(policy)
+    for model in filter(None, models):
         cuda.move(model)
     return make_engine(runner_of(*models), policy, max_batch=max_batch, prefill_chunk=prefill_chunk)
 
@@ -141,8 +141,8 @@ class SoakOnStreams(Soak):
     cuda: Cuda
 
     def _runner(self, texts: dict[int, list[int]]) -> Poisoned:
-        models = copies(self.windows)
-        for model in models:
+        models = placed(self.case, self.windows)
+        for model in filter(None, models):
             self.cuda.move(model)
         return Poisoned(*models, texts)
 

@@ -25,17 +25,15 @@ from tests.tiny import tiny_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
 ROOT = Path(__file__).parents[3]
-MODELS = ("drafter_first", "drafter_flex", "drafter_second", "target")
-GRAPHS = ["target.onnx", "drafter_first.onnx", "drafter_second.onnx", "drafter_flex.onnx"]
+MODELS = ("drafter_first", "drafter_second", "target")
+GRAPHS = ["target.onnx", "drafter_first.onnx", "drafter_second.onnx"]
 
 
 @pytest.fixture
 def recipe(tmp_path: Path) -> Path:
     """Qwen3 with heads of 16, in fp16, for every GPU and for one."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    recipe = write_project(tmp_path / "project", target, precision="fp16", engines={"compute": ["portable", "sm89"]})
-    add_flex(recipe, policy="auto")
-    return recipe
+    return write_project(tmp_path / "project", target, precision="fp16", engines={"compute": ["portable", "sm89"]})
 
 
 def edit(recipe: Path, **changes: Any) -> None:
@@ -75,13 +73,26 @@ def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
     assert {*graphs, *engines} == {name for name in found if name.startswith(("onnx/", "engines/"))}
     manifest = load_bundle(tmp_path / "whole").manifest
     assert manifest.engines is not None
-    assert manifest.engines.plugins == {"target": 2, "drafter_first": 2, "drafter_second": 2, "drafter_flex": 1}
+    assert manifest.engines.plugins == {"target": 2, "drafter_first": 2, "drafter_second": 2}
     assert manifest.engines.compute == ("portable", "sm89")
     assert manifest.versions["onnxscript"] == importlib.metadata.version("onnxscript")
     assert manifest.engines.profiles["target"][0]["embedded"][2] == [2, 16, 32]
     assert {*graphs, *engines} <= manifest.files.keys()
     for name, content in found.items():
         assert str(tmp_path).encode() not in content, name
+
+
+@pytest.mark.engines
+@pytest.mark.export
+@pytest.mark.e2e
+def test_an_engine_of_a_head(recipe: Path, tmp_path: Path) -> None:
+    """Of its layers, over the target's pages."""
+    add_flex(recipe)
+    edit(recipe, engines={"compute": ["portable"]})
+    run(recipe, tmp_path / "whole")
+    manifest = load_bundle(tmp_path / "whole").manifest
+    assert manifest.engines is not None
+    assert manifest.engines.plugins == {"target": 2, "drafter_first": 1}
 
 
 def test_a_build_that_stops_after_any_stage_goes_on_behind_it(recipe: Path, tmp_path: Path, quick: list[str]) -> None:
@@ -106,7 +117,7 @@ def test_engines_that_a_recipe_no_longer_names_are_dropped(recipe: Path, tmp_pat
     assert quick.count("portable") == 1
     edit(recipe, engines=None)
     with pytest.raises(Killed):
-        run(recipe, tmp_path / "plain", finished=killed_after("drafter_flex"))
+        run(recipe, tmp_path / "plain", finished=killed_after("drafter_second"))
     assert not [name for name in run(recipe, tmp_path / "plain") if name.startswith(("onnx", "engines"))]
 
 
@@ -178,7 +189,6 @@ def test_the_recipe_of_a_gpu_server_builds(recipe: Path, tmp_path: Path) -> None
     shipped = yaml.safe_load((ROOT / "recipes" / "smollm2-135m-fp8.yaml").read_text())
     assert (shipped["engines"], shipped["limits"]["kv_memory"]) == ({"compute": ["portable"]}, 0.8)
     changes = {key: small[key] for key in ("target", "drafters", "tree")} | {"sampling": {"max_new_tokens": 8}}
-    changes["drafters"].pop("flex")
     changes["tree"]["policy"] = "auto"
     changes["limits"] = shipped["limits"] | {"max_context": 256}
     changes["fp8"] = shipped["fp8"] | {"count": 2, "tokens": 8}

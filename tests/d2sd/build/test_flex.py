@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import yaml
 
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
@@ -43,14 +44,14 @@ def made(recipe: Path, *, validate: bool = False) -> Bundle:
 def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     """Every check of a build, the same bytes from a head of its own, and the text of plain decoding."""
     bundle = made(recipe, validate=True)
-    assert bundle.drafters[DrafterRole.FLEX].norm is bundle.target.norm
+    assert bundle.drafters[DrafterRole.FIRST].norm is bundle.target.norm
     folder = recipe.parent / "flex"
-    files = {f"drafter_flex/{name}": content for name, content in tree_bytes(folder).items()}
+    files = {f"drafter_first/{name}": content for name, content in tree_bytes(folder).items()}
     assert files.items() <= tree_bytes(bundle.path).items()
     manifest = load_manifest(bundle.path)
     parameters = sum(p.numel() for p in FLEXDRAFT.load(folder, torch.float32).parameters())
     assert {name: drafter.model_dump() for name, drafter in manifest.drafters.items()} == {
-        "flex": {
+        "first": {
             "num_layers": 1,
             "block_size": 4,
             "licence": "not stated",
@@ -60,48 +61,65 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
         }
     }
     greedy: Any = manifest.checks["greedy"]
-    assert greedy["flex"]["equal_to_plain_decoding"] > 0
-    kinds: tuple[Policy, ...] = ("off", "lookup", "flex", "auto", "chain", "hybrid")
+    assert greedy["chain"]["equal_to_plain_decoding"] > 0
+    kinds: tuple[Policy, ...] = ("off", "lookup", "chain", "auto", "reanchor", "hybrid", "flex_parallel")
     runs = [name for name in kinds if can_run(bundle.draft_configs, name)]
-    assert runs == ["off", "lookup", "flex", "auto"]
-    names: tuple[Policy, ...] = ("off", "flex", "auto")
+    assert runs == ["off", "lookup", "chain", "auto", "flex_parallel"]
+    names: tuple[Policy, ...] = ("off", "chain", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
-    assert [str(engine.policy) for engine in engines] == ["off", "flex of 4 rows", "flex_tree+lookup of 16 rows"]
+    assert [str(engine.policy) for engine in engines] == ["off", "chain of 4 rows", "ddtree+lookup of 16 rows"]
     off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
     assert others == [off, off]
 
 
-def test_beside_drafters_auto_takes_what_is_forecast(tmp_path: Path) -> None:
+def test_old_names_of_the_place_and_the_policies(recipe: Path) -> None:
+    """Recipes of before, and requests, name `flex`; what is served has the names of today."""
+    values = yaml.safe_load(recipe.read_text())
+    recipe.write_text(yaml.safe_dump(values | {"drafters": {"flex": {"path": "flex"}}, "tree": values["tree"]}))
+    read = load_recipe(recipe, ["tree.policy=flex_tree"])
+    assert (read.tree.policy, list(read.drafters.sources)) == ("ddtree", [DrafterRole.FIRST])
+    bundle = made(recipe)
+    old, now = (make_engine(bundle, policy=name) for name in cast("tuple[Policy, ...]", ("flex", "chain")))
+    assert old.policy == now.policy
+    assert str(make_engine(bundle, policy=cast("Policy", "flex_tree+lookup")).policy) == "ddtree+lookup of 16 rows"
+    recipe.write_text(yaml.safe_dump(values | {"drafters": {"first": {"path": "a"}, "flex": {"path": "flex"}}}))
+    with pytest.raises(RecipeError, match="older name of first, and a bundle has one of them; remove either"):
+        load_recipe(recipe)
+
+
+def test_a_head_has_no_second_drafter(tmp_path: Path) -> None:
+    """Behind it, or in its place."""
     path = write_project(tmp_path / "project")
-    add_flex(path, policy="auto")
-    bundle = made(path)
-    assert str(make_engine(bundle).policy) == "hybrid+lookup of 16 rows and 3 branches"
-    assert [s.answer for s in make_engine(bundle, policy="flex").generate(REQUESTS)] == [
-        s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)
-    ]
+    add_flex(path)
+    with pytest.raises(RecipeError, match=r"one pass a step[\s\S]*drafters\.second"):
+        make_plan(load_recipe(path, ["drafters.second={path: second}"]))
+    with pytest.raises(CheckpointError, match="cannot be a second drafter"):
+        make_plan(load_recipe(path, ["drafters.first={path: first}", "drafters.second={path: flex}"]))
 
 
 def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
     bundle = made(recipe)
     with pytest.raises(BundleError, match="neither graphs nor engines"):
-        make_engine(bundle, policy="flex", backend="onnx")
+        make_engine(bundle, policy="chain", backend="onnx")
     with pytest.raises(BundleError, match=r"do not draft in the pass that verifies"):
         make_engine(bundle, policy="flex_parallel", backend="onnx")
-    assert auto_policies(bundle.draft_configs, bundle.calibration, "onnx") == ["flex", "flex_tree"]
+    assert auto_policies(bundle.draft_configs, bundle.calibration, "onnx") == ["chain", "ddtree"]
     older = Engines(
         builder="tensorrt-rtx", version="1", plugin_abi="1", compute=(), profiles={"target": []}, plugins={}
     )
     object.__setattr__(bundle, "manifest", bundle.manifest.model_copy(update={"engines": older}))
     for backend in ("onnx", "tensorrt"):
-        for policy in ("flex", "auto"):
+        for policy in cast("tuple[Policy, ...]", ("chain", "auto")):
             with pytest.raises(
-                BundleError, match=r"neither a graph nor an engine of drafter_flex[\s\S]*build it again"
+                BundleError, match=r"neither a graph nor an engine of drafter_first[\s\S]*build it again"
             ):
                 make_engine(bundle, policy=policy, backend=backend)
-    plain = write_project(tmp_path / "plain" / "project", tree={"policy": "off", "block_size": 4, "branches": 3})
-    with pytest.raises(BundleError, match=r"drafters\.flex in its recipe"):
-        make_engine(made(plain), policy="flex")
-    with pytest.raises(RecipeError, match=r"needs drafters\.flex"):
+    plain = write_project(
+        tmp_path / "plain" / "project", drafters={}, tree={"policy": "off", "block_size": 4, "branches": 3}
+    )
+    with pytest.raises(BundleError, match=r"drafters\.first in its recipe"):
+        make_engine(made(plain), policy="chain")
+    with pytest.raises(RecipeError, match=r"needs drafters\.first"):
         load_recipe(plain, ["tree.policy=flex"])
 
 
@@ -110,18 +128,19 @@ def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> Non
     path = write_project(tmp_path / "project", drafters={})
     add_flex(path, anchored=True)
     bundle = made(path, validate=True)
-    head = bundle.drafters[DrafterRole.FLEX]
+    head = bundle.drafters[DrafterRole.FIRST]
     assert isinstance(head, FlexHead)
     assert head.config.anchored
     greedy: Any = bundle.manifest.checks["greedy"]
-    assert greedy["flex"]["equal_to_plain_decoding"] == greedy["flex"]["prompts"]
+    assert greedy["chain"]["equal_to_plain_decoding"] == greedy["chain"]["prompts"]
     assert "flex_parallel" not in greedy
     with pytest.raises(BundleError, match="anchored FlexDraft head has no parallel mode"):
         make_engine(bundle, policy="flex_parallel")
     with pytest.raises(RecipeError, match="anchored FlexDraft head has no parallel mode"):
         make_plan(load_recipe(path, ["tree.policy=flex_parallel"]))
     off, *others = (
-        [s.answer for s in make_engine(bundle, policy=name).generate(REQUESTS)] for name in ("off", "flex", "flex_tree")
+        [s.answer for s in make_engine(bundle, policy=name).generate(REQUESTS)]
+        for name in cast("tuple[Policy, ...]", ("off", "chain", "ddtree"))
     )
     assert others == [off, off]
 
@@ -150,4 +169,4 @@ def test_a_released_head_is_written_in_full(recipe: Path) -> None:
     values = json.loads(config.read_text())
     edit_json(config, "dflash_config", values["flexdraft_config"] | {"target_layer_ids": [2]})
     edit_json(config, "flexdraft_config", ...)
-    assert json.loads((made(recipe).path / "drafter_flex" / "config.json").read_text()) == values
+    assert json.loads((made(recipe).path / "drafter_first" / "config.json").read_text()) == values

@@ -43,9 +43,8 @@ def no_engines(jobs: list[Job], *rest: Any, **options: Any) -> list[Report]:
     return [Report("tensorrt-rtx", "1", job.compute, {}, 2, 6) for job in jobs]
 
 
-@pytest.fixture(scope="module")
-def bundle(once: Once) -> Bundle:
-    """With graphs, and with the figures of a build; its engines are a few bytes. Nobody writes into it."""
+def with_graphs(once: Once, *, of_head: bool) -> Bundle:
+    """With graphs, and with the figures of a build; its engines are a few bytes."""
 
     def make(folder: Path) -> None:
         target = tiny_decoder("qwen3", layers=2, head_dim=16)
@@ -55,37 +54,65 @@ def bundle(once: Once) -> Bundle:
             "limits": {"max_batch": 4, "max_context": 64, "page_size": 4, "prefill_chunk": 8},
         }
         recipe = write_project(folder / "project", target, **changes)
-        add_flex(recipe, policy="auto")
+        if of_head:
+            add_flex(recipe, policy="auto")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stages, "build_engines", no_engines)
             build(load_recipe(recipe), folder / "bundle")
 
-    return load_bundle(once("bundle-with-graphs", make) / "bundle")
+    return load_bundle(once(f"bundle-with-graphs{'-of-a-head' * of_head}", make) / "bundle")
 
 
-def test_a_build_compares_graphs_with_models(bundle: Bundle) -> None:
+@pytest.fixture(scope="module")
+def bundle(once: Once) -> Bundle:
+    """Of a pair. Nobody writes into it."""
+    return with_graphs(once, of_head=False)
+
+
+@pytest.fixture(scope="module")
+def head(once: Once) -> Bundle:
+    """Of a FlexDraft head. Nobody writes into it."""
+    return with_graphs(once, of_head=True)
+
+
+def test_a_build_compares_graphs_with_models(bundle: Bundle, head: Bundle) -> None:
     figures: Any = bundle.manifest.checks["graphs"]
-    assert (figures["prompts"], figures["equal_to_plain_decoding"]) == (2, {"hybrid": 2, "flex_tree": 2})
+    assert (figures["prompts"], figures["equal_to_plain_decoding"]) == (2, {"hybrid": 2})
     of_drafters = ["hidden", "k", "v"]
     outputs = {"target": ["features", *of_drafters], "drafter_first": of_drafters, "drafter_second": of_drafters}
-    outputs["drafter_flex"] = ["hidden"]
     for model, names in outputs.items():
         assert sorted(figures[model]) == names
         assert 0 < max(figures[model].values()) < 1e-5, "rounding, and no more"
+    of_head: Any = head.manifest.checks["graphs"]
+    assert (of_head["prompts"], of_head["equal_to_plain_decoding"]) == (2, {"ddtree": 2})
+    assert 0 < of_head["drafter_first"]["hidden"] < 1e-5
+    assert of_head["drafter_first"].keys() == {"hidden"}
 
 
-@pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid", "flex"])
+@pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid"])
 def test_graphs_write_what_pytorch_writes(bundle: Bundle, policy: Policy) -> None:
     """Ten requests, greedy and sampled: prompts of several chunks, answers of several pages."""
+    check_graphs(bundle, policy)
+
+
+@pytest.mark.parametrize("policy", ["chain", "ddtree"])
+def test_a_heads_graph_writes_what_pytorch_writes(head: Bundle, policy: Policy) -> None:
+    check_graphs(head, policy)
+
+
+def check_graphs(bundle: Bundle, policy: Policy) -> None:
     plain = make_engine(bundle, policy="off").generate(some_requests())
     found = make_engine(bundle, policy=policy, backend="onnx").generate(some_requests())
     assert [s.answer for s in found] == [s.answer for s in plain]
     assert policy == "off" or any(s.stats.tau > 1 for s in found), "random drafters hit now and then"
 
 
-@pytest.mark.parametrize("model", ["target", "drafter_second", "drafter_flex"])
-def test_a_graph_that_computes_something_else_fails_the_build(bundle: Bundle, tmp_path: Path, model: str) -> None:
-    """One weight of a thousand is another."""
+@pytest.mark.parametrize("model", ["target", "drafter_second", "drafter_first"])
+def test_a_graph_that_computes_something_else_fails_the_build(
+    bundle: Bundle, head: Bundle, tmp_path: Path, model: str
+) -> None:
+    """One weight of a thousand is another; of a FlexDraft head too."""
+    bundle = head if model == "drafter_first" else bundle
     for folder in ("target", *(role.folder for role in bundle.drafters)):
         (tmp_path / folder).symlink_to(bundle.path / folder)
     for file in (bundle.path / "onnx").iterdir():

@@ -13,7 +13,7 @@ from click.testing import Result
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import chat_request, make_engine, scores_of
 from d2sd.calibration import load_calibration
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import KINDS
 from d2sd.plugins.lookup import LENGTHS, SUPPORT
 from d2sd.policies import DrafterRole, DraftUse, PolicyName
 from d2sd.prompts import read_prompts
@@ -73,7 +73,9 @@ def test_what_is_found(bundle: Path, ended: Result) -> None:
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     found = load_calibration(bundle.parent / "found.json")
     loaded = load_bundle(bundle)
-    assert found.drafters == {role.key: kind_of(role).fingerprint(drafter) for role, drafter in loaded.drafters.items()}
+    assert found.drafters == {
+        role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in loaded.drafters.items()
+    }
     assert found.block_size == 4
     assert found.tau.keys() == {"0", "1"}
     for key, temperature in (("0", 0.0), ("1", 1.0)):

@@ -74,7 +74,7 @@ def test_a_visitor_chooses_a_policy(server: Running) -> None:
     assert len(texts) == 1
     own = events(server.http.post("/trace", json=CHAT).text)
     assert {event["policy"] for event in own} == {server.engine.policy.name}
-    assert server.http.post("/trace", json=CHAT | {"policy": "flex"}).json()["error"]["param"] == "policy"
+    assert server.http.post("/trace", json=CHAT | {"policy": "flex_parallel"}).json()["error"]["param"] == "policy"
     assert server.http.post("/v1/chat/completions", json=CHAT | {"policy": "off"}).status_code == 400
 
 

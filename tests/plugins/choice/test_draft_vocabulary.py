@@ -24,9 +24,9 @@ from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
-from tests.runtime.test_lossless import DRAFTING, WAYS
+from tests.runtime.test_lossless import WAYS
 from tests.runtime.test_model_runner import TABLE, TEXTS, prefilled
-from tests.tiny import prepared, runner_of
+from tests.tiny import PAIR_CASES, policy_name, prepared, runner_of
 
 Ids = tuple[int, ...] | None
 FIRST, SECOND, *_ = DrafterRole
@@ -77,8 +77,8 @@ class Coached(ModelRunner):
                     self.told[role] += 1
         return logits, hidden
 
-    def draft_first(self, batch: Batch, width: int, role: DrafterRole = FIRST) -> Draft:
-        return self._within(role, super().draft_first(batch, width, role))
+    def draft_first(self, batch: Batch, width: int) -> Draft:
+        return self._within(FIRST, super().draft_first(batch, width))
 
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._within(role, super().draft_second(batch, branches, role, width))
@@ -89,6 +89,7 @@ class Coached(ModelRunner):
         return draft
 
 
+PAIR_DRAFTING = tuple(name for name in PAIR_CASES if FACTS[policy_name(name)].drafters)
 SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": (40, 5)}  # a slot has 16 candidates
 
 
@@ -98,7 +99,7 @@ SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": 
     [
         pytest.param(policy, name, marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
         for turn, name in enumerate(["alone", "in flight", "tight pages"])
-        for place, policy in enumerate(name for name in DRAFTING if FIRST in FACTS[name].drafters)
+        for place, policy in enumerate(PAIR_DRAFTING)
     ],
 )
 def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -> None:
@@ -233,7 +234,7 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
-    target, first, second, flex = copies()
-    made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)), flex=flex)
+    target, first, second, _ = copies()
+    made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)))
     monkeypatch.setattr(test_capturable, "honest", lambda *_: made)
     check_same(record(running(policy, HOT, SamplingParams()), 3))

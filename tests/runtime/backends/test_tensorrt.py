@@ -20,7 +20,7 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.onnx import DOMAIN, INPUTS, TREE, VERSION
-from d2sd.policies import DrafterRole, PolicyName
+from d2sd.policies import DrafterRole
 from d2sd.recipe import Builder
 from d2sd.runtime.backends import tensorrt
 from d2sd.runtime.backends import tensorrt_checks as tensorrt_check
@@ -38,7 +38,7 @@ from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, flex_e
 from tests.runtime.fake_tensorrt import GRAPHS, EngineInvalidityDiagnostics, EngineValidity, Runtime
 from tests.runtime.helpers import BLOCK as SIZE
 from tests.runtime.helpers import BRANCHES, BUDGET, expected, models, poison, some_requests
-from tests.tiny import pool_for
+from tests.tiny import FLEX_CASES, policy_name, pool_for
 
 STREAM = 77
 
@@ -58,21 +58,22 @@ def target(tmp_path: Path) -> EngineFile:
     return target_engine(tmp_path, model, first.config.target_layer_ids)
 
 
-def runner(folder: Path) -> ModelRunner:
+def runner(folder: Path, case: str = "") -> ModelRunner:
     target, first, second, head = deepcopy(models())
-    engine = target_engine(folder, target, first.config.target_layer_ids)
+    aux_layer_ids = () if case in FLEX_CASES else first.config.target_layer_ids
+    engine = target_engine(folder, target, aux_layer_ids)
     drafters: dict[DrafterRole, tuple[DraftModel, EngineFile]] = {
         DrafterRole.FIRST: (first, drafter_engine(folder, "first", first)),
         DrafterRole.SECOND: (second, drafter_engine(folder, "second", second)),
-        DrafterRole.FLEX: (head, flex_engine(folder, head)),
     }
-    aux_layer_ids = first.config.target_layer_ids
+    if case in FLEX_CASES:
+        drafters = {DrafterRole.FIRST: (head, flex_engine(folder, head))}
     return engine_runner(TRT, (target, engine), drafters, aux_layer_ids=aux_layer_ids, page_size=PAGE)
 
 
-def serve(made: ModelRunner, name: PolicyName) -> Engine:
+def serve(made: ModelRunner, name: str) -> Engine:
     limits = RECIPE.limits
-    policy = make_policy(name, block_size=SIZE, branches=BRANCHES, row_budget=BUDGET)
+    policy = make_policy(policy_name(name), block_size=SIZE, branches=BRANCHES, row_budget=BUDGET)
     return Engine(made, policy, Limits(limits.max_batch, limits.max_context, PAGE, limits.prefill_chunk))
 
 
@@ -101,9 +102,9 @@ def inputs_of(batch: int, rows: int) -> dict[str, Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["chain", "hybrid", "flex"])
-def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: PolicyName) -> None:
+def test_greedy_and_sampled_text_are_the_targets_own(tmp_path: Path, policy: str) -> None:
     """In the profiles that a build makes of the recipe, page 0 poisoned."""
-    engine = serve(runner(tmp_path), policy)
+    engine = serve(runner(tmp_path, policy), policy)
     poison(engine.runner, 0)
     sequences = engine.generate(some_requests())
     assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
@@ -133,6 +134,7 @@ def test_pools_are_bound_where_they_lie(tmp_path: Path) -> None:
     _check_bound(pools)
     for graph in GRAPHS.values():
         graph.launches.clear()
+    made = runner(tmp_path, "flex")
     serve(made, "flex").generate(some_requests()[:3])
     _check_bound({"target": made.pools[0], "flex": made.pools[0].from_layer(1)})
 

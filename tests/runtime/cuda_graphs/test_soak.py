@@ -39,7 +39,7 @@ def test_a_soak_of_recorded_operators(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("windows", ["drafters", "mixed"])
 def test_a_short_soak_behind_windows(windows: str) -> None:
     soak = Soak(3, rerun=True, windows=windows)
-    check(soak, 40)
+    check(soak, 60)
     assert soak.seen["freed behind windows"] > 40
 
 

@@ -15,7 +15,6 @@ import torch
 from d2sd.errors import D2SDError
 from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Tree
-from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime import decode
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import STOP_TOKENS, Link, StaticInputs
@@ -36,14 +35,15 @@ from tests.runtime.helpers import (
     GREEDY,
     all_pages,
     check_pages,
-    copies,
     expected,
     free_pages,
     honest,
     make_engine,
+    placed,
     plain,
 )
 from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.tiny import CASES, FLEX_CASES, PAIR_CASES, policy_name
 
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)
 
@@ -54,9 +54,9 @@ def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
 
 
-def knowing(requests: SequenceOf[Request]) -> Knowing:
+def knowing(requests: SequenceOf[Request], case: str = "") -> Knowing:
     texts = {r.seed: [*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests}
-    return Knowing(*copies(), texts)
+    return Knowing(*placed(case), texts)
 
 
 def some(count: int, *kinds: SamplingParams, length: int = 14, seed: int = 0) -> list[Request]:
@@ -72,18 +72,16 @@ def some(count: int, *kinds: SamplingParams, length: int = 14, seed: int = 0) ->
     return found
 
 
-def captured(runner: ModelRunner, policy: PolicyName = "d2sd", **settings: int | None) -> tuple[Engine, RecordedGraphs]:
+def captured(runner: ModelRunner, policy: str = "d2sd", **settings: int | None) -> tuple[Engine, RecordedGraphs]:
     graphs = RecordedGraphs()
     return graphs.guard(make_engine(runner, policy, **settings)), graphs  # type: ignore[arg-type]
 
 
-def served(
-    engine: Engine, requests: SequenceOf[Request], policies: SequenceOf[PolicyName], dice: random.Random
-) -> None:
+def served(engine: Engine, requests: SequenceOf[Request], policies: SequenceOf[str], dice: random.Random) -> None:
     """Serve requests that join and leave, every step by one of `policies`; all answers and pages are right."""
     engine.runner.keep_text()
     sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": BUDGET}
-    made = [make_policy(name, **sizes, lookup=True) for name in policies]
+    made = [make_policy(policy_name(name), **sizes, lookup=True) for name in policies]
     sequences, waiting = [], list(requests)
     for step in range(100 * len(requests)):
         if waiting and (not engine.busy or dice.random() < 0.4):
@@ -271,7 +269,7 @@ def test_a_refused_capture_is_told_once_or_is_an_error(
 
 
 @pytest.mark.parametrize("policy", ["off", pytest.param("lookup", marks=pytest.mark.slow)])
-def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
+def test_after_a_warm_up_nothing_is_captured(policy: str) -> None:
     requests = [Request((5, 6, 5), 4, replace(kind, seed=9)) for kind in (HOT, NARROW, GREEDY)]
     engine, graphs = captured(honest(), policy, max_batch=2)
     for work in engine.steps.warm_ups([(engine.policy, 1), (engine.policy, 2)]):
@@ -282,7 +280,7 @@ def test_after_a_warm_up_nothing_is_captured(policy: PolicyName) -> None:
 
 
 #: Of both numbers of pages, policies that take turns have each; a policy alone has one, and the other is `full`.
-TURNS = [*((name,) for name in NAMES), NAMES, ("chain", "hybrid"), ("off",) * 7 + ("d2sd",)]
+TURNS = [*((name,) for name in CASES), PAIR_CASES, ("off", *FLEX_CASES), ("chain", "hybrid"), ("off",) * 7 + ("d2sd",)]
 
 
 @pytest.mark.slow
@@ -294,10 +292,10 @@ TURNS = [*((name,) for name in NAMES), NAMES, ("chain", "hybrid"), ("off",) * 7 
         for place, turns in enumerate(TURNS)
     ],
 )
-def test_every_policy_on_poisoned_memory(turns: SequenceOf[PolicyName], pages: int | None) -> None:
+def test_every_policy_on_poisoned_memory(turns: SequenceOf[str], pages: int | None) -> None:
     """With 14 pages for three requests, some are preempted."""
     requests = some(14, GREEDY, NARROW, HOT, GREEDY, length=26, seed=1)
-    engine, graphs = captured(knowing(requests), max_batch=3, pages=pages)
+    engine, graphs = captured(knowing(requests, turns[-1]), max_batch=3, pages=pages)
     served(engine, requests, turns, random.Random(5))
     assert graphs.replays == engine.stats.steps > 30
     assert engine.stats.prefix_hit_tokens > 0

@@ -100,8 +100,8 @@ def noting_queues(engine: Engine) -> list[int]:
     [
         ("off", "none"),
         ("d2sd", "mixed"),
-        *(pytest.param(name, "none", marks=pytest.mark.full) for name in ("d2sd", "hybrid", "flex")),
-        *(pytest.param(name, "mixed", marks=pytest.mark.full) for name in ("off", "hybrid", "flex")),
+        *(pytest.param(name, "none", marks=pytest.mark.full) for name in ("d2sd", "hybrid", "chain")),
+        *(pytest.param(name, "mixed", marks=pytest.mark.full) for name in ("off", "hybrid", "chain")),
     ],
 )
 def test_answers_are_those_of_unbounded_queues(

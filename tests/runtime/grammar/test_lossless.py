@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from d2sd.policies import FACTS, NAMES, PolicyName
+from d2sd.policies import FACTS
 from d2sd.runtime.decode import decode_step, sources_of
 from d2sd.runtime.engine import Engine, Launched
 from d2sd.runtime.grammar.step import StepGrammar
@@ -18,6 +18,7 @@ from d2sd.runtime.stats import COPY, SequenceStats
 from tests.runtime.grammar.tokens import END, guidance, ids, text_of
 from tests.runtime.grammar.watched import WatchedRunner, constrained_text, drafted, is_inside, models
 from tests.runtime.helpers import BUDGET, all_pages, free_pages, make_engine, run_staggered
+from tests.tiny import CASES, policy_name
 
 SCHEMA = {
     "type": "object",
@@ -74,7 +75,7 @@ def answers() -> dict[int, list[int]]:
 
 
 def engine_for(
-    policy: PolicyName,
+    policy: str,
     kept: tuple[Request, ...],
     *,
     pages: int | None = None,
@@ -83,19 +84,14 @@ def engine_for(
     lookup: bool = False,
 ) -> Engine:
     texts = {r.seed: [*r.prompt, *answers()[r.seed], *[7] * 32] for r in kept}
-    runner = WatchedRunner(kept, texts, errors)
+    runner = WatchedRunner(kept, texts, errors, policy)
     engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget, lookup=lookup)
     runner.policy = engine.policy
     return engine
 
 
 def run(
-    policy: PolicyName,
-    kept: tuple[Request, ...],
-    *,
-    pages: int | None = None,
-    errors: float = 0.3,
-    lookup: bool = False,
+    policy: str, kept: tuple[Request, ...], *, pages: int | None = None, errors: float = 0.3, lookup: bool = False
 ) -> SequenceStats:
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
     engine = engine_for(policy, kept, pages=pages, errors=errors, lookup=lookup)
@@ -110,15 +106,15 @@ def run(
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", NAMES)
-def test_speculation_equals_plain_decoding(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", CASES)
+def test_speculation_equals_plain_decoding(policy: str) -> None:
     stats = run(policy, requests())
     assert stats.tau > (1.5 if policy not in ("off", "lookup") else 0.9)
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", [name for name, facts in FACTS.items() if facts.copies])
-def test_a_copy_that_the_grammar_forbids_is_no_node(policy: PolicyName) -> None:
+@pytest.mark.parametrize("policy", [name for name in CASES if FACTS[policy_name(name)].copies])
+def test_a_copy_that_the_grammar_forbids_is_no_node(policy: str) -> None:
     """Prompts hold what answers may not say, and what they may."""
     stats = run(policy, requests(), lookup=True)
     assert stats.tau > 1.5
@@ -127,7 +123,7 @@ def test_a_copy_that_the_grammar_forbids_is_no_node(policy: PolicyName) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
-def test_preempted_answers_stay_in_their_grammar(policy: PolicyName) -> None:
+def test_preempted_answers_stay_in_their_grammar(policy: str) -> None:
     assert run(policy, requests(), pages=18).preemptions > 0
 
 
@@ -157,7 +153,7 @@ def test_a_small_tree_is_filled() -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
-def test_alone(policy: PolicyName) -> None:
+def test_alone(policy: str) -> None:
     for request in requests()[:4]:
         run(policy, (request,))
 

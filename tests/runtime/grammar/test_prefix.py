@@ -7,7 +7,6 @@ from functools import cache
 
 import pytest
 
-from d2sd.policies import NAMES, PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -17,6 +16,7 @@ from tests.runtime.grammar.tokens import END, guidance, ids
 from tests.runtime.grammar.watched import WatchedRunner, constrained_text, models
 from tests.runtime.helpers import all_pages, free_pages, make_engine, run_staggered
 from tests.runtime.nan_pages import NaNPages
+from tests.tiny import CASES
 
 PREFIX = ids("Who is Ann? Oslo")  # three pages of 4, and a few tokens
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["Ann", 1]}}, "required": ["a"], "additionalProperties": False}
@@ -61,9 +61,9 @@ def answer(request: Request) -> tuple[int, ...]:
     return tuple(constrained_text(models()[0], request))
 
 
-def engine_for(policy: PolicyName, pages: int | None = None) -> Engine:
+def engine_for(policy: str, pages: int | None = None) -> Engine:
     turns = (*first_turns(), *second_turns())
-    runner = Runner(turns, {turn.seed: [*turn.prompt, *answer(turn), *[7] * 8] for turn in turns})
+    runner = Runner(turns, {turn.seed: [*turn.prompt, *answer(turn), *[7] * 8] for turn in turns}, case=policy)
     engine = make_engine(runner, policy, max_batch=6, pages=pages)
     runner.policy = engine.policy
     return engine
@@ -78,9 +78,9 @@ def check(engine: Engine, turns: tuple[Request, ...], gap: int) -> list[Sequence
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "policy", [pytest.param(name, marks=[] if name in ("d2sd", "hybrid") else pytest.mark.slow) for name in NAMES]
+    "policy", [pytest.param(name, marks=[] if name in ("d2sd", "hybrid") else pytest.mark.slow) for name in CASES]
 )
-def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
+def test_hits_give_the_tokens_of_misses(policy: str) -> None:
     engine = engine_for(policy)
     assert check(engine, first_turns(), gap=0)[0].stats.cached_tokens == 0
     for turn, one in zip(first_turns(), check(engine, first_turns(), gap=1), strict=True):
@@ -90,7 +90,7 @@ def test_hits_give_the_tokens_of_misses(policy: PolicyName) -> None:
 
 
 @pytest.mark.parametrize("policy", ["d2sd", pytest.param("hybrid", marks=pytest.mark.slow)])
-def test_hits_under_eviction_and_preemption(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hits_under_eviction_and_preemption(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A constrained request loses its pages in the middle of its answer, and goes on with what it finds of them."""
     lost: list[Sequence] = []
     preempt = Scheduler._preempt

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from d2sd.runtime.grammar.guidance import GuidanceTokenizer
 from d2sd.runtime.model_runner import ModelRunner
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import of_case, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 END, SPECIAL = 2, 1
 #: Ids that the models have and the tokenizer does not.
@@ -51,11 +51,11 @@ def guidance() -> GuidanceTokenizer:
     return GuidanceTokenizer(tokenizer(), frozenset({END}), vocab_size())
 
 
-def runner(seed: int = 0) -> ModelRunner:
+def runner(seed: int = 0, case: str = "") -> ModelRunner:
     target = tiny_decoder("qwen3", layers=2, vocab=vocab_size(), seed=seed)
     first = tiny_drafter(target.config, block_size=5, layers=1)
     second = tiny_drafter(target.config, block_size=5, layers=1, role="variable_prefix", seed=2)
-    return runner_of(target, first, second, flex=tiny_flex(target, block_size=5))
+    return runner_of(target, *of_case(case, first, second, tiny_flex(target, block_size=5)))
 
 
 def ids(text: str) -> tuple[int, ...]:

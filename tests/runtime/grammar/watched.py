@@ -27,7 +27,7 @@ from d2sd.runtime.speculation.policy import Policy
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.grammar.tokens import END, vocab_size
 from tests.runtime.oracle import allowed
-from tests.tiny import full_logits, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import full_logits, of_case, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @cache
@@ -43,8 +43,11 @@ class WatchedRunner(CheatingRunner):
 
     policy: Policy
 
-    def __init__(self, requests: Sequence[Request], texts: Mapping[int, Sequence[int]], errors: float = 0.3) -> None:
-        super().__init__(*deepcopy(models()), texts, first_errors=errors, second_errors=errors)
+    def __init__(
+        self, requests: Sequence[Request], texts: Mapping[int, Sequence[int]], errors: float = 0.3, case: str = ""
+    ) -> None:
+        target, *drafters = deepcopy(models())
+        super().__init__(target, *of_case(case, *drafters), texts, first_errors=errors, second_errors=errors)
         self._requests = {request.seed: request for request in requests}
         self._branches: Branches | None = None
         self.inside = self.outside = 0  # drafted nodes of constrained requests

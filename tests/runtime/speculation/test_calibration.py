@@ -90,21 +90,11 @@ def test_behind_each_parent_the_best_is_its_own(temperature: float) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 @pytest.mark.parametrize("use", DraftUse)
 def test_slope_one_and_offset_zero_change_nothing(use: DraftUse, temperature: float) -> None:
-    neutral = Calibration(torch.ones(2, 6, 5, 2), torch.zeros(2, 6, 5, 2))
+    neutral = Calibration(torch.ones(2, len(DraftUse), 5, 2), torch.zeros(2, len(DraftUse), 5, 2))
     said = torch.tensor([0.0, -1e-7, -1e-4, -0.01, -0.7, -3.0, -20.0, -80.0, -1000.0, -math.inf]).view(1, 5, 2)
     draft = Draft(torch.zeros(1, 5, 2, dtype=torch.long), said)
     straight = neutral.apply(draft, batch_of([0], [0], [0], temperature), use).logprob
     torch.testing.assert_close(straight, said, atol=1e-5, rtol=1e-5)
-
-
-def test_a_head_without_parameters_keeps_its_probabilities() -> None:
-    """The calibration of a pair of drafters, in a bundle that has FlexDraft too."""
-    pair = [[[[0.5, 0.5]], [[0.5, 0.5]]]] * 2
-    own = Calibration.of(pair, pair)
-    said = draft_of([[[(1, -0.5), (2, -2.0)]]])
-    batch = batch_of([0], [0], [0])
-    torch.testing.assert_close(own.apply(said, batch, DraftUse.FLEX).logprob, said.logprob)
-    assert not torch.allclose(own.apply(said, batch, DraftUse.SECOND).logprob, said.logprob)
 
 
 def test_a_use_without_lines_has_those_of_the_one_it_is_like() -> None:

@@ -45,9 +45,9 @@ def test_a_draft_holds_where_it_was_made() -> None:
     assert sequence.carried is None
 
 
-def drafts(policy: PolicyName, temperature: float) -> dict[tuple[int, int], list[int]]:
+def drafts(policy: str, temperature: float) -> dict[tuple[int, int], list[int]]:
     """By request and anchor's position: the tokens drafted there."""
-    engine = make_engine(honest(), policy)
+    engine = make_engine(honest(case=policy), policy)
     engine.record_trace = True
     found = {}
     for seed in range(3):
@@ -78,8 +78,8 @@ def test_switching_modes_costs_a_draft_and_no_text() -> None:
     """The engine switches as `auto` does: parallel, sequential and plain steps in turns."""
     request = Request((3, 1, 4), 30)
     expected = make_engine(honest(), "off").generate([request])[0].answer
-    engine = make_engine(honest(), "flex")
-    names: tuple[PolicyName, ...] = ("flex_parallel", "flex_parallel", "off", "flex_parallel", "flex")
+    engine = make_engine(honest(case="flex"), "flex")
+    names: tuple[PolicyName, ...] = ("flex_parallel", "flex_parallel", "off", "flex_parallel", "chain")
     policies = [make_policy(name, block_size=BLOCK, branches=1, row_budget=BLOCK) for name in names]
     sequence = engine.submit(request)
     for step in range(60):

@@ -21,8 +21,8 @@ from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_o
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node
 
-FIRST, SECOND, FLEX = DrafterRole
-GROWN: tuple[PolicyName, ...] = ("ddtree", "flex_tree", "hybrid")
+FIRST, SECOND = DrafterRole
+GROWN: tuple[PolicyName, ...] = ("ddtree", "hybrid")
 PICKING: tuple[PolicyName, ...] = ("reanchor", "d2sd", "hybrid")
 
 
@@ -54,11 +54,7 @@ def slow(policy: Policy, made: Passes, row: int) -> list[Node]:
     tokens = [[anchor, *(token for token, _ in own)] for own in candidates]
     scores = [[sum(logprob for _, logprob in own[:n]) for n in range(len(own) + 1)] for own in candidates]
     nodes, _ = oracle.from_candidates(tokens, scores, 10**6)
-    return (
-        [n for n in nodes if n.score > -math.inf]
-        if policy.name in ("chain", "lookup", "flex", "flex_parallel")
-        else nodes
-    )
+    return [n for n in nodes if n.score > -math.inf] if policy.name in ("chain", "lookup", "flex_parallel") else nodes
 
 
 @pytest.mark.sampled(5)
@@ -118,9 +114,7 @@ def test_requests_and_rows_do_not_mix(name: PolicyName, made: Passes, budget: in
         ("d2sd", (FIRST, SECOND), FirstPass.DRAFTER, 1, 1, 2, 9),
         ("ddtree", (FIRST,), FirstPass.DRAFTER, None, WIDTH, 0, 64),
         ("hybrid", (FIRST, SECOND), FirstPass.DRAFTER, 1, WIDTH, 2, 64),
-        ("flex", (FLEX,), FirstPass.DRAFTER, None, 1, 0, 4),
-        ("flex_tree", (FLEX,), FirstPass.DRAFTER, None, WIDTH, 0, 64),
-        ("flex_parallel", (FLEX,), FirstPass.CARRIED, None, 16, 0, 4),
+        ("flex_parallel", (FIRST,), FirstPass.CARRIED, None, 16, 0, 4),
     ],
 )
 def test_static_facts(
@@ -142,7 +136,7 @@ def test_static_facts(
 
 def test_every_name_has_its_policy() -> None:
     assert get_args(PolicyName) == NAMES
-    assert len(set(NAMES)) == 10
+    assert len(set(NAMES)) == 8
     made = {name: make_policy(name, block_size=4, branches=2, row_budget=64) for name in NAMES}
     assert [policy.name for policy in made.values()] == list(NAMES)
     assert len(set(made.values())) == len(NAMES)

@@ -15,8 +15,8 @@ from torch import Tensor
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.pair import PairHead
 from d2sd.train.data.packing import Packed, pack_blocks
+from d2sd.train.dflash import TRAINED as DFLASH
 from d2sd.train.dflash import block_hidden
-from d2sd.train.kinds import DFLASH
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
 from d2sd.train_recipe import Objective
 from tests.modeling.test_heads import PAIRS

@@ -26,7 +26,7 @@ pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
 pytestmark = pytest.mark.slow
 #: Folder, layers, and FP8 weights of a layer.
 DRAFTERS = "drafter_first", "drafter_second"
-PARTS = ("target", 3, 7), ("drafter_first", 2, 4), ("drafter_second", 2, 4), ("drafter_flex", 1, 4)
+PARTS = ("target", 3, 7), ("drafter_first", 2, 4), ("drafter_second", 2, 4)
 WORDS = [" ".join(f"w{(7 * i + 3 * j) % 60}" for j in range(6)) for i in range(8)]
 
 
@@ -37,8 +37,18 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "prompts.jsonl").write_text("\n".join(lines))
     fp8 = {"prompts": "prompts.jsonl", "count": 8, "tokens": 12, "kv": True}
     recipe = write_project(folder, precision="bf16", fp8=fp8, checks={"prompts": "prompts.jsonl", "tokens": 8})
-    add_flex(recipe, policy="hybrid")
     return recipe
+
+
+@pytest.fixture(scope="module")
+def of_head(project: Path) -> Path:
+    """The bundle of the same target and a FlexDraft head."""
+    recipe = project.with_name("head.yaml")
+    recipe.write_text(project.read_text())
+    add_flex(recipe, policy="auto")
+    out = project.parent / "of-head"
+    assert build(recipe, out).exit_code == 0
+    return out
 
 
 @pytest.fixture(scope="module")
@@ -85,14 +95,23 @@ def test_what_changed_is_measured(bundle: Path) -> None:
     assert 0 < found["target"]["same_greedy_token"] <= 1
     assert 8 <= found["target"]["answer_tokens"] <= 8 * 12
     assert found["target"]["prompt_tokens"] > 8
-    for policy in ("chain", "hybrid", "flex", "flex_tree"):
+    for policy in ("chain", "hybrid"):
         assert all(tau >= 1 for tau in found["tau"][policy]["tau"])
         assert 0 <= found["tau"][policy]["equal_answers"] <= 8
 
 
-def test_the_bundle_generates_and_shows_itself(bundle: Path) -> None:
-    for policy in ("hybrid", "off", "flex"):
-        done = CliRunner().invoke(main, ["generate", str(bundle), "-p", WORDS[0], "--policy", policy, "--raw"])
+def test_a_head_is_fp8_too(of_head: Path) -> None:
+    tensors = load_file(of_head / "drafter_first" / "model.safetensors")
+    fp8 = [name for name, tensor in tensors.items() if tensor.dtype == torch.float8_e4m3fn]
+    assert len(fp8) == 4
+    assert all(f"{name}_scale" in tensors for name in fp8)
+    for policy in ("chain", "ddtree"):
+        assert all(tau >= 1 for tau in checks(of_head)["tau"][policy]["tau"])
+
+
+def test_the_bundle_generates_and_shows_itself(bundle: Path, of_head: Path) -> None:
+    for path, policy in ((bundle, "hybrid"), (bundle, "off"), (of_head, "flex")):
+        done = CliRunner().invoke(main, ["generate", str(path), "-p", WORDS[0], "--policy", policy, "--raw"])
         assert done.exit_code == 0, done.output
     shown = CliRunner().invoke(main, ["inspect", str(bundle)])
     assert shown.exit_code == 0, shown.output
@@ -141,14 +160,13 @@ def test_parts_can_stay_wide(project: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "out" / "target" / "hf_quant_config.json").exists()
     assert (tmp_path / "out" / "drafter_first" / "hf_quant_config.json").exists()
-    assert (tmp_path / "out" / "drafter_flex" / "hf_quant_config.json").exists()
     assert "target" not in checks(tmp_path / "out")
 
 
 def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path, bundle: Path, tmp_path: Path) -> None:
     values = yaml.safe_load(project.read_text())
     values["target"]["path"] = str(bundle / "target")
-    values["drafters"] = {name: {"path": str(bundle / f"drafter_{name}")} for name in ("first", "second", "flex")}
+    values["drafters"] = {name: {"path": str(bundle / f"drafter_{name}")} for name in ("first", "second")}
     recipe = project.with_name("from-fp8.yaml")
     recipe.write_text(yaml.safe_dump(values))
     done = build(recipe, tmp_path / "twice")

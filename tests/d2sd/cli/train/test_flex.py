@@ -19,7 +19,7 @@ from d2sd.convert.kinds import FLEXDRAFT
 from d2sd.errors import RecipeError
 from d2sd.io import MARKER
 from d2sd.runtime.policy_selector import forecast_gain
-from d2sd.runtime.speculation.policy import Flex, FlexParallel
+from d2sd.runtime.speculation.policy import Chain, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.finish import weights_digest
 from d2sd.train_recipe import load_train_recipe
@@ -48,9 +48,9 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         "calibration.json",
         "curves.png",
         "evaluation.json",
-        *(f"flex/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
+        *(f"first/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
     ]
-    assert [(row["step"], "cells" in row) for row in rows(project, "flex.jsonl")] == [
+    assert [(row["step"], "cells" in row) for row in rows(project, "first.jsonl")] == [
         (1, False),
         (2, False),
         (3, False),
@@ -59,10 +59,10 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         (4, True),
     ]
     found = json.loads(files["evaluation.json"])
-    assert found["methods"]["flex"]["rows"] == 4
+    assert found["methods"]["chain"]["rows"] == 4
     target = load_target(project / "work" / "target" / "target", torch.float32)
     assert found["target"] == {"sha256 before and after training": weights_digest(target)}
-    head = FLEXDRAFT.load(project / "out" / "flex", torch.float32)
+    head = FLEXDRAFT.load(project / "out" / "first", torch.float32)
     assert head.config.draft_vocabulary is not None
     assert len(head.config.draft_vocabulary) == 12
     assert head.calibration.outer.weight.any()
@@ -71,7 +71,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         "d2sd": 1,
         "name": "tiny",
         "target": {"path": "target"},
-        "drafters": {"flex": {"path": "out/flex"}, "calibration": {"path": "out/calibration.json"}},
+        "drafters": {"first": {"path": "out/first"}, "calibration": {"path": "out/calibration.json"}},
         "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
         "limits": {"max_context": 64},
         "sampling": {"max_new_tokens": 8},
@@ -81,31 +81,31 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert ended.exit_code == 0, ended.output + repr(ended.exception)
     selector = make_engine(load_bundle(project / "bundle")).selector
     assert selector is not None
-    assert {policy.name for policy in selector.policies} == {"off", "lookup", "flex", "flex_tree", "flex_parallel"}
+    assert {policy.name for policy in selector.policies} == {"off", "lookup", "chain", "ddtree", "flex_parallel"}
     calibration = load_calibration(project / "out" / "calibration.json")
     for warm in calibration.slope:
-        assert warm[:2] == [[[1.0, 1.0]] * 3] * 2
-        assert warm[2] != warm[0]
-    assert [name for name in calibration.report if "first" in name or "second" in name] == []
-    error = calibration.report["calibration error of flex at T = 0, after"]
-    assert error < calibration.report["calibration error of flex at T = 0, before"]
-    forecast = calibration.tau["0"]["flex"]
-    assert all(tree >= chain for chain, tree in zip(forecast, calibration.tau["0"]["flex_tree"], strict=True))
-    drafts = [forecast_gain(selector.forecast, policy, 0.0).drafts for policy in (Flex(4), FlexParallel(4))]
+        assert warm[1] == [[1.0, 1.0]] * 3
+        assert warm[0] != warm[1]
+    assert [name for name in calibration.report if "second" in name] == []
+    error = calibration.report["calibration error of first at T = 0, after"]
+    assert error < calibration.report["calibration error of first at T = 0, before"]
+    forecast = calibration.tau["0"]["chain"]
+    assert all(tree >= chain for chain, tree in zip(forecast, calibration.tau["0"]["ddtree"], strict=True))
+    drafts = [forecast_gain(selector.forecast, policy, 0.0).drafts for policy in (Chain(4), FlexParallel(4))]
     assert drafts == [forecast[3] - 1] * 2
     assert trained(project) == files
 
-    edit_json(project / "out" / "calibration.json", "drafters.flex", "0" * 16)
+    edit_json(project / "out" / "calibration.json", "drafters.first", "0" * 16)
     ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/other"])
     assert ended.exit_code == 2
-    assert "another flex drafter" in ended.output
+    assert "another first drafter" in ended.output
     assert not (project / "other").exists()
 
 
 def test_the_plan_knows_it(project: Path) -> None:
     result = train(project, "--plan")
     assert result.exit_code == 0, result.output
-    assert "flex drafter    0 of 4 steps" in result.output
+    assert "first drafter   0 of 4 steps" in result.output
     assert "calibration     3 held-out prompts" in result.output
     edit(project, "flex.head.layers", 3)
     result = CliRunner().invoke(main, [*arguments(project), "--plan"])

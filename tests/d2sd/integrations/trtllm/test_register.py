@@ -102,7 +102,7 @@ def test_an_unknown_version_is_refused(shop: Shop, monkeypatch: pytest.MonkeyPat
     assert untouched(modules)
 
 
-@pytest.mark.parametrize("policy", ["flex", "off", "lookup", "nonsense"])
+@pytest.mark.parametrize("policy", ["flex_parallel", "off", "lookup", "nonsense"])
 def test_a_policy_without_a_tree_there(
     shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:

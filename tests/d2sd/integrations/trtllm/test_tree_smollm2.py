@@ -11,7 +11,7 @@ import torch
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import chat_request
 from d2sd.convert.checkpoint.target import load_target
-from d2sd.convert.kinds import kind_of
+from d2sd.convert.kinds import load_drafter
 from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
 from d2sd.runtime.sampling_params import SamplingParams
@@ -36,7 +36,7 @@ def test_the_trained_pair(
 ) -> None:
     bundle = load_bundle(smollm2_bundle, verify=False)
     folders = {role: smollm2_bundle / role.folder for role in (DrafterRole.FIRST, DrafterRole.SECOND)}
-    drafters = {role: kind_of(role).load(folder, torch.float32) for role, folder in folders.items()}
+    drafters = {role: load_drafter(folder, torch.float32) for role, folder in folders.items()}
     target = load_target(smollm2_bundle / "target", torch.float32)
     shop = Shop(
         smollm2_bundle, target, drafters[DrafterRole.FIRST], drafters[DrafterRole.SECOND], load_recipe(RECIPE), 256
