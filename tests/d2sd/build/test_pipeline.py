@@ -386,7 +386,7 @@ def test_a_disk_that_fills_up_is_a_build_error(recipe: Path, out: Path, monkeypa
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("d2sd.convert.kinds.write_tensors", full)
+        patch.setattr("d2sd.convert.checkpoint.weights.write_tensors", full)
         with pytest.raises(BuildError, match="filled up during stage drafter_first"):
             run(recipe, out / "tiny")
     assert leftovers(out / ".tiny.building" / "bundle") == ["target"], "a finished stage stays, a half-written one goes"

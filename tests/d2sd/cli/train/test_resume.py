@@ -44,7 +44,7 @@ POINTS = {
     "evaluating the first in the end": (["first"], "d2sd.train.pipeline.evaluate.run_observed", 2),
     "evaluating the second in the end": (["second"], "d2sd.train.pipeline.evaluate.run_observed", 3),
     "saving the second": (["second"], "d2sd.train.state.save_file", 1),
-    "writing the second": (["second"], "d2sd.convert.kinds.write_tensors", 2),
+    "writing the second": (["second"], "d2sd.convert.checkpoint.weights.write_tensors", 2),
     "evaluating the pair": (["evaluation"], "d2sd.train.pipeline.evaluate.run_observed", 2),
     "calibrating": (["calibration"], "d2sd.runtime.observe.observe", 9),
 }
