@@ -24,7 +24,7 @@ from d2sd.modeling.kv_pool import Chunks, ContextRows
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.runtime.batch import Prefilled, PrefillInputs
-from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse
+from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse, warn_of_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, power_of_two
 
@@ -87,7 +87,9 @@ class PrefillGraphs:
         try:
             result, replay = self._runner.capture(run)
         except Exception as error:  # of PyTorch or Triton
-            if not lacks_memory(f"passes over {rows} rows of prompts", error):
+            if lacks_memory(error):
+                warn_of_memory(f"passes over {rows} rows of prompts", error)
+            else:
                 refuse("passes over prompts", error)
             return
         self._graphs = dict(sorted({**self._graphs, rows: _Graph(rows, inputs, chunks, result, replay)}.items()))

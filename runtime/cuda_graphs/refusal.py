@@ -13,15 +13,15 @@ from d2sd.plugins.dispatch import NO_FALLBACK
 logger = logging.getLogger(__name__)
 
 
-def lacks_memory(what: str, error: Exception) -> bool:
-    """Whether a capture failed because its graph does not fit in memory, which is said: these, of one shape, then run
-    without a graph, under `D2SD_NO_FALLBACK=1` too, since their kernels run.
-    """
-    cause = error.__context__ or error
-    if not isinstance(cause, torch.OutOfMemoryError):
-        return False
-    logger.warning("%s run without a CUDA graph, which does not fit in memory: %s", what, f"{cause}".splitlines()[0])
-    return True
+def lacks_memory(error: Exception) -> bool:
+    """Whether a capture failed because its graph does not fit in memory."""
+    return isinstance(error.__context__ or error, torch.OutOfMemoryError)
+
+
+def warn_of_memory(what: str, error: Exception) -> None:
+    """Say that these, of one shape, run without a graph: under `D2SD_NO_FALLBACK=1` too, since their kernels run."""
+    first = f"{error.__context__ or error}".splitlines()[0]
+    logger.warning("%s run without a CUDA graph, which does not fit in memory: %s", what, first)
 
 
 def refuse(what: str, error: Exception) -> None:

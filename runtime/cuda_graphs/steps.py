@@ -28,7 +28,7 @@ from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.cuda_graphs.prefills import PrefillGraphs
-from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse
+from d2sd.runtime.cuda_graphs.refusal import lacks_memory, refuse, warn_of_memory
 from d2sd.runtime.decode import Committed, StepResult, Timer, decode_step
 from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.model_runner import ModelRunner
@@ -72,7 +72,8 @@ class DecodeSteps:
             try:
                 self._graphs[key] = self.capture(policy, batch, host_draft)
             except Exception as error:  # of PyTorch, Triton or TensorRT
-                if lacks_memory(f"decode steps of {size} requests", error):
+                if lacks_memory(error):
+                    warn_of_memory(f"decode steps of {size} requests", error)
                     self._graphs[key] = None
                     return None
                 self.refused = True
