@@ -33,15 +33,20 @@ from tests.runtime.helpers import (
     texts_of,
 )
 from tests.runtime.nan_pages import NaNPages
-from tests.tiny import CASES, greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter
+from tests.tiny import CASES, FLEX_CASES, greedy_text, prepared, runner_of, tiny_decoder, tiny_drafter
 
-KINDS = [kind for kind in WINDOWS if kind != "none"]
 POLICIES = ("off", "chain", "hybrid", "flex_tree", "flex_parallel")
 SLOW = pytest.mark.slow
 
 
-def longest(windows: str) -> int:
-    return max(window for one in WINDOWS[windows] for window in one if window is not None)
+def windows_of(windows: str, policy: str) -> list[int]:
+    """Those of all layers that the policy places: FlexDraft's drafter has none."""
+    models = WINDOWS[windows][:1] if policy in FLEX_CASES else WINDOWS[windows]
+    return [window for one in models for window in one if window is not None]
+
+
+def kinds(policy: str) -> list[str]:
+    return [kind for kind in WINDOWS if windows_of(kind, policy)]
 
 
 def windowed_pages(sequence: Sequence) -> int:
@@ -74,28 +79,31 @@ def marks(policy: str, windows: str, pages: int | None) -> list[pytest.MarkDecor
     """Of all policies two cases are slow tests, the rest run in full alone, but for `SAMPLED`."""
     if (windows, policy, pages) in SAMPLED:
         return []
-    slow = (windows, pages) in chosen(policy, product(KINDS, ROOMS), 2)
+    slow = (windows, pages) in chosen(policy, product(kinds(policy), ROOMS), 2)
     return [SLOW] if slow else [SLOW, pytest.mark.full]
 
 
 #: Of some policies one case, at every change; 17 pages hold hardly more than one request.
 ROOMS = (None, 17)
-SAMPLED = {(kind, policy, pages) for policy in POLICIES for kind, pages in chosen(policy, product(KINDS, ROOMS))} | {
-    ("all", "off", 17),
-    ("mixed", "hybrid", 17),
-}
+SAMPLED = {
+    (kind, policy, pages) for policy in POLICIES for kind, pages in chosen(policy, product(kinds(policy), ROOMS))
+} | {("all", "off", 17), ("mixed", "hybrid", 17)}
 
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
     ("windows", "policy", "pages"),
-    [pytest.param(*case, marks=marks(case[1], case[0], case[2])) for case in product(KINDS, CASES, ROOMS)],
+    [
+        pytest.param(kind, policy, pages, marks=marks(policy, kind, pages))
+        for policy in CASES
+        for kind, pages in product(kinds(policy), ROOMS)
+    ],
 )
 def test_the_text_is_that_of_plain_decoding(windows: str, policy: str, pages: int | None) -> None:
     """All pages hold NaN until they are written, and again when they are freed; also where requests are preempted."""
     requests = some_requests()
     engine = make_engine(cheating(windows, policy, NaNPages), policy, max_batch=8, pages=pages, prefill_chunk=5)
-    sequences = run_staggered(watched(engine, longest(windows)), requests, gap=1)
+    sequences = run_staggered(watched(engine, max(windows_of(windows, policy))), requests, gap=1)
     assert [s.answer for s in sequences] == [expected(r, windows) for r in requests]
     assert free_pages(engine) == all_pages(engine)
     assert (sum(s.stats.preemptions for s in sequences) > 0) == (pages is not None)
