@@ -40,7 +40,7 @@ class Need:
 
     modules: tuple[str, ...]
     name: str
-    parameters: tuple[str, ...] | None = None  # names in order, `self` included; None: not compared
+    parameters: str | None = None  # names in order, `self` included; None: not compared
     fields: tuple[str, ...] = ()  # of a dataclass or a pydantic model
     mentions: tuple[str, ...] = ()  # what the source must contain
     same_as: tuple[str, str] | None = None  # module and name that must be the same object
@@ -51,40 +51,14 @@ class Need:
         return f"{self.modules[0].removeprefix(f'{_PACKAGE}.')}: {self.name}"
 
 
+#: Parameters of the two hooks that the tree overrides.
+PREPARE = "self, input_ids, position_ids, hidden_states, accepted_tokens, attn_metadata, spec_metadata, draft_model"
+DRAFT = (
+    "self, inputs, attn_metadata, spec_metadata, draft_model, draft_kv_cache_manager, num_contexts, num_gens,"
+    " batch_size, num_accepted_tokens, original_all_rank_num_tokens, resource_manager"
+)
 _FORWARD = (
-    "self",
-    "input_ids",
-    "position_ids",
-    "hidden_states",
-    "logits",
-    "attn_metadata",
-    "spec_metadata",
-    "draft_model",
-    "resource_manager",
-)
-_PREPARE = (
-    "self",
-    "input_ids",
-    "position_ids",
-    "hidden_states",
-    "accepted_tokens",
-    "attn_metadata",
-    "spec_metadata",
-    "draft_model",
-)
-_DRAFT = (
-    "self",
-    "inputs",
-    "attn_metadata",
-    "spec_metadata",
-    "draft_model",
-    "draft_kv_cache_manager",
-    "num_contexts",
-    "num_gens",
-    "batch_size",
-    "num_accepted_tokens",
-    "original_all_rank_num_tokens",
-    "resource_manager",
+    "self, input_ids, position_ids, hidden_states, logits, attn_metadata, spec_metadata, draft_model, resource_manager"
 )
 _BUFFERS = ("_accepted_tokens_buf", "_num_accepted_tokens_buf", "_accepted_draft_indices_tensor")
 _STORED = (
@@ -101,23 +75,23 @@ _WORKER = "Eagle3OneModelDynamicTreeWorker"
 NEEDS = (
     # how our classes get in
     Need((_INTERFACE,), "SpeculativeDecodingMode.EAGLE3_ONE_MODEL"),
-    Need((_REGISTRY,), "register_draft_model", ("mode",)),
-    Need((_REGISTRY,), "get_registered_draft_model_builder", ("mode",)),
-    Need((_MODEL,), "get_draft_model", ("model_config", "draft_config", "lm_head", "model"), mentions=("builder(",)),
+    Need((_REGISTRY,), "register_draft_model", "mode"),
+    Need((_REGISTRY,), "get_registered_draft_model_builder", "mode"),
+    Need((_MODEL,), "get_draft_model", "model_config, draft_config, lm_head, model", mentions=("builder(",)),
     Need(
         (_UTILS,),
         "get_spec_worker",
-        ("spec_config", "model_config", "mapping", "use_separate_draft_kv_cache"),
+        "spec_config, model_config, mapping, use_separate_draft_kv_cache",
         mentions=(_WORKER, "_is_effective_dynamic_tree"),
     ),
-    Need((_UTILS,), "_is_effective_dynamic_tree", ("spec_config",), mentions=("use_dynamic_tree",)),
+    Need((_UTILS,), "_is_effective_dynamic_tree", "spec_config", mentions=("use_dynamic_tree",)),
     Need((_UTILS,), _WORKER, same_as=(_TREE, _WORKER)),
     # loading
     Need((_MODEL,), "SpecDecOneEngineForCausalLM.__init__", mentions=("get_draft_model(", "get_spec_worker(")),
     Need(
         (_MODEL,),
         "SpecDecOneEngineForCausalLM.load_draft_weights",
-        ("self", "weights", "weight_mapper"),
+        "self, weights, weight_mapper",
         mentions=("self.draft_model.load_weights(", "load_weights_from_target_model(self)"),
     ),
     # a step
@@ -129,14 +103,14 @@ NEEDS = (
     ),
     Need((_TREE,), f"{_WORKER}.__init__", mentions=(*_BUFFERS, "tokens_per_gen_step", "_max_path_len")),
     Need((_TREE,), f"{_WORKER}._ensure_spec_tree_manager", mentions=("self.spec_tree_manager",)),
-    Need((_TREE,), f"{_WORKER}.prepare_1st_drafter_inputs", _PREPARE, mentions=("num_ctx_tokens", "hidden_size")),
-    Need((_TREE,), f"{_WORKER}._forward_draft_loop", _DRAFT, mentions=("gather_ids", "all_ids_buf")),
+    Need((_TREE,), f"{_WORKER}.prepare_1st_drafter_inputs", PREPARE, mentions=("num_ctx_tokens", "hidden_size")),
+    Need((_TREE,), f"{_WORKER}._forward_draft_loop", DRAFT, mentions=("gather_ids", "all_ids_buf")),
     Need((_TREE,), f"{_WORKER}.sample_and_accept_draft_tokens", mentions=("_relocate_kv_eagerly(",)),
     Need((_TREE,), f"{_WORKER}._finalize_dynamic_tree_verify_outputs", mentions=("accepted_tokens", _BUFFERS[2])),
-    Need((_INTERFACE,), "SpecWorkerBase.set_guided_decoder", ("self", "guided_decoder")),
+    Need((_INTERFACE,), "SpecWorkerBase.set_guided_decoder", "self, guided_decoder"),
     # what the step reads and writes
     Need((_SLOTS,), "DynamicTreeSlotStorage", mentions=_STORED),
-    Need((_SLOTS,), "DynamicTreeSlotStorage.mark_valid", ("self", "slot_ids", "count"), mentions=("self.has_tree",)),
+    Need((_SLOTS,), "DynamicTreeSlotStorage.mark_valid", "self, slot_ids, count", mentions=("self.has_tree",)),
     Need((_SLOTS,), "SpecTreeManager", mentions=("slot_storage",)),
     Need(
         (_EAGLE,),

@@ -62,7 +62,7 @@ def _version(version: str) -> Row:
 
 def _row(need: Need) -> Row:
     if need.parameters is not None:
-        expected = f"({', '.join(need.parameters)})"
+        expected = f"({need.parameters})"
     elif need.fields:
         expected = f"fields {', '.join(need.fields)}"
     else:
@@ -77,9 +77,9 @@ def _row(need: Need) -> Row:
 def _complaint(need: Need, value: Any) -> str:
     """The mismatch of an object that exists; empty if it matches."""
     if need.parameters is not None:
-        parameters = tuple(inspect.signature(value).parameters)
+        parameters = ", ".join(inspect.signature(value).parameters)
         if parameters != need.parameters:
-            return f"({', '.join(parameters)})"
+            return f"({parameters})"
     if missing := sorted(set(need.fields) - _fields(value)):
         return f"no field {', '.join(missing)}"
     if need.mentions:

@@ -15,12 +15,15 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from d2sd.errors import D2SDError
+from d2sd.integrations.trtllm.contract import DRAFT, PREPARE
 from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
 from d2sd.integrations.trtllm.tree_slots import SlotStorage, store_tree
 
@@ -125,6 +128,11 @@ def _fact_faults(worker: Any, manager: Any, spec_metadata: Any, drafters: TreeDr
     return [f"{name} is {found}, not {expected}" for name, (found, expected) in facts.items() if found != expected]
 
 
+def _by_name(contract: str, given: Sequence[Any], named: Mapping[str, Any]) -> Any:
+    """The arguments of a hook as attributes, by the names of its parameters in the contract."""
+    return SimpleNamespace(**dict(zip(contract.split(", ")[1:], given, strict=False)), **named)
+
+
 def tree_worker(base: type[Any]) -> type[Any]:
     """Subclass the installed `Eagle3OneModelDynamicTreeWorker`, which cannot be imported here."""
 
@@ -134,21 +142,12 @@ def tree_worker(base: type[Any]) -> type[Any]:
         #: Stays set: a captured CUDA graph cannot switch drafting on again, and pages may lack rows.
         drafting_failed = False
 
-        def prepare_1st_drafter_inputs(
-            self,
-            input_ids: Any,
-            position_ids: Any,
-            hidden_states: Any,
-            accepted_tokens: Any,
-            attn_metadata: Any,
-            spec_metadata: Any,
-            draft_model: Any,
-        ) -> dict[str, Any]:
+        def prepare_1st_drafter_inputs(self, *given: Any, **named: Any) -> dict[str, Any]:
             """Write what the step committed to the drafters' pages."""
+            step = _by_name(PREPARE, given, named)
+            draft_model, attn_metadata, spec_metadata = step.draft_model, step.attn_metadata, step.spec_metadata
             if not isinstance(draft_model, TreeDrafters):
-                inputs: dict[str, Any] = super().prepare_1st_drafter_inputs(
-                    input_ids, position_ids, hidden_states, accepted_tokens, attn_metadata, spec_metadata, draft_model
-                )
+                inputs: dict[str, Any] = super().prepare_1st_drafter_inputs(*given, **named)
                 return inputs
             if self.spec_tree_manager is not None and not draft_model.allocated:
                 check_step(self, attn_metadata, spec_metadata, draft_model)
@@ -157,59 +156,34 @@ def tree_worker(base: type[Any]) -> type[Any]:
                 draft_model.allocate(slots, max(manager.max_seq_len, *manager.max_attention_window_vec))
             if self._drafts():
                 try:
-                    self._commit(input_ids, position_ids, attn_metadata, spec_metadata, draft_model)
+                    self._commit(step.input_ids, step.position_ids, attn_metadata, spec_metadata, draft_model)
                 except Exception:  # any error: requests are in flight
                     self._give_up()
-            return {"position_ids": position_ids}
+            return {"position_ids": step.position_ids}
 
-        def _forward_draft_loop(
-            self,
-            inputs: Any,
-            attn_metadata: Any,
-            spec_metadata: Any,
-            draft_model: Any,
-            draft_kv_cache_manager: Any,
-            num_contexts: int,
-            num_gens: int,
-            batch_size: int,
-            num_accepted_tokens: Tensor,
-            original_all_rank_num_tokens: Any,
-            resource_manager: Any,
-        ) -> Tensor:
+        def _forward_draft_loop(self, *given: Any, **named: Any) -> Tensor:
             """Draft a tree for every request and store it in its slot; returns its tokens [B, N - 1] int32."""
-            if not isinstance(draft_model, TreeDrafters):
-                tokens: Tensor = super()._forward_draft_loop(
-                    inputs,
-                    attn_metadata,
-                    spec_metadata,
-                    draft_model,
-                    draft_kv_cache_manager,
-                    num_contexts,
-                    num_gens,
-                    batch_size,
-                    num_accepted_tokens,
-                    original_all_rank_num_tokens,
-                    resource_manager,
-                )
+            step = _by_name(DRAFT, given, named)
+            if not isinstance(step.draft_model, TreeDrafters):
+                tokens: Tensor = super()._forward_draft_loop(*given, **named)
                 return tokens
+            positions, accepted_counts = step.inputs["position_ids"], step.num_accepted_tokens
             nodes = self.tokens_per_gen_step
             if self._drafts():
                 storage = self.spec_tree_manager.slot_storage
-                slots = storage.all_ids_buf[:batch_size]
-                last_rows = spec_metadata.gather_ids[:num_contexts]
+                slots = storage.all_ids_buf[: step.batch_size]
+                last_rows = step.spec_metadata.gather_ids[: step.num_contexts]
                 try:
-                    length = context_lengths(
-                        inputs["position_ids"], attn_metadata.num_ctx_tokens, nodes, last_rows, num_accepted_tokens
-                    )
-                    accepted = self._accepted_tokens_buf[:batch_size].long()
-                    anchor = accepted.gather(1, num_accepted_tokens.long()[:, None] - 1)[:, 0]
-                    return store_tree(storage, slots, draft_model.draft(anchor, slots, length))
+                    count = step.attn_metadata.num_ctx_tokens
+                    length = context_lengths(positions, count, nodes, last_rows, accepted_counts)
+                    accepted = self._accepted_tokens_buf[: step.batch_size].long()
+                    anchor = accepted.gather(1, accepted_counts.long()[:, None] - 1)[:, 0]
+                    return store_tree(storage, slots, step.draft_model.draft(anchor, slots, length))
                 except Exception:  # any error: requests are in flight
                     self._give_up()
             if self.spec_tree_manager is not None:
-                undrafted(self.spec_tree_manager.slot_storage, batch_size)
-            device = inputs["position_ids"].device
-            return torch.zeros(batch_size, nodes - 1, dtype=torch.int32, device=device)
+                undrafted(self.spec_tree_manager.slot_storage, step.batch_size)
+            return torch.zeros(step.batch_size, nodes - 1, dtype=torch.int32, device=positions.device)
 
         def set_guided_decoder(self, guided_decoder: Any) -> bool:
             """Decline: TensorRT-LLM applies a grammar to a step's rows as if they were a chain."""
