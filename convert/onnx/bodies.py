@@ -29,6 +29,11 @@ from d2sd.runtime.backends.exported import view_inputs
 # Shape letters: B requests, T rows, C new context rows, W words of the attention mask, M pages a request, P pages,
 # Z tokens a page, E hidden, n auxiliary layers, L layers, Hkv heads, D head size.
 
+#: Positions of rows, masks of views, first positions of views with a window; page table and length of context.
+Rows = tuple[Tensor, list[Tensor], list[Tensor], list[Tensor]]
+#: K pages of each layer, and V pages.
+Pages = list[list[Tensor]]
+
 
 class TargetBody(nn.Module):
     """For export only: its attention returns zeros."""
@@ -38,21 +43,11 @@ class TargetBody(nn.Module):
         self.layers, self.norm, self._angles = target.layers, target.norm, target.angles
         self._config, self._aux_layer_ids = target.config.body, aux_layer_ids
 
-    def forward(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        masks: list[Tensor],
-        firsts: list[Tensor],
-        page_table: Tensor,
-        context_len: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def forward(self, embedded: Tensor, rows: Rows, pages: Pages) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """embedded [B, T, E] -> hidden [B, T, E], normalized; features [B, T, n·E]; k, v [L, B, T, Hkv, D]."""
-        x, angles = embedded, self._angles(positions, embedded.dtype)
+        x, angles = embedded, self._angles(rows[0], embedded.dtype)
         keys, values, aux = [], [], {}
-        attend = _Attention(self._config, positions, masks, firsts, (k_pages, v_pages), [page_table, context_len])
+        attend = _Attention(self._config, rows, pages)
         for index, layer in enumerate(self.layers):
             x, k, v = layer(x, angles[index], index, attend)
             keys.append(k)
@@ -70,25 +65,15 @@ class DrafterBody(nn.Module):
         super().__init__()
         self._drafter = drafter
 
-    def forward(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        masks: list[Tensor],
-        firsts: list[Tensor],
-        page_table: Tensor,
-        context_len: Tensor,
-        features: Tensor,
-        feature_positions: Tensor,
-        feature_len: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features."""
+    def forward(self, embedded: Tensor, rows: Rows, new: list[Tensor], pages: Pages) -> tuple[Tensor, Tensor, Tensor]:
+        """embedded [B, T, E] and features [B, C, n·E] -> hidden [B, T, E]; k, v [L, B, C, Hkv, D] of the features.
+
+        `new`: features of context, their positions, and how many there are.
+        """
+        features, feature_positions, feature_len = new
         new_k, new_v = self._drafter.context_keys_values(features, feature_positions)
-        body, of_context, new = self._drafter.config.body, [page_table, context_len], (new_k, new_v, feature_len)
-        attend = _Attention(body, positions, masks, firsts, (k_pages, v_pages), of_context, new)
-        return self._drafter(embedded, positions, attend), new_k, new_v
+        attend = _Attention(self._drafter.config.body, rows, pages, (new_k, new_v, feature_len))
+        return self._drafter(embedded, rows[0], attend), new_k, new_v
 
 
 class FlexBody(nn.Module):
@@ -101,20 +86,10 @@ class FlexBody(nn.Module):
         self.layers = nn.ModuleList(_FlexLayer(cast("Layer", layer)) for layer in head.layers)
         self.norm, self._rotary, self._config = head.norm, head.rotary, head.config.body
 
-    def forward(
-        self,
-        embedded: Tensor,
-        positions: Tensor,
-        masks: list[Tensor],
-        firsts: list[Tensor],
-        page_table: Tensor,
-        context_len: Tensor,
-        k_pages: list[Tensor],
-        v_pages: list[Tensor],
-    ) -> Tensor:
+    def forward(self, embedded: Tensor, rows: Rows, pages: Pages) -> Tensor:
         """embedded [B, T, E], of `FlexHead.blocks` -> hidden [B, T, E], normalized."""
-        x, cos_sin = embedded, self._rotary(positions, embedded.dtype)
-        attend = _Attention(self._config, positions, masks, firsts, (k_pages, v_pages), [page_table, context_len])
+        x, cos_sin = embedded, self._rotary(rows[0], embedded.dtype)
+        attend = _Attention(self._config, rows, pages)
         for index, layer in enumerate(self.layers):
             x, _, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
@@ -131,19 +106,13 @@ class _FlexLayer(Layer):
 
 
 class _Attention:
-    """The node of each layer: `masks` are those of its view, `firsts` of the views with a window, in their order."""
+    """The node of each layer."""
 
     def __init__(
-        self,
-        body: BodyConfig,
-        positions: Tensor,
-        masks: list[Tensor],
-        firsts: list[Tensor],
-        pages: tuple[list[Tensor], list[Tensor]],
-        of_context: list[Tensor],
-        new: tuple[Tensor, Tensor, Tensor] | None = None,
+        self, body: BodyConfig, rows: Rows, pages: Pages, new: tuple[Tensor, Tensor, Tensor] | None = None
     ) -> None:
-        """`of_context`: page table and length; `new`: K/V of new context rows [L, B, C, Hkv, D], and how many."""
+        """`new`: K/V of new context rows [L, B, C, Hkv, D], and how many."""
+        positions, masks, firsts, of_context = rows
         views = view_inputs(body)
         self._masks = dict(zip((view.mask for view in views), masks, strict=True))
         self._firsts = dict(zip((view.first for view in views if view.first), firsts, strict=True))

@@ -57,10 +57,10 @@ def export_target(target: Decoder, aux_layer_ids: tuple[int, ...], page_size: in
     Raises `BuildError` without the extra `engines`.
     """
     body, dtype = target.config.body, target.embed_tokens.weight.dtype
-    rows, shapes = _example_rows(body, dtype)
+    inputs, shapes = _example_rows(body, dtype)
     pools, pool_shapes = _example_pools(body, page_size, dtype)
     graph, spec = TargetBody(target, aux_layer_ids), target_io_spec(body, dtype)
-    _export(graph, [*rows, *pools], [*shapes, *pool_shapes], _names(body), spec, file)
+    _export(graph, [*inputs, pools], [*shapes, pool_shapes], _names(body), spec, file)
 
 
 def export_drafter(graph: nn.Module, config: DraftConfig, dtype: torch.dtype, page_size: int, file: Path) -> None:
@@ -70,12 +70,12 @@ def export_drafter(graph: nn.Module, config: DraftConfig, dtype: torch.dtype, pa
     names: tuple[str, ...] = ()
     if config.target_layer_ids:
         width = len(config.target_layer_ids) * body.hidden_size
-        inputs += [torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)]
-        shapes += [{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}]
+        inputs.append([torch.zeros(2, 4, width, dtype=dtype), _int(2, 4), _int(2)])
+        shapes.append([{0: _B, 1: _C}, {0: _B, 1: _C}, {0: _B}])
         names = _FEATURES
     pools, pool_shapes = _example_pools(body, page_size, dtype)
     spec = drafter_io_spec(config, dtype)
-    _export(graph, [*inputs, *pools], [*shapes, *pool_shapes], _names(body, names), spec, file)
+    _export(graph, [*inputs, pools], [*shapes, pool_shapes], _names(body, names), spec, file)
 
 
 def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
@@ -83,10 +83,10 @@ def _example_rows(body: BodyConfig, dtype: torch.dtype) -> tuple[list[Any], list
     views = view_inputs(body)
     masks = [_int(2, 5, 3) for _ in views]
     firsts = [_int(2, 5) for view in views if view.first]
-    rows = [torch.zeros(2, 5, body.hidden_size, dtype=dtype), _int(2, 5), masks, firsts, _int(2, 6), _int(2)]
-    of_rows = {0: _B, 1: _T}
+    rows = _int(2, 5), masks, firsts, [_int(2, 6), _int(2)]
+    of_rows, of_context = {0: _B, 1: _T}, [{0: _B, 1: _M}, {0: _B}]
     of_views = [{0: _B, 1: _T, 2: _W} for _ in masks], [of_rows for _ in firsts]
-    return rows, [of_rows, of_rows, *of_views, {0: _B, 1: _M}, {0: _B}]
+    return [torch.zeros(2, 5, body.hidden_size, dtype=dtype), rows], [of_rows, (of_rows, *of_views, of_context)]
 
 
 def _example_pools(body: BodyConfig, page_size: int, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
@@ -111,7 +111,7 @@ def _export(body: nn.Module, inputs: list[Any], shapes: list[Any], names: list[s
     import onnx
 
     body = copy.deepcopy(body).eval().requires_grad_(False)
-    lower_fp8_to_qdq(body, inputs[-1][0].dtype)  # of the pages
+    lower_fp8_to_qdq(body, inputs[-1][0][0].dtype)  # of the pages
     with torch.inference_mode(), _quiet():
         program = torch.onnx.export(
             body,
