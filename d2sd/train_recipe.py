@@ -220,20 +220,16 @@ class Objective(Part):
         return self
 
 
-class TrainSettings(Part):
-    """Settings that determine the result of one drafter's training; a resumed run must have the same."""
+class LoopSettings(Part):
+    """Settings of every training that determine its result; a resumed run must have the same."""
 
     #: Number of optimizer steps.
     steps: Positive
     #: Seconds from the first step on, after which the training ends if not all steps are taken; the learning rate falls
     #: with whichever is further. Each run then ends in other bytes, and one that resumes has all seconds again.
     seconds: Above0 | None = None
-    #: The training loss.
-    objective: Objective
     #: Sequences per step, over all processes.
     batch: Positive = 8
-    #: Sequences per forward pass; it determines memory and hardly changes the result.
-    micro_batch: Positive = 1
     #: Blocks per sequence, at random anchors.
     blocks: Positive = 32
     #: muon uses Muon for the matrices and AdamW for the rest; adamw uses AdamW for all, as published.
@@ -246,16 +242,25 @@ class TrainSettings(Part):
     weight_decay: Weight = 0.01
     #: Largest gradient norm; larger gradients are scaled down to it.
     clip: Above0 = 1.0
+    #: Random seed; the same recipe gives the same drafter.
+    seed: Annotated[int, Field(ge=0)] = 0
+    #: Autocast type of matrix products; weights that are trained and optimizer state are fp32.
+    precision: Literal["bf16", "fp32"] = "bf16"
+    #: Steps between two saved states.
+    save_every: Positive = 100
+
+
+class TrainSettings(LoopSettings):
+    """Settings of one drafter's training."""
+
+    #: The training loss.
+    objective: Objective
+    #: Sequences per forward pass; it determines memory and hardly changes the result.
+    micro_batch: Positive = 1
     #: Logits are computed for this many of the responses' most frequent ids.
     frequent: Positive = 8192
     #: Logits are also computed for this many other ids, drawn in each step.
     negatives: Annotated[int, Field(ge=0)] = 1024
-    #: Random seed; the same recipe gives the same drafter.
-    seed: Annotated[int, Field(ge=0)] = 0
-    #: Autocast type of matrix products; weights and optimizer state are fp32.
-    precision: Literal["bf16", "fp32"] = "bf16"
-    #: Steps between two saved states.
-    save_every: Positive = 100
     #: Steps between two evaluations on held-out prompts.
     evaluate_every: Positive = 500
 
@@ -297,22 +302,13 @@ class FlexSettings(TrainSettings):
     head: FlexGeometry
 
 
-class PairSettings(Part):
+class PairSettings(LoopSettings):
     """Training of pair heads, on drafters that do not change: what a candidate is worth behind its parent."""
 
     #: Rank of the scores; 128 is 221 thousand numbers a drafter at a hidden size of 576.
     rank: Positive = 128
     #: Candidates of a slot, among which a head chooses.
     candidates: Annotated[int, Field(ge=2)] = 16
-    #: Number of optimizer steps.
-    steps: Positive
-    #: Seconds from the first step on, after which the training ends if not all steps are taken; the learning rate falls
-    #: with whichever is further. Each run then ends in other bytes, and one that resumes has all seconds again.
-    seconds: Above0 | None = None
-    #: Sequences per step.
-    batch: Positive = 8
-    #: Blocks per sequence, at random anchors.
-    blocks: Positive = 32
     #: Responses that heads are trained on, and drafters are not: drafters err less on what they were trained on, and a
     #: head learns from their errors. By default heads take the drafters' own, which suits ready drafters.
     unseen: Positive | None = None
@@ -325,18 +321,6 @@ class PairSettings(Part):
     #: Peak learning rate. On answers that drafters were trained on, heads overfit from the third visit of a block on;
     #: on unseen ones six visits still helped.
     learning_rate: Above0 = 1e-3
-    #: Share of the steps in which the learning rate rises.
-    warmup: Share = 0.04
-    #: Weight decay.
-    weight_decay: Weight = 0.01
-    #: Largest gradient norm; larger gradients are scaled down to it.
-    clip: Above0 = 1.0
-    #: Random seed; the same recipe gives the same heads.
-    seed: Annotated[int, Field(ge=0)] = 0
-    #: Type of the drafters' products; heads are fp32.
-    precision: Literal["bf16", "fp32"] = "bf16"
-    #: Steps between two saved states.
-    save_every: Positive = 100
 
 
 class Evaluation(Part):

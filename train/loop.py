@@ -1,11 +1,12 @@
-"""The training loop of one drafter: resumable, seeded, with the same data on one process or several."""
+"""The training loop of a drafter or of its head: resumable, seeded, with the same data on one process or several."""
 
 from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from d2sd.errors import D2SDError
@@ -22,11 +23,11 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.draws import PrefixDraws, SeededOrder, choose_prefixes, draw_kinds
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
+from d2sd.train.data.packing import Packed
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
-from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, reached, save_state
-from d2sd.train_recipe import SecondSettings, TrainSettings
+from d2sd.train.state import Identity, Optimizer, digest_of, load_state, rate_factor, reached, save_state
+from d2sd.train_recipe import LoopSettings, SecondSettings, TrainSettings
 
 #: Waits for a step's metrics.
 Told = Callable[[], dict[str, float]]
@@ -57,12 +58,102 @@ def on_host(values: Tensor) -> Callable[[], list[float]]:
     return wait
 
 
-class Trainer:
+class Loop(ABC):
+    """The steps of a training of `trained`, a drafter or a part of one; with `first`, of a second drafter."""
+
+    def __init__(
+        self,
+        trained: nn.Module,
+        data: TrainingData,
+        settings: LoopSettings,
+        first: DraftModel | None,
+        dist: Dist,
+        identity: Identity,
+    ) -> None:
+        """`identity`: what else determines the result."""
+        self.data, self.settings, self.first, self.dist = data, settings, first, dist
+        self.step = 0
+        self.reached: float = 0  # of `steps`, whether they were taken or their time has passed
+        self._trained, self._is_cuda = trained, next(trained.parameters()).is_cuda
+        self._optimizer = Optimizer(trained, settings)
+        self._draws = SeededOrder(settings.seed, len(data), settings.batch, dist)
+        self._identity = {
+            "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
+            **identity,
+            "data": {"sha256": data.digest},
+            "first drafter": {"sha256": None if first is None else digest_of(first)},
+        }
+
+    @abstractmethod
+    def _update(self) -> Told:
+        """Launch a step."""
+
+    def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
+        """Train to the last step, saving to `folder`; `evaluate(step)` after every `evaluate_every` steps.
+
+        A step is saved after its evaluation, so a run that is killed while evaluating evaluates again.
+        """
+        settings, begun = self.settings, None
+        every = settings.evaluate_every if isinstance(settings, TrainSettings) else settings.steps
+        self.step = load_state(folder, self._trained, self._optimizer, self._identity)
+        self.reached = self.step
+        waiting: deque[tuple[int, Told]] = deque()
+        while self.reached < settings.steps:
+            told = self._update()
+            self.step += 1
+            begun = begun or time.monotonic()  # the first step compiles
+            # of all processes, whose drafters stay the same
+            self.reached = self.dist.mean({"place": reached(settings, self.step, begun)})["place"]
+            last = self.reached == settings.steps
+            evaluating = evaluate is not None and (last or self.step % every == 0)
+            saving = last or self.step % settings.save_every == 0
+            waiting.append((self.step, told))
+            # A GPU works on a step while the next one is launched, and is not waited for.
+            while len(waiting) > (self._is_cuda and not evaluating and not saving):
+                step, told = waiting.popleft()
+                metrics = self.dist.mean(told())
+                if self.dist.is_main:
+                    report(step, metrics)
+            if evaluate is not None and evaluating:
+                evaluate(self.step)
+            if self.dist.is_main and saving:
+                step = settings.steps if last else self.step
+                save_state(folder, step, self._trained, self._optimizer, self._identity)
+        self.dist.barrier()
+
+    def _taken(self, metrics: Mapping[str, Tensor]) -> Told:
+        """Launch the optimizer's step by the gradients, and the copy of what a step says to the host."""
+        norm = torch.nn.utils.clip_grad_norm_(self._trained.parameters(), self.settings.clip)
+        rate = self.settings.learning_rate * rate_factor(self.settings, self.reached)
+        self._optimizer.update(rate)
+        values = on_host(torch.stack([value.float() for value in (*metrics.values(), norm)]))
+        return partial(self._told, self.step, rate, [*metrics, "gradient norm"], values)
+
+    def _told(self, step: int, rate: float, names: list[str], values: Callable[[], list[float]]) -> dict[str, float]:
+        """Wait for a step, and return what it says. Raises D2SDError if it is not finite."""
+        metrics = dict(zip(names, values(), strict=True))
+        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient norm"])):
+            responses = ", ".join(self.data.name(self._draws.index(number)) for number in self._draws.numbers(step))
+            raise D2SDError(
+                "the loss is not finite",
+                where=f"step {step + 1}",
+                found=f"loss {metrics['loss']}, gradient norm {metrics['gradient norm']}, responses {responses}",
+                fix="lower the learning rate, or look for damaged responses",
+            )
+        return metrics | {"learning rate": rate}
+
+    def _autocast(self, device: torch.device) -> torch.autocast:
+        return torch.autocast(device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+
+
+class Trainer(Loop):
     """Trains `drafter`, which is attached to `target`; with `first`, a second drafter on prefixes.
 
     With several processes each runs its share of every step. Slot weights are normalised within a micro-batch, so its
     size has a small effect on the result.
     """
+
+    settings: TrainSettings
 
     def __init__(
         self,
@@ -73,59 +164,18 @@ class Trainer:
         first: DraftModel | None = None,
         dist: Dist | None = None,
     ) -> None:
-        self.drafter, self.data, self.settings, self.first = drafter, data, settings, first
-        self.dist = dist or Dist()
-        self.step = 0
-        self.reached: float = 0  # of `steps`, whether they were taken or their time has passed
+        identity = {"drafter": asdict(cast("Any", drafter.config))}
+        super().__init__(drafter, data, settings, first, dist or Dist(), identity)
+        self.drafter = drafter
         assert settings.batch % self.dist.size == 0, "the caller runs Dist.check first"
         self._head, self._embedding = target.head.detach(), target.embedding.detach()
         self._frequent = data.frequent(settings.frequent, target.config.vocab_size)
         self._loss = BlockLoss(drafter, self._embedding, settings.objective)
         self._wrapped = self.dist.wrap_ddp(self._loss)
-        self._optimizer = Optimizer(drafter, settings)
-        self._draws = SeededOrder(settings.seed, len(data), settings.batch, self.dist)
         # Prepares the next step while a GPU's backward pass is launched, for which Python waits. Not of several
         # processes: they agree on a step's ids, in the order of their calls.
         self._ahead = ThreadPoolExecutor(1) if self._head.is_cuda and self.dist.size == 1 else None
         self._next: tuple[int, Future[Drawn]] | None = None
-        self._identity = {
-            "settings": settings.model_dump(exclude={"save_every", "evaluate_every"}),
-            "drafter": asdict(cast("Any", drafter.config)),
-            "data": {"sha256": data.digest},
-            "first drafter": {"sha256": None if first is None else digest_of(first)},
-        }
-
-    def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
-        """Train to the last step, saving to `folder`; `evaluate(step)` after every `evaluate_every` steps.
-
-        A step is saved after its evaluation, so a run that is killed while evaluating evaluates again.
-        """
-        settings, begun = self.settings, None
-        self.step = load_state(folder, self.drafter, self._optimizer, self._identity)
-        self.reached = self.step
-        waiting: deque[tuple[int, Told]] = deque()
-        while self.reached < settings.steps:
-            told = self._update()
-            self.step += 1
-            begun = begun or time.monotonic()  # the first step compiles
-            # of all processes, whose drafters stay the same
-            self.reached = self.dist.mean({"place": reached(settings, self.step, begun)})["place"]
-            last = self.reached == settings.steps
-            evaluating = evaluate is not None and (last or self.step % settings.evaluate_every == 0)
-            saving = last or self.step % settings.save_every == 0
-            waiting.append((self.step, told))
-            # A GPU works on a step while the next one is launched, and is not waited for.
-            while len(waiting) > (self._head.is_cuda and not evaluating and not saving):
-                step, told = waiting.popleft()
-                metrics = self.dist.mean(told())
-                if self.dist.is_main:
-                    report(step, metrics)
-            if evaluate is not None and evaluating:
-                evaluate(self.step)
-            if self.dist.is_main and saving:
-                step = settings.steps if last else self.step
-                save_state(folder, step, self.drafter, self._optimizer, self._identity)
-        self.dist.barrier()
 
     def _update(self) -> Told:
         """Launch a step."""
@@ -135,7 +185,7 @@ class Trainer:
         total: dict[str, Tensor] = {}
         for index, (packed, draws) in enumerate(drawn.batches):
             share = len(packed.tokens) / sequences  # the last micro-batch may be smaller
-            with self._accumulate(last=index == len(drawn.batches) - 1), self._autocast():
+            with self._accumulate(last=index == len(drawn.batches) - 1), self._autocast(self._head.device):
                 terms = self._wrapped(packed, *self._visible(packed, drawn.candidates, draws), drawn.candidates)
                 loss = sum((settings.objective.terms[name] * value for name, value in terms.items()), start=0.0)
                 if index == len(drawn.batches) - 1:
@@ -143,27 +193,7 @@ class Trainer:
                 (loss * share).backward()  # type: ignore[union-attr]
             for name, value in {"loss": loss, **terms}.items():
                 total[name] = total.get(name, 0.0) + value.detach() * share
-        total["gradient norm"] = torch.nn.utils.clip_grad_norm_(self.drafter.parameters(), settings.clip)
-        rate = settings.learning_rate * rate_factor(settings, self.reached)
-        self._optimizer.update(rate)
-        values = torch.stack([value.float() for value in total.values()])
-        return partial(self._told, self.step, rate, list(total), on_host(values))
-
-    def _told(self, step: int, rate: float, names: list[str], values: Callable[[], list[float]]) -> dict[str, float]:
-        """Wait for a step, and return what it says. Raises D2SDError if it is not finite."""
-        metrics = dict(zip(names, values(), strict=True))
-        if not (math.isfinite(metrics["loss"]) and math.isfinite(metrics["gradient norm"])):
-            responses = ", ".join(self._names(self._draws.numbers(step)))
-            raise D2SDError(
-                "the loss is not finite",
-                where=f"step {step + 1}",
-                found=f"loss {metrics['loss']}, gradient norm {metrics['gradient norm']}, responses {responses}",
-                fix="lower the learning rate, or look for damaged responses",
-            )
-        return metrics | {"learning rate": rate}
-
-    def _names(self, numbers: range) -> list[str]:
-        return [self.data.name(self._draws.index(number)) for number in numbers]
+        return self._taken(total)
 
     def _begin_next(self) -> None:
         step = self.step + 1
@@ -186,11 +216,8 @@ class Trainer:
 
     def _draw(self, numbers: Sequence[int]) -> tuple[Packed, PrefixDraws | None]:
         """The blocks of a micro-batch, and what is drawn for their prefixes."""
-        sequences, anchors = [], []
-        for number in numbers:
-            sequences.append(self.data[self._draws.index(number)])
-            anchors.append(draw_anchors(sequences[-1], self.settings.blocks, self._draws.generator("anchors", number)))
-        packed = pack_blocks(sequences, anchors, self.drafter.config.block_size)
+        sequences = [self.data[self._draws.index(number)] for number in numbers]
+        packed = self._draws.blocks(sequences, numbers, self.settings.blocks, self.drafter.config.block_size)
         if self.first is None:
             return packed, None
         assert isinstance(self.settings, SecondSettings)
@@ -220,6 +247,3 @@ class Trainer:
         if last or not isinstance(self._wrapped, DistributedDataParallel):
             return nullcontext()
         return self._wrapped.no_sync()
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._head.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")

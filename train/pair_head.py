@@ -12,8 +12,6 @@ slot whose token is likely none of the candidates stays modest.
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,19 +21,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import PairConfig
 from d2sd.modeling.drafters.pair import PairHead, unit_rms
-from d2sd.train.data.draws import SeededOrder, choose_prefixes, draw_kinds
+from d2sd.train.data.draws import choose_prefixes, draw_kinds
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.packing import Packed, draw_anchors, pack_blocks
+from d2sd.train.data.packing import Packed
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
+from d2sd.train.loop import Loop, Report, Told
 from d2sd.train.objectives.head import Head
 from d2sd.train.objectives.loss import Candidates, first_rejections
-from d2sd.train.state import Optimizer, digest_of, load_state, rate_factor, reached, save_state
+from d2sd.train.state import digest_of
 from d2sd.train_recipe import PairSettings, SecondSettings
 
 # Shape letters: B sequences, A blocks of each, G block size γ, N slots that are trained, M candidates of a slot, E
@@ -79,8 +77,10 @@ def with_pair_head(
     return new.to(drafter.norm.weight.device)
 
 
-class PairTrainer:
+class PairTrainer(Loop):
     """Trains the head of `drafter`, made by `with_pair_head`; with `first`, one of a second drafter, on prefixes."""
+
+    settings: PairSettings
 
     def __init__(
         self,
@@ -94,8 +94,13 @@ class PairTrainer:
         """`first` is attached to its target; `prefixes` say how a second drafter's blocks begin."""
         head = drafter.head
         assert isinstance(head, PairHead)
-        self.drafter, self.head, self.data, self.settings, self.first = drafter, head, data, settings, first
-        self.step, self._embedding = 0, target.embedding.detach()
+        self._prefixes = None if prefixes is None else prefixes.model_copy(update={"blocks": settings.blocks})
+        identity = {
+            "prefixes": {} if self._prefixes is None else self._prefixes.model_dump(),
+            "drafter": asdict(drafter.config) | {"sha256": digest_of(drafter.layers, drafter.fc)},
+        }
+        super().__init__(head, data, settings, first, Dist(), identity)
+        self.drafter, self.head, self._embedding = drafter, head, target.embedding.detach()
         vocabulary, device = drafter.config.draft_vocabulary, target.head.device
         self._ids = torch.arange(len(target.head)) if vocabulary is None else torch.tensor(vocabulary)
         always = torch.zeros(len(target.head), dtype=torch.bool)
@@ -103,41 +108,17 @@ class PairTrainer:
         dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
         self._drafted = Candidates.draw(target.head.detach(), always, 0, dtype, torch.Generator())
         self._successors = unit_rms(self._embedding[self._ids.to(device)])  # [Vd, E]
-        self._prefixes = None if prefixes is None else prefixes.model_copy(update={"blocks": settings.blocks})
-        self._optimizer = Optimizer(head, settings)
-        self._draws = SeededOrder(settings.seed, len(data), settings.batch, Dist())
-        self._identity = {
-            "settings": settings.model_dump(exclude={"save_every"}),
-            "prefixes": {} if self._prefixes is None else self._prefixes.model_dump(),
-            "drafter": asdict(drafter.config) | {"sha256": digest_of(drafter.layers, drafter.fc)},
-            "data": {"sha256": data.digest},
-            "first drafter": {"sha256": None if first is None else digest_of(first)},
-        }
 
-    def run(self, folder: Path, report: Callable[[int, float], None]) -> None:
-        """Train to the last step, saving to `folder`; `report(step, loss)` after each."""
-        self.step = load_state(folder, self.head, self._optimizer, self._identity)
-        place, begun = float(self.step), None
-        while place < self.settings.steps:
-            numbers = self._draws.numbers(self.step)
-            slots = self._of(self.data, [self._draws.index(n) for n in numbers], numbers)
-            loss = self._loss(slots)
-            loss.backward()  # type: ignore[no-untyped-call]
-            torch.nn.utils.clip_grad_norm_(self.head.parameters(), self.settings.clip)
-            if not math.isfinite(value := loss.item()):
-                raise D2SDError(
-                    "the loss is not finite", where=f"step {self.step + 1}", found=value, fix="lower the learning rate"
-                )
-            self._optimizer.update(self.settings.learning_rate * rate_factor(self.settings, place))
-            self.step += 1
-            begun = begun or time.monotonic()  # the first step compiles
-            place = reached(self.settings, self.step, begun)
-            report(self.step, value)
-            last = place == self.settings.steps
-            if last or self.step % self.settings.save_every == 0:
-                step = self.settings.steps if last else self.step
-                save_state(folder, step, self.head, self._optimizer, self._identity)
+    def run(self, folder: Path, report: Report, evaluate: Callable[[int], None] | None = None) -> None:
+        """Train as every loop does, and freeze the head."""
+        super().run(folder, report, evaluate)
         self.head.requires_grad_(False)
+
+    def _update(self) -> Told:
+        numbers = self._draws.numbers(self.step)
+        loss = self._loss(self._of(self.data, [self._draws.index(number) for number in numbers], numbers))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return self._taken({"loss": loss.detach()})
 
     @torch.no_grad()
     def figures(self, data: TrainingData) -> dict[str, float]:
@@ -166,22 +147,17 @@ class PairTrainer:
 
     def _of(self, data: TrainingData, indices: Iterable[int], numbers: range) -> Slots:
         """The slots of these sequences; `numbers` seed what is drawn of each."""
-        settings, draws = self.settings, self._draws
-        sequences = [data[index] for index in indices]
-        anchors = [
-            draw_anchors(sequence, settings.blocks, draws.generator("anchors", number))
-            for sequence, number in zip(sequences, numbers, strict=True)
-        ]
-        packed = pack_blocks(sequences, anchors, self.drafter.config.block_size).to(self._embedding.device)
-        generators = [draws.generator("prefixes", number) for number in numbers]
+        sequences, size = [data[index] for index in indices], self.drafter.config.block_size
+        packed = self._draws.blocks(sequences, numbers, self.settings.blocks, size)
+        generators = [self._draws.generator("prefixes", number) for number in numbers]
         with torch.no_grad():
-            return self._slots(packed, generators)
+            return self._slots(packed.to(self._embedding.device), generators)
 
     def _slots(self, packed: Packed, generators: list[torch.Generator]) -> Slots:
         shape, device = packed.tokens.shape, packed.tokens.device
         visible, rejected = torch.ones(shape[:2], dtype=torch.long, device=device), None
         if self.first is not None and self._prefixes is not None:
-            with self._autocast():
+            with self._autocast(device):
                 errors, drafted = first_rejections(self.first, self._embedding, packed, self._drafted)
             draws = draw_kinds(self._prefixes, shape[-1], generators).to(device)
             visible, rejected = choose_prefixes(errors, drafted, shape[-1], self._prefixes, draws)
@@ -191,7 +167,7 @@ class PairTrainer:
         banned = torch.full(shape, -1, device=device)
         if rejected is not None:
             banned = torch.where(place == visible[..., None], rejected[..., None], -1)
-        with self._autocast():
+        with self._autocast(device):
             hidden = block_hidden(self.drafter, self._embedding, packed, visible)
         index = self._drafted.index
         banned, tokens = banned[used], packed.tokens[used]
@@ -240,9 +216,6 @@ class PairTrainer:
         distilled = -(slots.wanted * log_q).sum(-1)
         loss = (1 - share) * right + share * distilled
         return (loss * slots.weight).sum() / slots.weight.sum().clamp(min=1e-6)
-
-    def _autocast(self) -> torch.autocast:
-        return torch.autocast(self._embedding.device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
 
 
 def _outside(inside: Tensor, total: Tensor) -> Tensor:

@@ -21,7 +21,6 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.draws import SeededOrder
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.packing import draw_anchors, pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import Candidates, first_rejections
 from d2sd.train_recipe import TrainSettings
@@ -81,11 +80,7 @@ def mean_right(drafter: Drafter, target: Decoder, data: TrainingData, settings: 
     for start in range(0, len(numbers), settings.micro_batch):
         part = numbers[start : start + settings.micro_batch]
         sequences = [data[draws.index(number)] for number in part]
-        anchors = [
-            draw_anchors(sequence, settings.blocks, draws.generator("matching", number))
-            for sequence, number in zip(sequences, part, strict=True)
-        ]
-        packed = pack_blocks(sequences, anchors, drafter.config.block_size)
+        packed = draws.blocks(sequences, part, settings.blocks, drafter.config.block_size, "matching")
         always = frequent.clone()
         always[packed.tokens[packed.inside]] = True
         candidates = Candidates.draw(head, always, 0, dtype, torch.Generator())

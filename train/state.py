@@ -26,13 +26,13 @@ from d2sd.io import atomic_write, remove_partial
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.kinds import trained_kind
 from d2sd.train.muon import BatchedMuon
-from d2sd.train_recipe import PairSettings, TrainSettings
+from d2sd.train_recipe import LoopSettings
 
 
 class Optimizer:
     """Optimizer of one drafter, or of a head of it."""
 
-    def __init__(self, drafter: nn.Module, settings: TrainSettings | PairSettings) -> None:
+    def __init__(self, drafter: nn.Module, settings: LoopSettings) -> None:
         self._drafter = drafter
         parameters = list(drafter.parameters())
         # AdamW, as is usual for heads
@@ -78,14 +78,14 @@ class Optimizer:
             owners[parameter].state[parameter][kind] = value if kind == "step" else value.to(parameter.device)
 
 
-def reached(settings: TrainSettings | PairSettings, step: int, begun: float) -> float:
+def reached(settings: LoopSettings, step: int, begun: float) -> float:
     """How far a training is, in steps: those taken or, if it is more, the share of its seconds since `begun`."""
     if settings.seconds is None:
         return step
     return min(settings.steps, max(step, settings.steps * (time.monotonic() - begun) / settings.seconds))
 
 
-def rate_factor(settings: TrainSettings | PairSettings, step: float) -> float:
+def rate_factor(settings: LoopSettings, step: float) -> float:
     """Factor of the learning rate in a step: linear warm-up, then cosine decay to 5 %."""
     warm = max(1, round(settings.warmup * settings.steps))
     if step < warm:

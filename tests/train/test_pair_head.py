@@ -64,7 +64,7 @@ def scattered(made: PairTrainer) -> None:
         parameter.data.normal_(std=0.3, generator=torch.Generator().manual_seed(5))
 
 
-def quiet(step: int, loss: float) -> None:
+def quiet(step: int, metrics: dict[str, float]) -> None:
     pass
 
 
@@ -169,7 +169,7 @@ def test_an_interrupted_training_ends_the_same(tmp_path: Path, *, second: bool) 
     whole, cut, again = (trainer(second=second) for _ in range(3))
     whole.run(tmp_path / "whole", quiet)
 
-    def killed(step: int, loss: float) -> None:
+    def killed(step: int, metrics: dict[str, float]) -> None:
         if step == 3:
             raise Killed
 

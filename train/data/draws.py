@@ -22,7 +22,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
-from d2sd.train.data.packing import moved
+from d2sd.train.data.features import TrainingSequence
+from d2sd.train.data.packing import Packed, draw_anchors, moved, pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train_recipe import SecondSettings
 
@@ -47,6 +48,19 @@ class SeededOrder:
         """A generator independent of all others. PyTorch uses 32 bits of a seed, so the seed is a hash."""
         digest = blake2b(f"{self._seed}/{purpose}/{number}".encode(), digest_size=4).digest()
         return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+    def blocks(
+        self,
+        sequences: Sequence[TrainingSequence],
+        seeds: Sequence[int],
+        count: int,
+        size: int,
+        purpose: str = "anchors",
+    ) -> Packed:
+        """Up to `count` blocks of `size` slots of each sequence, at anchors that its seed draws."""
+        pairs = zip(sequences, seeds, strict=True)
+        anchors = [draw_anchors(sequence, count, self.generator(purpose, seed)) for sequence, seed in pairs]
+        return pack_blocks(sequences, anchors, size)
 
     def _shuffled(self, epoch: int) -> list[int]:
         order: list[int] = torch.randperm(self._sequences, generator=self.generator("epoch", epoch)).tolist()

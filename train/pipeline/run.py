@@ -257,7 +257,7 @@ class Training:
         with self.run.progress(f"training the {role.key} head", settings.steps) as advance:
             shown = 0
 
-            def report(step: int, _loss: float) -> None:
+            def report(step: int, _metrics: dict[str, float]) -> None:
                 nonlocal shown
                 advance(step - shown)
                 shown = step
