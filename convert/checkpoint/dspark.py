@@ -2,7 +2,7 @@
 
     SpecForge     projector_type: dspark and the keys in dflash_config; tensors markov_head.*, confidence_head.*
     ModelOpt      the same keys; tensors without the head's name: markov_w1.weight, confidence_proj.weight, …
-    DeepSpec      the keys at the top level (`formats/deepspec.py`)
+    DeepSpec      the keys at the top level (`formats/read.py`)
     speculators   the keys at the top level; markov_w2 over the draft vocabulary
 
     markov_head.markov_w1.weight [V, R] · markov_head.markov_w2.weight [V, R]

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from d2sd.convert.checkpoint.dequantize import dequantized
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.headers import INDEX, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
@@ -21,7 +21,15 @@ from d2sd.convert.checkpoint.nested import text_config, text_name
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
 from d2sd.convert.checkpoint.target_shapes import experts_of, our_name, quantized_experts, target_shapes
-from d2sd.convert.checkpoint.weights import DTYPES, expected_shapes, fill, read_tensor, read_tensors, write_tensors
+from d2sd.convert.checkpoint.weights import (
+    DTYPES,
+    check_values,
+    expected_shapes,
+    fill,
+    read_tensor,
+    read_tensors,
+    write_tensors,
+)
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
 from d2sd.modeling.config import DecoderConfig
@@ -43,6 +51,8 @@ _TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
+#: A file, and its tensors by their names in a module.
+_Files = Iterator[tuple[str, dict[str, Tensor]]]
 _KV_CACHE = re.compile(r"\b([kv])_cache\.scale$")
 #: Config keys that describe the machine that wrote them, not the model.
 _PROVENANCE = ("_name_or_path", "_model_name_or_path", "auto_map", "torch_dtype")
@@ -92,7 +102,7 @@ def write_target(
         refuse_unserved(quantization, shapes, source / "config.json", precision)
     elif quantization is not None:
         layers = _quantized_layers(config, quantization, stored_names)
-        files, quantization = dequantized(files, layers, DTYPES[precision], source), None
+        files, quantization = _dequantized(files, layers, DTYPES[precision], source), None
     own_names = {rename(name): text_name(name) for name in stored_names}
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -114,6 +124,41 @@ def write_target(
             write_json(directory / FILE, separate)
     write_json(directory / "config.json", fields)
     _copy_text_side(text_side or source, directory)
+
+
+def _dequantized(files: _Files, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, where: Path) -> _Files:
+    """The tensors with a `weight` in `dtype` in place of those of each quantized layer, in the last one's file.
+
+    `layers` are on the meta device; one may stand for several of the same shape. Scales of K/V are left out: K/V are
+    in `dtype` too.
+    """
+    waiting: dict[str, dict[str, Tensor]] = {name: {} for name in layers}
+    for file, tensors in files:
+        out: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            layer, _, kind = name.rpartition(".")
+            if layer not in layers or kind == "bias":
+                if not name.endswith("_cache.scale"):
+                    out[name] = tensor
+                continue
+            parts = waiting[layer]
+            parts[kind] = tensor
+            if parts.keys() == layers[layer].state_dict().keys() - {"bias"}:
+                weight = _weight(layers[layer], waiting.pop(layer), f"{where}: {layer}").to(dtype)
+                plain = f"{layer}.{inner}" if (inner := layers[layer].weight_name) else layer
+                check_values(weight, "unquantized", f"{where}: {plain}, dequantized")
+                out[plain] = weight
+        yield file, out
+
+
+def _weight(layer: QuantizedLinear, tensors: Mapping[str, Tensor], where: str) -> Tensor:
+    layer.load_state_dict(dict(tensors), strict=False, assign=True)
+    if fault := layer.fault():
+        name, found, expected = fault
+        raise CheckpointError("A tensor is not of this layer.", where=f"{where}.{name}", found=found, expected=expected)
+    weight = layer.dequantized()
+    layer.to("meta")  # its tensors go
+    return weight
 
 
 def source_files(directory: Path) -> list[str]:

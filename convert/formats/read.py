@@ -1,7 +1,8 @@
 """Reads any format into the canonical drafter: unknown and missing keys and tensors are refused.
 
     speculators    speculators_model_type: dflash, dspark or dflash2
-    DeepSpec       the architecture Qwen3DSparkModel
+    DeepSpec       the architecture Qwen3DSparkModel, also of plain DFlash drafters (markov_rank 0); written as
+                   SpecForge writes such drafters, without copies of the target's tensors
     DFlash         dflash_config, or an architecture of `checkpoint/heads.py`: z-lab's, ModelOpt's and SpecForge's
 
 The format is detected from `config.json` alone. One reader reads all dialects of the DFlash layout
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
 from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, read_layout
-from d2sd.convert.checkpoint.dspark import DEEPSPEC
+from d2sd.convert.checkpoint.dspark import DEEPSPEC, DSPARK
 from d2sd.convert.checkpoint.headers import INDEX, TensorInfo, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import sort_columns
@@ -33,7 +34,6 @@ from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY, read_draft_vocab
 from d2sd.convert.checkpoint.unsupported import refuse_tensors, refuse_unsupported
 from d2sd.convert.checkpoint.weights import read_tensors
 from d2sd.convert.formats import speculators
-from d2sd.convert.formats.deepspec import read_deepspec
 from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators import EXTRA, read_extra
 from d2sd.convert.kinds import DFLASH
@@ -103,7 +103,25 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
     """Read a config of `form`, layer ids in the file's order, without the draft vocabulary."""
     if form == "speculators":
         return speculators.read_speculators(raw, num_target_layers, declared)
-    return (read_deepspec if form == "DeepSpec" else read_layout)(raw, declared)
+    return (_read_deepspec if form == "DeepSpec" else read_layout)(raw, declared)
+
+
+_DEEPSPEC = DSPARK.keys | {"mask_token_id", "target_layer_ids"}
+#: Keys of training, or of the target's own config.
+_UNUSED = {"num_anchors", "architectures", "_attn_implementation", "attn_implementation"}
+
+
+def _read_deepspec(config: HFConfig, declared: Role | None = None) -> DrafterConfig:
+    """Read DeepSpec's config, a copy of the target's with the drafter's keys among them, layer ids in the file's order.
+
+    Layer id -1, the embedding's output, is not supported. The anchor's row proposes: a block of B drafts B tokens.
+    Raises `CheckpointError` naming file and key.
+    """
+    own = {key: value for key, value in config.values.items() if key in _DEEPSPEC}
+    rest = {key: value for key, value in config.values.items() if key not in _DEEPSPEC | _UNUSED}
+    return read_layout(
+        HFConfig(rest, config.where), declared, HFConfig(own | {"sample_from_anchor": True}, config.where)
+    )
 
 
 def _check_files(folder: Path) -> None:

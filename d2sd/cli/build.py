@@ -44,7 +44,7 @@ def build(
         show_plan(make_plan(loaded, weights=False), output)
         return
     from d2sd.build import pipeline
-    from d2sd.train.confidence.in_build import fit_of
+    from d2sd.train.confidence.fit import fit_of
 
     fit = fit_of(loaded, prompts, device) if calibrate else None
     start = time.monotonic()

@@ -14,7 +14,7 @@ from d2sd.io import check_writable
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts
 from d2sd.train.confidence import fit as fitting
-from d2sd.train.confidence.in_build import PROMPTS, TOKENS
+from d2sd.train.confidence.fit import PROMPTS, TOKENS
 
 
 @click.command(cls=Reporting)

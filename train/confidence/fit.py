@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
+from d2sd.build.pipeline import Fit
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import can_run, chat_request, make_engine, policy_of_tree
 from d2sd.calibration import CalibrationFile, CopyTable, UseTable
 from d2sd.convert.kinds import KINDS
-from d2sd.errors import D2SDError
+from d2sd.errors import D2SDError, RecipeError
 from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, DraftUse, FirstPass, PolicyName, with_branches
 from d2sd.progress import bar
+from d2sd.prompts import OWN_PROMPTS, last_prompts
 from d2sd.recipe import Recipe
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
@@ -139,6 +141,28 @@ def refuse_uncalibrated(recipe: Recipe, drafters: Collection[DrafterRole], where
             where=f"{where}: fp8.drafters",
             fix="calibrate a bundle without fp8; the calibration serves both",
         )
+
+
+#: Prompts of each file, and tokens of an answer.
+PROMPTS, TOKENS = 24, 64
+
+
+def fit_of(recipe: Recipe, prompts: Sequence[Path], device: str) -> Fit:
+    """The fit of `d2sd build --calibrate`, by the last prompts of these files, or of the package's.
+
+    Raises D2SDError for a recipe that cannot be calibrated, before anything is built.
+    """
+    drafters = recipe.drafters
+    if drafters.calibration is not None:
+        raise RecipeError(
+            "The recipe names a calibration, which the build puts into the bundle.",
+            where="recipe: drafters.calibration",
+            fix="build without --calibrate, or with --set drafters.calibration=null",
+        )
+    refuse_uncalibrated(recipe, drafters.sources, Path("recipe"))
+    texts = [text for path in prompts or (OWN_PROMPTS,) for text in last_prompts(path, None, PROMPTS)]
+    tokens = min(TOKENS, recipe.limits.max_context // 2)
+    return Fit(lambda bundle: calibrate(bundle, texts, tokens, device), [texts, tokens, device])
 
 
 def calibrate(bundle: Bundle, texts: Sequence[str], max_new_tokens: int, device: str = "cpu") -> CalibrationFile:

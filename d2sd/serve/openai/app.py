@@ -37,7 +37,8 @@ from d2sd.serve.openai.protocol import (
 )
 from d2sd.serve.openai.requests import RequestMaker
 from d2sd.serve.openai.responses import Disconnected, EventStream, while_connected
-from d2sd.serve.openai.responses_api.routes import add_responses
+from d2sd.serve.openai.responses_api.events import ResponseFormat
+from d2sd.serve.openai.responses_api.protocol import ResponsesBody
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
 from d2sd.serve.turns import Turns
@@ -222,7 +223,6 @@ def create_app(bundle: Bundle, engine: Engine, settings: ServerSettings) -> Fast
         )
 
     _add_generation(app, server)
-    add_responses(app, server)
     _add_page(app, engine)
     _add_models(app, server, engine.limits.max_context)
     _add_tokens(app, server, engine)
@@ -240,6 +240,15 @@ def _add_generation(app: FastAPI, server: Server) -> None:
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, http: Request) -> Response:
         return await server.answer(http, body, server.requests.completion, CompletionFormat)
+
+    @app.post("/v1/responses")
+    async def create(body: ResponsesBody, http: Request) -> Response:
+        return await server.answer(http, body.chat(), server.requests.chat, partial(ResponseFormat, body))
+
+    @app.api_route("/v1/responses/{name:path}", methods=["GET", "POST", "DELETE"], include_in_schema=False)
+    async def stored(name: str) -> Response:
+        text = "Responses are not stored: keep the items of a conversation, and send them in `input`."
+        return errors.respond(404, text, "not_stored")
 
     @app.post("/trace")
     async def trace(body: TraceBody, http: Request) -> Response:

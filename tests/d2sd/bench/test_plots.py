@@ -16,10 +16,7 @@ from matplotlib.lines import Line2D
 
 from d2sd.bench import metrics, views
 from d2sd.bench.bootstrap import tau_interval
-from d2sd.bench.plots import PLOTS, write_plots
-from d2sd.bench.plots.sets import plot_tau_by_set
-from d2sd.bench.plots.speed import plot_speedup
-from d2sd.bench.plots.tau import plot_tau_by_rows
+from d2sd.bench.plots import PLOTS, plot_speedup, plot_tau_by_rows, plot_tau_by_set, write_plots
 from d2sd.bench.result import Result
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line

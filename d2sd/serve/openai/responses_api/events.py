@@ -1,4 +1,4 @@
-"""Answers of /v1/responses: whole, and as the events of a stream."""
+"""Answers of /v1/responses: whole, and as the events of a stream; the response object and the items of its output."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from uuid import uuid4
 
 from d2sd.serve.openai.errors import describe
 from d2sd.serve.openai.formats import ChatFormat
+from d2sd.serve.openai.generation import usage_of
 from d2sd.serve.openai.responses import EventStream
-from d2sd.serve.openai.responses_api.items import function_call, message, response, text_part
 
 if TYPE_CHECKING:
     from d2sd.runtime.sequence import Output
@@ -61,11 +61,11 @@ class ResponseFormat(ChatFormat):
         """The response that is not streamed."""
         (choice,) = generation.choices
         answer = self.choice(choice)["message"]
-        calls = [function_call(call) for call in answer.get("tool_calls", ())]
+        calls = [_function_call(call) for call in answer.get("tool_calls", ())]
         has_logprobs = choice.stream.request.sampling.logprobs is not None
         entries = self.logprobs(choice.logprobs, 0)["content"] if has_logprobs else []
         said = answer["content"] or ""
-        items = [message(_status(choice), said, entries)] if said or not calls else []
+        items = [_message(_status(choice), said, entries)] if said or not calls else []
         return self._at(choice, [*items, *calls], ended=True)
 
     def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
@@ -90,12 +90,12 @@ class ResponseFormat(ChatFormat):
         if self._message:
             yield from self._said(_status(choice))
         for call in calls:
-            yield from self._called(function_call(call))
+            yield from self._called(_function_call(call))
         kind = "incomplete" if choice.finish == "length" else "completed"
         yield self._event(f"response.{kind}", response=self._at(choice, self._output, ended=True))
 
     def _at(self, choice: Choice, output: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
-        return response(self._response, self._request, choice, output, ended=ended)
+        return _response(self._response, self._request, choice, output, ended=ended)
 
     def _event(self, kind: str, **fields: Any) -> dict[str, Any]:
         self._sequence += 1
@@ -108,15 +108,15 @@ class ResponseFormat(ChatFormat):
         """A message begins, unless it has."""
         if self._message:
             return
-        item = message("in_progress", None, [])
+        item = _message("in_progress", None, [])
         self._message = item["id"]
         yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._of_text("response.content_part.added", part=text_part("", []))
+        yield self._of_text("response.content_part.added", part=_text_part("", []))
 
     def _said(self, status: str) -> Iterator[dict[str, Any]]:
         """The message ends."""
         text = "".join(self._text)
-        item = message(status, text, self._entries, self._message)
+        item = _message(status, text, self._entries, self._message)
         yield self._of_text("response.output_text.done", text=text, logprobs=self._entries)
         yield self._of_text("response.content_part.done", part=item["content"][0])
         yield self._event("response.output_item.done", output_index=0, item=item)
@@ -137,3 +137,80 @@ class ResponseFormat(ChatFormat):
 
 def _status(choice: Choice) -> str:
     return "incomplete" if choice.finish == "length" else "completed"
+
+
+def _response(
+    head: dict[str, Any], body: ResponsesBody, choice: Choice, output: list[dict[str, Any]], *, ended: bool
+) -> dict[str, Any]:
+    """The response with its id, time and model as `head`, so far or `ended`."""
+    sampling = choice.stream.request.sampling
+    cut = choice.finish == "length"
+    return head | {
+        "object": "response",
+        "status": ("incomplete" if cut else "completed") if ended else "in_progress",
+        "completed_at": int(time.time()) if ended and not cut else None,
+        "incomplete_details": {"reason": "max_output_tokens"} if ended and cut else None,
+        "error": None,
+        "output": output,
+        "usage": _usage(choice) if ended else None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "previous_response_id": None,
+        "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
+        "seed": choice.seed,
+        "service_tier": "default",
+        "background": False,
+        "store": False,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_logprobs": body.top_logprobs or 0,
+        "text": {"format": (body.text.format if body.text else None) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [tool.model_dump() for tool in body.tools or ()],
+        "truncation": body.truncation,
+        "user": body.user,
+    }
+
+
+def _message(status: str, text: str | None, logprobs: list[dict[str, Any]], name: str | None = None) -> dict[str, Any]:
+    """An item of text; without text, one that begins."""
+    content = [] if text is None else [_text_part(text, logprobs)]
+    return {
+        "id": name or f"msg_{uuid4().hex}",
+        "type": "message",
+        "role": "assistant",
+        "status": status,
+        "content": content,
+    }
+
+
+def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The content of a message."""
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
+
+
+def _function_call(call: dict[str, Any]) -> dict[str, Any]:
+    """An item of a tool call in a chat's form."""
+    return {
+        "id": f"fc_{uuid4().hex}",
+        "type": "function_call",
+        "status": "completed",
+        "call_id": call["id"],
+        "name": call["function"]["name"],
+        "arguments": call["function"]["arguments"],
+    }
+
+
+def _usage(choice: Choice) -> dict[str, Any]:
+    """The usage; the counts of speculation are extensions."""
+    usage = usage_of([choice])
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": usage["completion_tokens_details"] | {"reasoning_tokens": 0},
+        "total_tokens": usage["total_tokens"],
+    }
