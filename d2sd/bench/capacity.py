@@ -9,7 +9,7 @@ from typing import Annotated, cast
 from pydantic import BaseModel, ConfigDict, Field
 
 from d2sd.bench.markdown import table
-from d2sd.bench.measured import StepFiles, step_costs
+from d2sd.bench.measured import Step, StepFiles, step_costs
 from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.bundle.load import CALIBRATION
 from d2sd.bundle.serving import auto_policies
@@ -35,25 +35,6 @@ class Lengths(BaseModel):
     def context(self) -> int:
         """Tokens of context in the middle of the answer."""
         return self.prompt_tokens + self.output_tokens // 2
-
-
-class Step(BaseModel):
-    """A measured decode step of `batch` requests."""
-
-    batch: int
-    policy: str
-    seconds: float
-    tokens: float  # that each request gains
-
-    @property
-    def itl(self) -> float:
-        """Mean seconds from token to token."""
-        return self.seconds / self.tokens
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Output tokens a second of all requests together."""
-        return self.batch / self.itl
 
 
 class Option(BaseModel):
@@ -211,10 +192,7 @@ def _option(
     names = auto_policies(configs, plan.calibration) if policy == "auto" else [policy]
     roles = {role for name in names for role in FACTS[name].among(configs).drafters}
     plan = replace(plan, drafters={role: part for role, part in plan.drafters.items() if role in roles})
-    costs = step_costs(plan, files, policy, limits.max_batch, lengths.context, tau) or {}
-    steps = [
-        Step(batch=batch, policy=cost.policy, seconds=cost.seconds, tokens=cost.tokens) for batch, cost in costs.items()
-    ]
+    steps = step_costs(plan, files, policy, limits.max_batch, lengths.context, tau)
     pages = limits.pages_for(lengths.prompt_tokens + lengths.output_tokens + plan.recipe.tree.block_size)
     return Option(
         policy=policy,

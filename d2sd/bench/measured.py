@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pydantic import BaseModel
+
 from d2sd.build.plan import Plan
 from d2sd.bundle.serving import auto_policies, candidate_policies, check_policy, forecasts, policy_of_tree
 from d2sd.bundle.step_times import About, measured_step_times
@@ -20,13 +22,23 @@ from d2sd.runtime.speculation.policy import Policy as TreePolicy
 from d2sd.runtime.step_times import Forecast, StepTimes
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """The policy that an engine serves in one batch bucket, with the costs and tokens of a step."""
+class Step(BaseModel):
+    """A decode step of `batch` requests by the policy that an engine serves them with."""
 
+    batch: int
     policy: str
-    seconds: float  # of a decode step
-    tokens: float  # that each request gains in it
+    seconds: float
+    tokens: float  # that each request gains
+
+    @property
+    def itl(self) -> float:
+        """Mean seconds from token to token."""
+        return self.seconds / self.tokens
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Output tokens a second of all requests together."""
+        return self.batch / self.itl
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +74,8 @@ def is_kind(name: str, gpu: str) -> bool:
 
 def step_costs(
     plan: Plan, files: StepFiles, policy: Policy, max_batch: int, context: int, tau: float | None = None
-) -> dict[int, StepCost] | None:
-    """Costs of an engine of `policy` by batch bucket, for requests of `context` tokens each; None if `files` lack them.
+) -> list[Step]:
+    """Steps of an engine of `policy` by batch bucket, for requests of `context` tokens each; none if `files` lack them.
 
     `tau` is the tokens a step of the policy, in place of the calibration's forecast at the recipe's temperature. Raises
     D2SDError if it is out of range, or if there is neither.
@@ -75,21 +87,28 @@ def step_costs(
     else:
         check_policy(drafters, policy, Path(plan.recipe.name))
         candidates = [policy_of_tree(tree, policy, tree.row_budget, named)]
-    _check_tau(tau, tree.block_size)
+    if tau is not None and not 1 <= tau <= tree.block_size:
+        expected = f"1 .. {tree.block_size}, the block size"
+        raise D2SDError("Tokens a step are out of range.", where="--tau", found=tau, expected=expected)
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
     batches = buckets(max_batch)
     seconds = _seconds(files, candidates, batches, context, all_of=policy != "auto")
     if seconds is None:
-        return None
+        return []
     forecast = _forecast(plan, candidates, tau)
     selector = PolicySelector(candidates, StepTimes.of(seconds), forecast)
     chosen = {size: selector.choose(size, temperature).policy if policy == "auto" else largest for size in batches}
-    return {
-        size: StepCost(str(choice), seconds[choice, size], forecast_tau(forecast, choice, temperature))
+    return [
+        Step(
+            batch=size,
+            policy=str(choice),
+            seconds=seconds[choice, size],
+            tokens=forecast_tau(forecast, choice, temperature),
+        )
         for size, choice in chosen.items()
-    }
+    ]
 
 
 def _kept() -> list[Path]:
@@ -110,13 +129,6 @@ def _seconds(
     found = {(one, size): times.step(one, size, context) for one in candidates for size in batches}
     known = {step: seconds for step, seconds in found.items() if seconds is not None}
     return None if all_of and len(known) < len(found) else known
-
-
-def _check_tau(tau: float | None, block_size: int) -> None:
-    if tau is not None and not 1 <= tau <= block_size:
-        raise D2SDError(
-            "Tokens a step are out of range.", where="--tau", found=tau, expected=f"1 .. {block_size}, the block size"
-        )
 
 
 def _forecast(plan: Plan, policies: Sequence[TreePolicy], tau: float | None) -> Forecast:

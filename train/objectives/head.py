@@ -79,15 +79,26 @@ class Added(NamedTuple):
             return F.linear(self.inner.to(dtype), self.weight.to(dtype)).float() + self.bias.float()
 
 
-def head_stats(
-    hidden: Tensor,
-    target_hidden: Tensor,
-    labels: Tensor,
-    head: Head,
-    forbidden: Tensor | None = None,
-    added: Added | None = None,
-) -> HeadStats:
-    """hidden, target_hidden [N, E], normed; labels [N], indices into the candidates. `forbidden` applies to both."""
+class Rows(NamedTuple):
+    """The rows that statistics are of; those of the drafter and of the target are normed."""
+
+    hidden: Tensor  # [N, E]
+    target_hidden: Tensor  # [N, E]
+    labels: Tensor  # [N], indices into the candidates
+    head: Head
+    forbidden: Tensor | None = None  # [N], as of `Head.logits`, for both
+    added: Added | None = None
+
+    def part(self, rows: slice) -> Rows:
+        """Some of them."""
+        banned = None if self.forbidden is None else self.forbidden[rows]
+        added = None if self.added is None else self.added._replace(inner=self.added.inner[rows])
+        return Rows(self.hidden[rows], self.target_hidden[rows], self.labels[rows], self.head, banned, added)
+
+
+def head_stats(rows: Rows) -> HeadStats:
+    """Statistics of the rows, whose gradients are autograd's."""
+    hidden, target_hidden, labels, head, forbidden, added = rows
     logits = head.logits(hidden, forbidden)
     log_q = (logits if added is None else logits + added.logits(head.weight.dtype)).log_softmax(-1)
     with torch.no_grad():
@@ -102,17 +113,10 @@ def head_stats(
     )
 
 
-def head_stats_fused(
-    hidden: Tensor,
-    target_hidden: Tensor,
-    labels: Tensor,
-    head: Head,
-    forbidden: Tensor | None = None,
-    added: Added | None = None,
-) -> HeadStats:
+def head_stats_fused(rows: Rows) -> HeadStats:
     """The same values and gradients as `head_stats`, with memory for one chunk of rows."""
-    parts = (None, None, None) if added is None else added
-    return HeadStats(*_Fused.apply(hidden, target_hidden, labels, head, forbidden, *parts))  # type: ignore[no-untyped-call]
+    *given, added = rows
+    return HeadStats(*_Fused.apply(*given, *(added or (None, None, None))))  # type: ignore[no-untyped-call]
 
 
 class _Fused(torch.autograd.Function):
@@ -130,15 +134,15 @@ class _Fused(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.save_for_backward(hidden, target_hidden, labels, forbidden, *added)  # type: ignore[arg-type]
         ctx.head = head  # type: ignore[attr-defined]
+        every = Rows(hidden, target_hidden, labels, head, forbidden, _added(added))
         parts, norms = [], []
         kernels = _triton() if hidden.is_cuda else None
         for rows in _chunks(len(hidden), len(head.weight), cuda=kernels is not None):
-            banned = None if forbidden is None else forbidden[rows]
-            given = hidden[rows], target_hidden[rows], labels[rows], head, banned, _rows_of(added, rows)
+            given = every.part(rows)
             if kernels is None:
-                parts.append(head_stats(*given))
+                parts.append(head_stats(given))
             else:
-                stats, *both = kernels.stats_triton(*_inputs(*given))
+                stats, *both = kernels.stats_triton(*_inputs(given))
                 parts.append(stats)
                 norms.append(both)
         ctx.norms = norms  # type: ignore[attr-defined]
@@ -151,39 +155,30 @@ class _Fused(torch.autograd.Function):
         hidden, target_hidden, labels, forbidden, *added = ctx.saved_tensors  # type: ignore[attr-defined]
         of_added = tuple(None if part is None else torch.zeros_like(part, dtype=torch.float32) for part in added)
         head: Head = ctx.head  # type: ignore[attr-defined]
+        every = Rows(hidden, target_hidden, labels, head, forbidden, _added(added))
         out = torch.empty_like(hidden)
         kernels = _triton() if hidden.is_cuda else None
         for index, rows in enumerate(_chunks(len(hidden), len(head.weight), cuda=kernels is not None)):
-            banned = None if forbidden is None else forbidden[rows]
-            correction = _rows_of(added, rows)
-            given = hidden[rows], target_hidden[rows], labels[rows], head, banned, correction
-            of_log_q, of_cross, of_overlap = (gradient[rows].contiguous() for gradient in gradients[:3])
-            slopes = of_log_q, of_cross, of_overlap
+            given = every.part(rows)
+            slopes = [gradient[rows].contiguous() for gradient in gradients[:3]]
             if kernels is None:
-                dz = _gradient(*given, slopes)
+                dz = _gradient(given, slopes)
             else:
                 norms = ctx.norms[index]  # type: ignore[attr-defined]
-                dz = kernels.gradient_triton(*_inputs(*given), norms, slopes, head.weight.dtype)
+                dz = kernels.gradient_triton(*_inputs(given), norms, slopes, head.weight.dtype)
             out[rows] = (dz @ head.weight).to(out.dtype)
-            if correction is not None:
+            if given.added is not None:
                 of_inner, of_weight, of_bias = of_added
-                of_inner[rows] = dz @ correction.weight.to(dz.dtype)  # type: ignore[index]
-                of_weight += dz.T @ correction.inner.to(dz.dtype)  # type: ignore[operator]
+                of_inner[rows] = dz @ given.added.weight.to(dz.dtype)  # type: ignore[index]
+                of_weight += dz.T @ given.added.inner.to(dz.dtype)  # type: ignore[operator]
                 of_bias += dz.sum(0)  # type: ignore[operator]
         learnt = (None if of is None else of.to(part.dtype) for of, part in zip(of_added, added, strict=True))
         return out, None, None, None, None, *learnt
 
 
-def _gradient(
-    hidden: Tensor,
-    target_hidden: Tensor,
-    labels: Tensor,
-    head: Head,
-    forbidden: Tensor | None,
-    added: Added | None,
-    gradients: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    """dz [N, C] in the head's type."""
+def _gradient(rows: Rows, gradients: Sequence[Tensor]) -> Tensor:
+    """dz [N, C] in the head's type, from the gradients [N] of log_q, cross and overlap."""
+    hidden, target_hidden, labels, head, forbidden, added = rows
     of_log_q, of_cross, of_overlap = (gradient[:, None] for gradient in gradients)
     logits = head.logits(hidden, forbidden)
     q = (logits if added is None else logits + added.logits(head.weight.dtype)).softmax(-1)
@@ -209,10 +204,9 @@ def _triton() -> ModuleType | None:
     return head_triton
 
 
-def _inputs(
-    hidden: Tensor, target_hidden: Tensor, labels: Tensor, head: Head, forbidden: Tensor | None, added: Added | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _inputs(rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The kernels' first arguments: logits of both without the head's correction, the correction, labels, forbidden."""
+    hidden, target_hidden, labels, head, forbidden, added = rows
     with torch.autocast(hidden.device.type, enabled=False):
         drafted, target = (F.linear(part.to(head.weight.dtype), head.weight) for part in (hidden, target_hidden))
     if added is not None:
@@ -220,10 +214,9 @@ def _inputs(
     return drafted, target, head.correction, labels, torch.full_like(labels, -1) if forbidden is None else forbidden
 
 
-def _rows_of(added: Sequence[Tensor | None], rows: slice) -> Added | None:
-    """The `Added` of a chunk of rows."""
-    inner, weight, bias = added
-    return None if inner is None or weight is None or bias is None else Added(inner[rows], weight, bias)
+def _added(parts: Sequence[Tensor | None]) -> Added | None:
+    inner, weight, bias = parts
+    return None if inner is None or weight is None or bias is None else Added(inner, weight, bias)
 
 
 def _chunks(rows: int, width: int, *, cuda: bool = False) -> list[slice]:

@@ -7,6 +7,8 @@ Plain PyTorch reads and writes the logits some thirty times, more than the produ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -126,7 +128,7 @@ def gradient_triton(
     labels: Tensor,
     forbidden: Tensor,
     norms: tuple[Tensor, Tensor],
-    gradients: tuple[Tensor, Tensor, Tensor],
+    gradients: Sequence[Tensor],
     dtype: torch.dtype,
 ) -> Tensor:
     """[N, C] in `dtype`, from the gradients [N] of log_q, cross and overlap."""

@@ -39,7 +39,7 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.train.data.draws import first_errors
 from d2sd.train.data.packing import Packed, moved
 from d2sd.train.kinds import trained_kind
-from d2sd.train.objectives.head import Head, HeadStats, head_stats_fused
+from d2sd.train.objectives.head import Head, HeadStats, Rows, head_stats_fused
 from d2sd.train_recipe import Objective
 
 # Shape letters: B sequences, A blocks of each, G block size γ, C candidate ids, V vocabulary, E hidden.
@@ -103,7 +103,7 @@ class BlockLoss(nn.Module):
             added = kind.added(self.drafter, hidden, self._embedding, packed).of(rows, candidates.ids)
         labels = candidates.index[packed.tokens.flatten(0, 1)]
         banned = torch.where(slots == visible[..., None], rejected[..., None], -1).flatten()
-        stats = head_stats_fused(
+        given = Rows(
             hidden.flatten(0, 2).index_select(0, rows),
             packed.target_hidden.flatten(0, 2)[rows],
             labels.flatten()[rows],
@@ -111,6 +111,7 @@ class BlockLoss(nn.Module):
             torch.where(banned >= 0, candidates.index[banned.clamp(min=0)], -1)[rows],
             added,
         )
+        stats = head_stats_fused(given)
         blocks = HeadStats(
             *(column.new_zeros(used.numel()).index_copy(0, rows, column).view_as(used) for column in stats)
         )

@@ -132,10 +132,8 @@ TREE = make_policy("hybrid", block_size=16, branches=4, row_budget=64, lookup=Tr
 SECONDS = {(policy, size): 0.01 * size for policy in (OFF, TREE) for size in (1, 2, 3, 4)}
 
 
-def costs(
-    policy: Any, tau: float | None, changed: dict[tuple[Policy, int], float | None]
-) -> dict[int, measured.StepCost] | None:
-    """Costs of requests of 1,064 tokens by `SECONDS` with these changes; those that are None are left out."""
+def costs(policy: Any, tau: float | None, changed: dict[tuple[Policy, int], float | None]) -> list[measured.Step]:
+    """Steps of requests of 1,064 tokens by `SECONDS` with these changes; those that are None are left out."""
     seconds = {step: found for step, found in (SECONDS | changed).items() if found is not None}
     files = SimpleNamespace(find=lambda *_: StepTimes(seconds, {(OFF, 1): 1e-6}, {}))
     return measured.step_costs(PLAN, cast("measured.StepFiles", files), policy, 4, 1064, tau)
@@ -143,23 +141,21 @@ def costs(
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:
     found = costs("auto", 4.0, {(TREE, 4): 0.5})
-    assert found is not None
-    assert [cost.policy for cost in found.values()] == ["hybrid+lookup of 64 rows and 4 branches"] * 3 + ["off"]
-    assert [cost.seconds for cost in found.values()] == pytest.approx([0.01, 0.02, 0.03, 0.04])
-    assert [cost.tokens for cost in found.values()] == [4.0, 4.0, 4.0, 1.0]
+    assert [cost.policy for cost in found] == ["hybrid+lookup of 64 rows and 4 branches"] * 3 + ["off"]
+    assert [cost.seconds for cost in found] == pytest.approx([0.01, 0.02, 0.03, 0.04])
+    assert [cost.tokens for cost in found] == [4.0, 4.0, 4.0, 1.0]
 
 
 def test_steps_are_those_of_the_context() -> None:
     plain = costs("off", None, {})
-    assert plain is not None
-    assert plain[1].seconds == pytest.approx(0.01 + 1e-6 * 1000)
+    assert plain[0].batch == 1
+    assert plain[0].seconds == pytest.approx(0.01 + 1e-6 * 1000)
 
 
 def test_trees_that_were_not_timed_are_not_served_unless_they_are_asked_for() -> None:
     fewer = costs("auto", 4.0, {(TREE, 4): None})
-    assert fewer is not None
-    assert fewer[4].policy == "off"
-    assert costs("hybrid", 4.0, {(TREE, 4): None}) is None
+    assert (fewer[-1].batch, fewer[-1].policy) == (4, "off")
+    assert costs("hybrid", 4.0, {(TREE, 4): None}) == []
 
 
 def test_unknown_tokens_a_step_are_asked_for() -> None:

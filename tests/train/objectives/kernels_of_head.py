@@ -7,7 +7,7 @@ import torch
 import triton  # type: ignore[import-untyped]
 
 from d2sd.train.objectives import head as module
-from d2sd.train.objectives.head import Added, Head, head_stats
+from d2sd.train.objectives.head import Added, Head, Rows, head_stats
 from d2sd.train.objectives.head_triton import gradient_triton, stats_triton
 
 DEVICE = "cpu" if triton.knobs.runtime.interpret else "cuda"
@@ -37,12 +37,12 @@ def test_kernels_are_what_pytorch_computes(ids: int, added: bool) -> None:
         more = Added(inner, of_ids[:, :4].contiguous(), of_ids[:, 4].contiguous())
     upstream = torch.randn(3, ROWS, generator=draw).to(DEVICE)
 
-    given = module._inputs(hidden, target, labels, head, banned, more)
+    rows = Rows(hidden, target, labels, head, banned, more)
+    given = module._inputs(rows)
     columns, *norms = stats_triton(*given)
-    expected = head_stats(hidden, target, labels, head, banned, more)
+    expected = head_stats(rows)
     for name, found, wanted in zip(expected._fields, columns, expected, strict=True):
         torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5, msg=name)
-    slopes = (upstream[0], upstream[1], upstream[2])
-    wanted = module._gradient(hidden, target, labels, head, banned, more, slopes)
-    found = gradient_triton(*given, (norms[0], norms[1]), slopes, torch.float32)
+    wanted = module._gradient(rows, list(upstream))
+    found = gradient_triton(*given, (norms[0], norms[1]), list(upstream), torch.float32)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)

@@ -12,17 +12,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.train.objectives import head as module
-from d2sd.train.objectives.head import Added, Head, HeadStats, head_stats, head_stats_fused
+from d2sd.train.objectives.head import Added, Head, HeadStats, Rows, head_stats, head_stats_fused
 
 # Shape letters: N rows, C candidate ids, E hidden.
 
-Twin = Callable[[Tensor, Tensor, Tensor, Head, Tensor | None], HeadStats]
+Twin = Callable[[Rows], HeadStats]
 TWINS = pytest.mark.parametrize("twin", [head_stats, head_stats_fused], ids=["eager", "fused"])
 WITH_GRADIENT = ("log_q", "cross", "overlap")
 
 
 class Case(NamedTuple):
-    """The arguments of a twin."""
+    """The rows of a twin, without what is added."""
 
     hidden: Tensor
     target_hidden: Tensor
@@ -33,7 +33,7 @@ class Case(NamedTuple):
     def run(self, twin: Twin, upstream: Tensor) -> tuple[HeadStats, Tensor]:
         """Statistics, and the gradient at `hidden` of their sum under random weights `upstream [3, N]`."""
         hidden = self.hidden.clone().requires_grad_()
-        stats = twin(hidden, *self[1:])
+        stats = twin(Rows(hidden, *self[1:]))
         parts = [(getattr(stats, name) * row).sum() for name, row in zip(WITH_GRADIENT, upstream, strict=True)]
         (gradient,) = torch.autograd.grad(torch.stack(parts).sum(), hidden)
         return HeadStats(*(column.detach() for column in stats)), gradient
@@ -98,7 +98,7 @@ def by_hand(hidden: list[float], target_hidden: list[float], label: int, head: H
 def test_values_equal_the_formulas(twin: Twin) -> None:
     given = case(16, 9, 5, 2.0, torch.float32)
     assert given.forbidden is not None
-    stats = twin(*given)
+    stats = twin(Rows(*given))
     assert stats.guess.dtype == torch.int64
     for row in range(16):
         expected = by_hand(
@@ -288,12 +288,12 @@ def test_what_is_added_learns_alike_in_both(dtype: torch.dtype, monkeypatch: pyt
 
     def run(twin: Any) -> tuple[HeadStats, list[Tensor]]:
         leaves = [made.hidden.float().requires_grad_(), *(part.clone().requires_grad_() for part in parts)]
-        stats = twin(leaves[0], *made[1:], Added(*leaves[1:]))
+        stats = twin(Rows(leaves[0], *made[1:], Added(*leaves[1:])))
         total = sum((getattr(stats, name) * row).sum() for name, row in zip(WITH_GRADIENT, upstream, strict=True))
         return stats, list(torch.autograd.grad(total, leaves))
 
     (eager, wanted), (fused, found) = run(head_stats), run(head_stats_fused)
-    plain = head_stats(made.hidden.float(), *made[1:])
+    plain = head_stats(Rows(made.hidden.float(), *made[1:]))
     assert (eager.log_q - plain.log_q).abs().max() > 0.1
     assert torch.equal(eager.entropy, plain.entropy), "the target's distribution is its own"
     for one, other in zip(eager, fused, strict=True):
