@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -17,14 +17,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from d2sd.bundle.step_times import code, package_version
 from d2sd.errors import D2SDError
 from d2sd.io import cache_folder, digest, write_text
+from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import PLAIN, ProductShape
+from d2sd.modeling.tensor_parallel import Group
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.product_times import Bench, Choice, Times, agreed, chosen, graph_timer, products_of, use
 from d2sd.schema import read_model
-
-if TYPE_CHECKING:
-    from d2sd.modeling.product import Product
-    from d2sd.modeling.tensor_parallel import Group
-    from d2sd.runtime.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
 

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.extras import require
 from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_empty
-
-if TYPE_CHECKING:
-    from d2sd.bundle.options import EngineOptions
 
 
 @click.command(cls=Reporting)

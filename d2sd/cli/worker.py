@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.cli import options
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.extras import require
 from d2sd.option_types import Name
-
-if TYPE_CHECKING:
-    from d2sd.bundle.options import EngineOptions
 
 
 @click.command(cls=Reporting)

@@ -5,19 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING
 
 from typing_extensions import Self
 
 from d2sd.errors import RequestError
+from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.serve.prompts import conversation_inputs, input_of, prompt_inputs
+from d2sd.serve.completion import Completion
+from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, conversation_inputs, input_of, prompt_inputs
 from d2sd.serve.session import Opened, Running, Session
-
-if TYPE_CHECKING:
-    from d2sd.runtime.request import Request
-    from d2sd.serve.completion import Completion
-    from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 
 class AsyncLLM(Opened):

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from typing_extensions import Self
 
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.async_llm import stream_request
-from d2sd.serve.prompts import conversation_inputs, prompt_inputs
+from d2sd.serve.completion import Completion
+from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, conversation_inputs, prompt_inputs
 from d2sd.serve.session import Opened
-
-if TYPE_CHECKING:
-    from collections.abc import AsyncGenerator
-
-    from d2sd.runtime.sampling_params import SamplingParams
-    from d2sd.serve.completion import Completion
-    from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools
 
 
 class LLM(Opened):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 from fastapi.responses import Response
@@ -12,10 +12,8 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from d2sd.errors import ContextLengthExceeded, RequestError
-
-if TYPE_CHECKING:
-    from d2sd.runtime.request import Request as EngineRequest
-    from d2sd.serve.openai.settings import ServerSettings
+from d2sd.runtime.request import Request as EngineRequest
+from d2sd.serve.openai.settings import ServerSettings
 
 #: Characters that a token of text has at most, on average: those of the vocabulary's longest token, within these
 #: bounds. A tokenizer of words takes a word of any length for one unknown token, and some have tokens of 1,000 spaces.

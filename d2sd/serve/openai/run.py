@@ -17,23 +17,19 @@ from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
+from d2sd.bundle.options import EngineOptions
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 from d2sd.logs import log_to_stderr
 from d2sd.manifest import load_manifest
 from d2sd.progress import bar
-from d2sd.serve.openai.app import create_app
-
-if TYPE_CHECKING:
-    from fastapi import FastAPI
-
-    from d2sd.bundle.options import EngineOptions
-    from d2sd.serve.openai.app import Server
-    from d2sd.serve.openai.settings import ServerSettings
+from d2sd.serve.openai.app import Server, create_app
+from d2sd.serve.openai.settings import ServerSettings
 
 logger = logging.getLogger(__name__)
 

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from uuid import uuid4
 
+from d2sd.runtime.sequence import Output
 from d2sd.serve.openai.errors import describe
 from d2sd.serve.openai.formats import ChatFormat
-from d2sd.serve.openai.generation import usage_of
+from d2sd.serve.openai.generation import Choice, Generation, usage_of
+from d2sd.serve.openai.protocol import GenerationBody
 from d2sd.serve.openai.responses import EventStream
-
-if TYPE_CHECKING:
-    from d2sd.runtime.sequence import Output
-    from d2sd.serve.openai.generation import Choice, Generation
-    from d2sd.serve.openai.protocol import GenerationBody
-    from d2sd.serve.openai.responses_api.protocol import ResponsesBody
+from d2sd.serve.openai.responses_api.protocol import ResponsesBody
 
 
 class ResponseStream(EventStream):
