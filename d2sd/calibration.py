@@ -7,13 +7,13 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
 from d2sd.policies import FACTS, DrafterName, DrafterRole, DraftUse, PolicyName, UseName, parse_method
-from d2sd.schema import read_model
+from d2sd.schema import Closed, read_model
 
 NAME = "calibration.json"
 
@@ -21,10 +21,8 @@ NAME = "calibration.json"
 Table = list[list[list[list[float]]]]
 
 
-class CopyTable(BaseModel):
+class CopyTable(Closed):
     """`CopyOdds` of a temperature, with the entries of `d2sd.plugins.lookup.types`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     length: Annotated[list[float], Field(min_length=7, max_length=7)]
     support: Annotated[list[float], Field(min_length=8, max_length=8)]
@@ -35,19 +33,15 @@ class CopyTable(BaseModel):
 Line = Annotated[list[list[float]], Field(min_length=2, max_length=2)]
 
 
-class UseTable(BaseModel):
+class UseTable(Closed):
     """Platt parameters of a `DraftUse` that takes the best candidates alone."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     slope: Line
     offset: Line
 
 
-class CalibrationFile(BaseModel):
+class CalibrationFile(Closed):
     """Written by `d2sd calibrate`; read by the build, which compares the fingerprints with its drafters'."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     d2sd_calibration: Literal[1] = 1
     #: Fingerprints by name.
@@ -57,7 +51,7 @@ class CalibrationFile(BaseModel):
     offset: Table
     #: of uses that are like another (`DraftUse.like`); those that are missing have the parameters of that one, as all
     #: have in files that were written before
-    uses: dict[UseName, UseTable] = {}
+    uses: dict[UseName, UseTable] = Field(default={})
     #: odds of copies of earlier text; files that were written before have none
     copies: dict[Literal["0", "1"], CopyTable] | None = None
     #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`, with fewer branches than

@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from d2sd.errors import D2SDError, shortened
@@ -15,6 +15,12 @@ from d2sd.io import read_json
 Schema = TypeVar("Schema", bound=BaseModel)
 #: Most faults of one file that are listed; the others are counted.
 _MOST = 10
+
+
+class Closed(BaseModel):
+    """Values that do not change: no other keys, and numbers that are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def read_model(

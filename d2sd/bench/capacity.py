@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, cast
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from d2sd.bench.markdown import table
 from d2sd.bench.measured import Step, StepFiles, step_costs
@@ -19,14 +19,13 @@ from d2sd.policies import FACTS, parse_method
 from d2sd.recipe import Drafters, Method, Policy, load_recipe
 from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.request import Limits, Request
+from d2sd.schema import Closed
 
 Positive = Annotated[int, Field(ge=1)]
 
 
-class Lengths(BaseModel):
+class Lengths(Closed):
     """Tokens of each request."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     prompt_tokens: Positive
     output_tokens: Positive

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 from typing_extensions import Self
 
 from d2sd.bundle.backends import BackendName
@@ -14,6 +14,7 @@ from d2sd.errors import D2SDError
 from d2sd.policies import current_name
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Method
+from d2sd.schema import Closed
 from d2sd.typed import named, plain
 
 if TYPE_CHECKING:
@@ -21,13 +22,11 @@ if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine
 
 
-class EngineOptions(BaseModel):
+class EngineOptions(Closed):
     """How a bundle is served; None takes the recipe's value. Descriptions are the help of the commands' options.
 
     Raises `D2SDError` naming a wrong one where `of` makes it.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     max_batch: Annotated[int | None, Field(ge=1, le=4096, description="Requests that decode together.")] = None
     prefix_cache: Annotated[bool | None, Field(description="Reuse K/V of shared prefixes.")] = None

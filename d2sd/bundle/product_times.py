@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
 from d2sd.bundle.step_times import code, package_version
 from d2sd.errors import D2SDError
@@ -22,15 +22,13 @@ from d2sd.modeling.product_forms import PLAIN, ProductShape
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.product_times import Bench, Choice, Times, agreed, chosen, graph_timer, products_of, use
-from d2sd.schema import read_model
+from d2sd.schema import Closed, read_model
 
 logger = logging.getLogger(__name__)
 
 
-class Row(BaseModel):
+class Row(Closed):
     """The forms of one product."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     shape: ProductShape
     rows: Annotated[int, Field(ge=1)]
@@ -44,10 +42,8 @@ class Row(BaseModel):
         return seconds
 
 
-class File(BaseModel):
+class File(Closed):
     """The times, and where they were measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     d2sd_product_times: Literal[1] = 1
     gpu: str

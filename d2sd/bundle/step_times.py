@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 import d2sd
 from d2sd.errors import D2SDError
@@ -28,7 +28,7 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.request import buckets
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import LIMIT, Forecast, StepTimes, measure_step_times
-from d2sd.schema import read_model
+from d2sd.schema import Closed, read_model
 
 if TYPE_CHECKING:
     from d2sd.bundle.backends import BackendName
@@ -107,10 +107,8 @@ def code() -> str:
     return digest([sha256(file) for folder in _FOLDERS for file in sorted((root / folder).rglob("*.py"))])
 
 
-class About(BaseModel):
+class About(Closed):
     """The origin of times, by which a capacity sheet finds those that it can use."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     gpu: str | None  # its name; None: a CPU
     bundle: str  # hash of its files' hashes
@@ -118,9 +116,7 @@ class About(BaseModel):
     ranks: int  # GPUs that share the target
 
 
-class _File(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
+class _File(Closed):
     d2sd_step_times: Literal[3] = 3
     about: About | None = None
     seconds: list[tuple[str, int, Annotated[float, Field(gt=0)]]]  # policy, batch bucket, seconds of a step

@@ -6,7 +6,7 @@ distance and kind of candidate.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -23,6 +23,7 @@ from d2sd.bundle.serving import can_run, chat_request, make_engine, policy_of_tr
 from d2sd.calibration import CalibrationFile, CopyTable, UseTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError, RecipeError
+from d2sd.plugins.lookup import LENGTHS, SUPPORT
 from d2sd.policies import FACTS, LOOKUP, DrafterName, DrafterRole, DraftUse, FirstPass, PolicyName, with_branches
 from d2sd.progress import bar
 from d2sd.prompts import OWN_PROMPTS, last_prompts
@@ -30,15 +31,16 @@ from d2sd.recipe import Recipe
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, run_observed
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.calibration import Calibration, logit
+from d2sd.runtime.speculation.calibration import DEFAULT_ODDS, Calibration, CopyOdds, logit
 from d2sd.runtime.speculation.policy import AUTO_BRANCHES
 from d2sd.runtime.stats import calibration_error, reliability_bins
-from d2sd.train.confidence.copies import fit_copies
 
 #: Weight, in observations, of the prior: it regularises distances that are rarely reached.
 PRIOR = 4.0
 #: That of a use's prior, the fit of the one it is like; of 4, 16 and 64 the best on prompts that were left out.
 _LIKE_PRIOR = 16.0
+#: That of the odds of copies, for every entry.
+_COPY_PRIOR = 1.0
 _IDENTITY = 1.0, 0.0
 _MIN_SLOPE = 0.05  # positive, so that calibration keeps the order of confidences
 _STEPS = 200
@@ -74,29 +76,58 @@ def logistic(
 
     `weight` is the prior's, in observations.
     """
-    middle = torch.tensor(prior, dtype=torch.float64)
-    free = _fitted(x, y, middle, weight, None)
-    return free if free[0] >= _MIN_SLOPE else _fitted(x, y, middle[1:], weight, _MIN_SLOPE)
+    middle, count, exact = torch.tensor(prior, dtype=torch.float64), len(x) + weight, (1e-9, 0.0)
+    a, b = _likeliest(lambda now: x * now[0] + now[1], y, middle, weight, count, exact).tolist()
+    if a >= _MIN_SLOPE:
+        return a, b
+    return _MIN_SLOPE, float(_likeliest(lambda now: x * _MIN_SLOPE + now, y, middle[1:], weight, count, exact))
 
 
-def _fitted(x: Tensor, y: Tensor, prior: Tensor, weight: float, slope: float | None) -> tuple[float, float]:
-    """Solve the convex problem in (a, b), or in b alone at a given slope."""
+def _likeliest(
+    odds: Callable[[Tensor], Tensor],
+    accepted: Tensor,
+    prior: Tensor,
+    weight: float,
+    count: float,
+    tolerances: tuple[float, float] = (1e-7, 1e-9),
+) -> Tensor:
+    """Weights like `prior` whose `odds` make what was accepted likeliest; a convex problem.
+
+    `weight` is the prior's, in observations, `count` what the loss is divided by, and `tolerances` those of its
+    gradient and of its change.
+    """
     weights = prior.clone().requires_grad_()
+    gradient, change = tolerances
     search = torch.optim.LBFGS(
-        [weights], max_iter=_STEPS, tolerance_grad=1e-9, tolerance_change=0, line_search_fn="strong_wolfe"
+        [weights], max_iter=_STEPS, tolerance_grad=gradient, tolerance_change=change, line_search_fn="strong_wolfe"
     )
 
     def loss() -> Tensor:
         search.zero_grad()
-        odds = x * (weights[0] if slope is None else slope) + weights[-1]
-        misfit = binary_cross_entropy_with_logits(odds, y, reduction="sum")
-        total: Tensor = (misfit + weight / 2 * ((weights - prior) ** 2).sum()) / (len(x) + weight)
+        misfit = binary_cross_entropy_with_logits(odds(weights), accepted, reduction="sum")
+        total: Tensor = (misfit + weight / 2 * ((weights - prior) ** 2).sum()) / count
         total.backward()  # type: ignore[no-untyped-call]
         return total
 
     search.step(loss)  # type: ignore[no-untyped-call]
-    solution = weights.tolist()
-    return solution[0] if slope is None else slope, solution[-1]
+    return weights.detach()
+
+
+def fit_copies(outcomes: Sequence[CopyOutcome], slots: int) -> CopyOdds:
+    """The odds of copies of up to `slots` tokens that are likeliest to accept what was accepted.
+
+    Entries without an outcome stay where the prior, `DEFAULT_ODDS`, has them.
+    """
+    length, support, slot = DEFAULT_ODDS
+    held = [slot[min(n, len(slot) - 1)] for n in range(slots)]
+    weights = torch.tensor([*length, *support, *held], dtype=torch.float64)
+    if outcomes:
+        numbers = torch.tensor([outcome[:3] for outcome in outcomes])
+        entries = numbers + torch.tensor([0, len(LENGTHS), len(LENGTHS) + len(SUPPORT) + 2])
+        accepted = torch.tensor([outcome.accepted for outcome in outcomes], dtype=torch.float64)
+        weights = _likeliest(lambda now: now[entries].sum(-1), accepted, weights, _COPY_PRIOR, len(accepted))
+    parts = torch.split(weights, [len(LENGTHS), len(SUPPORT) + 2, slots])
+    return CopyOdds(*(part.round(decimals=4).tolist() for part in parts))
 
 
 def calibrated(judged: Iterable[NodeOutcome], calibration: Calibration, warm: int) -> list[NodeOutcome]:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TextIO, TypeVar
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from d2sd.errors import D2SDError
 from d2sd.io import parse_json
@@ -22,6 +22,8 @@ from d2sd.schema import Schema, validated
 
 class Named(BaseModel):
     """A line with an id."""
+
+    model_config = ConfigDict(strict=True)
 
     id: str
 

@@ -14,7 +14,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import TextIO
 
-from pydantic import ConfigDict, model_validator
+from pydantic import model_validator
 
 from d2sd.errors import D2SDError
 from d2sd.train.data import jsonl
@@ -34,8 +34,6 @@ class Job:
 
 class Turn(jsonl.Named):
     """A line on disk: a user turn that the target wrote, its opening included, or why it was dropped."""
-
-    model_config = ConfigDict(strict=True)
 
     text: str | None = None
     dropped: str | None = None

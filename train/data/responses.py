@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from d2sd.errors import D2SDError
 from d2sd.train.data import jsonl
@@ -33,8 +33,6 @@ class Response:
 
 class ResponseLine(jsonl.Named):
     """A line on disk: a response, or why it was dropped."""
-
-    model_config = ConfigDict(strict=True)
 
     prompt_ids: list[int] = Field(default=[])
     answer_ids: list[int] = Field(default=[])

@@ -10,7 +10,7 @@ import pytest
 from d2sd.plugins.lookup import LENGTHS, SUPPORT
 from d2sd.runtime.observe import CopyOutcome
 from d2sd.runtime.speculation.calibration import DEFAULT_ODDS, CopyOdds, copy_scores
-from d2sd.train.confidence.copies import fit_copies
+from d2sd.train.confidence.fit import fit_copies
 
 TRUE = CopyOdds([n / 3 - 2 for n in range(len(LENGTHS))], [n / 2 - 1 for n in range(len(SUPPORT) + 2)], [0.0, 0.5, 1.0])
 
