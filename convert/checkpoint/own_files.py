@@ -23,19 +23,16 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue
+from pydantic import Field, JsonValue
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
-from d2sd.schema import read_model
+from d2sd.schema import Closed, read_model
 
 DRAFT_VOCABULARY = "draft_vocab.json"
-_STRICT = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
-class _Vocabulary(BaseModel):
-    model_config = _STRICT
-
+class _Vocabulary(Closed, strict=True):
     d2sd_draft_vocab: Literal[1]
     vocab_size: int
     ids: list[JsonValue]  # see `check_ids`
@@ -108,9 +105,7 @@ FP8_INPUTS = "d2sd_fp8.json"
 Scale = Annotated[float, Field(ge=2.0**-126, lt=2.0**128)]
 
 
-class _File(BaseModel):
-    model_config = _STRICT
-
+class _File(Closed, strict=True):
     d2sd_fp8: Literal[1]
     input_scales: dict[str, Scale]
 

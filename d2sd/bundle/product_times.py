@@ -14,9 +14,8 @@ from typing import Annotated, Literal
 import torch
 from pydantic import Field, field_validator
 
-from d2sd.bundle.step_times import code, package_version
+from d2sd.bundle.step_times import code, keep, kept_file, package_version
 from d2sd.errors import D2SDError
-from d2sd.io import cache_folder, digest, write_text
 from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import PLAIN, ProductShape
 from d2sd.modeling.tensor_parallel import Group
@@ -80,10 +79,7 @@ def _path(device: str) -> Path | None:
         "cuda": torch.version.cuda,
         "code": code(),
     }
-    try:
-        return cache_folder() / f"product-times-{digest(depends)[:24]}.json"
-    except OSError:  # the user has no home
-        return None
+    return kept_file("product-times", depends)
 
 
 def kept_times(path: Path | None, bench: Bench, products: list[Product], gpu: str) -> Times:
@@ -103,15 +99,8 @@ def kept_times(path: Path | None, bench: Bench, products: list[Product], gpu: st
     if times.keys() == known.keys():
         return times
     seconds = time.monotonic() - start
-    try:
-        if path is None:
-            raise OSError("the user has no home")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, times, gpu)
-    except OSError as error:
-        logger.info("timed products in %.1f s, but cannot keep the times: %s", seconds, error)
-    else:
-        logger.info("timed products in %.1f s; the next start reads them from %s", seconds, path)
+    rows = [Row(shape=shape, rows=rows, seconds=forms) for (shape, rows), forms in times.items()]
+    keep(path, File(gpu=gpu, torch=str(torch.__version__), products=rows), f"timed products in {seconds:.1f} s")
     return times
 
 
@@ -122,9 +111,3 @@ def read(path: Path, gpu: str) -> Times:
     if (file.gpu, file.torch) != here:
         raise D2SDError("The times are of another GPU or PyTorch.", where=path, found=file.gpu, expected=gpu)
     return file.times
-
-
-def write(path: Path, times: Times, gpu: str) -> None:
-    """Replace the file. Raises OSError."""
-    rows = [Row(shape=shape, rows=rows, seconds=seconds) for (shape, rows), seconds in times.items()]
-    write_text(path, File(gpu=gpu, torch=str(torch.__version__), products=rows).model_dump_json() + "\n")

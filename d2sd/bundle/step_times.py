@@ -80,11 +80,16 @@ def step_times(
         "packages": [package_version(package) for package in _PACKAGES],
         "code": code(),
     }
+    path = kept_file("step-times", depends)
+    return measure_step_times if path is None else partial(kept_step_times, path, about=about)
+
+
+def kept_file(kind: str, depends: object) -> Path | None:
+    """The file of times that depend on this; None if the user has no home."""
     try:
-        folder = cache_folder()
-    except OSError:  # the user has no home
-        return measure_step_times
-    return partial(kept_step_times, folder / f"step-times-{digest(depends)[:24]}.json", about=about)
+        return cache_folder() / f"{kind}-{digest(depends)[:24]}.json"
+    except OSError:
+        return None
 
 
 def _cores() -> int:
@@ -156,16 +161,23 @@ def kept_step_times(
     if steps is not None and steps.refused:
         logger.info("step times are not kept: steps run without CUDA graphs, which the next start may capture")
         return times
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, times, about, busy=busy)
-    except OSError as error:
-        logger.info("measured step times in %.1f s, but cannot keep them: %s", seconds, error)
-    else:
-        logger.info("measured step times in %.1f s; the next start reads them from %s", seconds, path)
+    keep(path, _file(times, about, busy=busy), f"measured step times in {seconds:.1f} s")
     if times.guessed:
         logger.info("%d of %d are guesses, which serving corrects", len(times.guessed), len(times.seconds))
     return times
+
+
+def keep(path: Path | None, times: Closed, found: str) -> None:
+    """Write a file of times, and log where, or why not: `found` says how they were found."""
+    try:
+        if path is None:
+            raise OSError("the user has no home")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, times.model_dump_json() + "\n")
+    except OSError as error:
+        logger.info("%s, but cannot keep them: %s", found, error)
+    else:
+        logger.info("%s; the next start reads them from %s", found, path)
 
 
 def _is_busy() -> bool:
@@ -221,9 +233,8 @@ def _changed(path: Path) -> float:
         return 0.0
 
 
-def _write(path: Path, times: StepTimes, about: About | None, *, busy: bool) -> None:
+def _file(times: StepTimes, about: About | None, *, busy: bool) -> _File:
     seconds = [(str(step[0]), step[1], one) for step, one in times.seconds.items() if step not in times.guessed]
     context = [(str(step[0]), step[1], one) for step, one in times.context.items() if step not in times.guessed]
-    file = _File(about=about, seconds=seconds, context=context, pending=dict(times.pending), busy=busy)
-    file = file.model_copy(update={"partial": bool(times.guessed)})
-    write_text(path, file.model_dump_json() + "\n")
+    pending, partial = dict(times.pending), bool(times.guessed)
+    return _File(about=about, seconds=seconds, context=context, pending=pending, busy=busy, partial=partial)
