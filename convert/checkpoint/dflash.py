@@ -32,6 +32,7 @@ from d2sd.convert.checkpoint.layout import (
     body_fields,
     check_geometry,
     fault,
+    misfit,
     read_body,
     read_role,
     refuse_fp8,
@@ -126,26 +127,17 @@ def check_drafter(
     """
     expected: Role = "first" if role is DrafterRole.FIRST else "variable_prefix"
     if config.role != expected:
-        raise CheckpointError(
-            "The drafter does not fit.",
-            where=f"{where / 'config.json'}: dflash_config.training_mode",
-            found=config.role,
-            expected=expected,
-            fix="if it was trained on variable prefixes: d2sd convert --role variable_prefix"
-            if expected == "variable_prefix"
-            else None,
-        )
+        fix = None
+        if expected == "variable_prefix":
+            fix = "if it was trained on variable prefixes: d2sd convert --role variable_prefix"
+        raise misfit("The drafter does not fit.", where, "dflash_config.training_mode", config.role, expected, fix)
     check_target(config, target, where)
     ids = config.target_layer_ids
     if not all(a < b for a, b in pairwise(ids)):
         # fc's columns follow the config's order, and TensorRT-LLM sorts the ids: only ascending ids are unambiguous.
-        raise CheckpointError(
-            "The target layer ids are not in ascending order.",
-            where=f"{where / 'config.json'}: dflash_config.target_layer_ids",
-            found=list(ids),
-            expected=sorted(ids),
-            fix="d2sd convert --to z-lab, which also reorders the columns of fc",
-        )
+        what, key = "The target layer ids are not in ascending order.", "dflash_config.target_layer_ids"
+        fix = "d2sd convert --to z-lab, which also reorders the columns of fc"
+        raise misfit(what, where, key, list(ids), sorted(ids), fix)
 
 
 def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> None:

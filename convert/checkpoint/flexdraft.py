@@ -27,7 +27,7 @@ from pydantic import JsonValue
 from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
-from d2sd.convert.checkpoint.layout import INERT, READ, check_geometry, geometry_fields, refuse_fp8
+from d2sd.convert.checkpoint.layout import INERT, READ, check_geometry, geometry_fields, misfit, refuse_fp8
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.errors import CheckpointError
@@ -163,13 +163,9 @@ def check_flex(config: FlexConfig, target: DecoderConfig, role: DrafterRole, blo
     ]
     check_geometry(pairs, config, target, where)
     if config.block_size != block_size:
-        raise CheckpointError(
-            "The drafter was trained for another block size.",
-            where=f"{where / 'config.json'}: block_size",
-            found=config.block_size,
-            expected=block_size,
-            fix=f"set tree.block_size to {config.block_size} in the recipe",
-        )
+        what = "The drafter was trained for another block size."
+        fix = f"set tree.block_size to {config.block_size} in the recipe"
+        raise misfit(what, where, "block_size", config.block_size, block_size, fix)
 
 
 def geometry(config: FlexConfig) -> dict[str, JsonValue]:

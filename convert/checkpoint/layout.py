@@ -167,6 +167,13 @@ def read_role(dflash: HFConfig, declared: Role | None) -> tuple[Role, float | No
     return role, dflash.get("prefix_weight_base", float)
 
 
+def misfit(
+    what: str, folder: Path, key: str, found: object, expected: object, fix: str | None = None
+) -> CheckpointError:
+    """An error of a drafter whose config does not fit what it is to run with."""
+    return CheckpointError(what, where=f"{folder / 'config.json'}: {key}", found=found, expected=expected, fix=fix)
+
+
 _FIX = "use a drafter that was trained for this target"
 
 
@@ -176,13 +183,7 @@ def check_geometry(
     """Refuse a drafter of another target: where a key's value, in `pairs`, is not the target's, or the positions."""
     for key, found, expected in pairs:
         if found != expected:
-            raise CheckpointError(
-                "The drafter was made for another target.",
-                where=f"{where / 'config.json'}: {key}",
-                found=found,
-                expected=expected,
-                fix=_FIX,
-            )
+            raise misfit("The drafter was made for another target.", where, key, found, expected, _FIX)
     _check_rope(config.body.rope, target.body.rope, where)
 
 
@@ -196,13 +197,8 @@ def _check_rope(found: RopeConfig, expected: RopeConfig, where: Path) -> None:
         fix = (
             f"remove the scaling from the target's config.json, and serve contexts of up to {longest}; or train with it"
         )
-    raise CheckpointError(
-        "The drafter was made for another target: its positions (RoPE) differ.",
-        where=f"{where / 'config.json'}: rope_theta and rope_scaling",
-        found=json.dumps(rope_fields(found)),
-        expected=json.dumps(rope_fields(expected)),
-        fix=fix,
-    )
+    what, key = "The drafter was made for another target: its positions (RoPE) differ.", "rope_theta and rope_scaling"
+    raise misfit(what, where, key, json.dumps(rope_fields(found)), json.dumps(rope_fields(expected)), fix)
 
 
 def refuse_fp8(directory: Path, config: HFConfig, layers: Iterable[str], what: str, *, expected: str, fix: str) -> None:

@@ -77,17 +77,17 @@ def unsupported_reason(
         return "the first drafter is not DFlash"
     if recipe.precision == "fp32":
         return "its drafter attention supports 16-bit numbers only, and precision is fp32"
-    if isinstance(first, DrafterConfig) and first.head and not first.head.is_optional:  # it skips unknown tensors
+    if first is None:
+        return None
+    if first.head and not first.head.is_optional:  # it skips unknown tensors
         return f"its DFlash runs no {first.head.name} head"
-    if isinstance(first, DrafterConfig) and first.sample_from_anchor:
+    if first.sample_from_anchor:
         return "the anchor's row of the first drafter proposes, and in its DFlash does not"
-    if isinstance(first, DrafterConfig):
-        body = first.body
-        parts = {"windows": body.windows, "causal blocks": body.causal, "sinks": body.sinks}
-        parts["mask embedding"] = first.mask_embedding
-        if lacks := [name for name, there in parts.items() if there]:
-            return f"its DFlash was not tried with {lacks[0]}"
-    return None
+    body = first.body
+    parts = {"windows": body.windows, "causal blocks": body.causal, "sinks": body.sinks}
+    parts["mask embedding"] = first.mask_embedding
+    lacks = [name for name, there in parts.items() if there]
+    return f"its DFlash was not tried with {lacks[0]}" if lacks else None
 
 
 def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
@@ -175,12 +175,7 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
     The drafter computes max_draft_len + 1 slots, and was trained with `block_size` of them, or more.
     """
     part = drafter.part("dflash_config")
-    return {
-        "backend": "pytorch",
-        "tensor_parallel_size": 1,
-        "max_batch_size": recipe.limits.max_batch,
-        "max_seq_len": recipe.limits.max_context,
-        "kv_cache_config": {"enable_block_reuse": False},
+    return _sized(recipe, {"max_batch_size": recipe.limits.max_batch}) | {
         "speculative_config": {
             "decoding_type": "DFlash",
             "speculative_model": "drafter_first",
@@ -188,8 +183,14 @@ def arguments(drafter: HFConfig, recipe: Recipe) -> dict[str, Any]:
             "mask_token_id": part.get("mask_token_id", int),
             "target_layer_ids": list(part.integers("target_layer_ids")),
             "attention_backend": "VANILLA",  # FlashAttention; TRTLLM is for SM100 and SM103 only
-        },
+        }
     }
+
+
+def _sized(recipe: Recipe, batch: dict[str, int]) -> dict[str, Any]:
+    """Arguments of a chain and of a tree alike."""
+    most = {"max_seq_len": recipe.limits.max_context, "kv_cache_config": {"enable_block_reuse": False}}
+    return {"backend": "pytorch", "tensor_parallel_size": 1, **batch, **most}
 
 
 def tree_arguments(
@@ -209,13 +210,8 @@ def tree_arguments(
     total, length = policy.num_nodes - 1, block_size - 1
     # of Eagle's growth, which does not run; its validator wants enough for `total`, and 1 would be a chain
     width = max(2, -(-total // length))
-    return {
-        "backend": "pytorch",
-        "tensor_parallel_size": 1,
-        "max_batch_size": max_batch,
-        "max_num_tokens": max(_MAX_NUM_TOKENS, max_batch * policy.num_nodes),
-        "max_seq_len": recipe.limits.max_context,
-        "kv_cache_config": {"enable_block_reuse": False},
+    batch = {"max_batch_size": max_batch, "max_num_tokens": max(_MAX_NUM_TOKENS, max_batch * policy.num_nodes)}
+    return _sized(recipe, batch) | {
         "speculative_config": {
             "decoding_type": "Eagle3",
             "speculative_model": "drafter_first",
@@ -226,7 +222,7 @@ def tree_arguments(
             "eagle3_layers_to_capture": list(drafter.part("dflash_config").integers("target_layer_ids")),
             "eagle3_model_arch": "llama3",
             "use_rejection_sampling": width <= MOST_SIBLINGS,
-        },
+        }
     }, policy
 
 

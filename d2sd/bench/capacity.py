@@ -61,13 +61,14 @@ class Sheet(BaseModel):
     def markdown(self) -> str:
         """The sheet as text."""
         lengths, first = self.lengths, self.options[0]
+        shared = f" {self.ranks} GPUs share the target; bytes are of one." if self.ranks > 1 else ""
         columns = [(option.policy, list(_memory(option).values())) for option in self.options]
         lines = [
             f"# Capacity: {self.name} on {self.gpu}",
             "",
             f"Requests of {lengths.prompt_tokens} prompt and {lengths.output_tokens} output tokens; precision "
             f"{self.precision}. Weights and K/V fill at most four fifths of {GPUS[self.gpu] // 10**9} GB."
-            f"{self._shared()}",
+            f"{shared}",
             "",
             table([("", list(_memory(first))), *columns]),
             "",
@@ -76,20 +77,17 @@ class Sheet(BaseModel):
         ]
         return "\n".join(lines)
 
-    def _shared(self) -> str:
-        return f" {self.ranks} GPUs share the target; bytes are of one." if self.ranks > 1 else ""
-
     def _speed(self) -> list[str]:
         """The decode steps, or how to measure them."""
         steps = [step for option in self.options for step in option.steps]
         if not steps:
+            ranks = f" --tensor-parallel {self.ranks}" if self.ranks > 1 else ""
             return [
                 f"Nothing is known of its speed: no step times of {self.source} were measured on such a GPU. An engine "
                 "that chooses among policies measures them at its first start, of a bundle with a calibration, and "
                 "keeps them:",
                 "",
-                f"    D2SD_NO_FALLBACK=1 d2sd generate {self.source} --policy auto --device cuda -p Hello"
-                + self._options(),
+                f"    D2SD_NO_FALLBACK=1 d2sd generate {self.source} --policy auto --device cuda -p Hello{ranks}",
                 "",
                 "They are a file `step-times-….json` in d2sd's cache folder; `--step-times FILE` reads one of another "
                 "machine.",
@@ -110,9 +108,6 @@ class Sheet(BaseModel):
             "Tokens a step are the calibration's forecast, or the given ones. Prefill and queueing are not in these "
             "figures: measure them under load.",
         ]
-
-    def _options(self) -> str:
-        return f" --tensor-parallel {self.ranks}" if self.ranks > 1 else ""
 
 
 def _memory(option: Option) -> dict[str, str]:

@@ -14,6 +14,7 @@ import torch
 from d2sd.build.pipeline import build
 from d2sd.build.sources import obtained
 from d2sd.bundle.load import Bundle, load_bundle
+from d2sd.convert.checkpoint.layout import misfit
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, D2SDError
 from d2sd.manifest import NAME, load_manifest
@@ -95,13 +96,9 @@ def _check_ready(
         ("dflash_config.target_layer_ids", list(ready.target_layer_ids), geometry.target_layer_ids),
     ):
         if found != expected:
-            raise CheckpointError(
-                f"The pretrained {role.key} drafter does not match the recipe's geometry.",
-                where=f"{folder / 'config.json'}: {key}",
-                found=found,
-                expected=expected,
-                fix="copy the drafter's value to `drafter` in the recipe",
-            )
+            what = f"The pretrained {role.key} drafter does not match the recipe's geometry."
+            fix = "copy the drafter's value to `drafter` in the recipe"
+            raise misfit(what, folder, key, found, expected, fix)
     if recipe.head is not None and ready.head is not None and not isinstance(ready.head, PairConfig):
         raise CheckpointError(
             f"The pretrained {role.key} drafter has a head already.",
