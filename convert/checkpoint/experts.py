@@ -63,7 +63,7 @@ def stacked(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
         "mlp.router.bias": StoredPart("mlp.router.bias", (count,), _all),
         "mlp.experts.gate_up_proj": StoredPart("mlp.gate_up", (count, hidden, 2 * inner), _in_turns),
         "mlp.experts.gate_up_proj_bias": StoredPart("mlp.gate_up_bias", (count, 2 * inner), _in_turns),
-        "mlp.experts.down_proj": StoredPart("mlp.down", (count, inner, hidden), _transposed),
+        "mlp.experts.down_proj": StoredPart("mlp.down", (count, inner, hidden), lambda x: x.mT),
         "mlp.experts.down_proj_bias": StoredPart("mlp.down_bias", (count, hidden), _all),
     }
 
@@ -117,10 +117,6 @@ def qwen_experts(config: HFConfig, num_layers: int, *, normalized: bool) -> Expe
 def _in_turns(x: Tensor) -> Tensor:
     """x [X, 2I, E] or [X, 2I], gates before ups -> [X, E, I, 2] or [X, I, 2]."""
     return x.view(len(x), 2, -1, *x.shape[2:]).transpose(1, -1)
-
-
-def _transposed(x: Tensor) -> Tensor:
-    return x.mT
 
 
 def _all(x: Tensor) -> Tensor:

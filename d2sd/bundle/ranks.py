@@ -138,7 +138,9 @@ class Ranks:
         if process.returncode == PEER_LOST and (silent := self._running()):
             self._lose(silent, _SILENT)  # this rank has waited as long as a pass may take
         else:
-            self._lose([rank], "has ended, and the engine with it.", _how(process.returncode))
+            code = process.returncode
+            how = f"signal {-code}" if code < 0 else f"exit code {code}"
+            self._lose([rank], "has ended, and the engine with it.", how)
 
     def _running(self) -> list[int]:
         return [rank for rank, process in self._processes.items() if process.returncode is None]
@@ -182,11 +184,6 @@ def _watch(ranks: weakref.ref[Ranks], rank: int, process: subprocess.Popen[bytes
     process.wait()
     if (alive := ranks()) is not None:
         alive._ended(rank, process)
-
-
-def _how(code: int) -> str:
-    """How a process ended."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 def _end(processes: Mapping[int, subprocess.Popen[bytes]], closed: Event) -> None:

@@ -129,7 +129,8 @@ class ResponseGenerator:
         jobs = planned_jobs(self.recipe)
         self._write_turns([job for job in take_turns(jobs, self.work)[0] if job.kind is not None])
         jobs, unwritten = take_turns(jobs, self.work)
-        jobs, screened = PromptFilter(excluded, self._markers()).judge(jobs)
+        added = self.bundle.tokenizer.added_tokens_decoder.values()
+        jobs, screened = PromptFilter(excluded, [token.content for token in added if token.special]).judge(jobs)
         return jobs, Counter([*unwritten.values(), *screened.values()])
 
     def _answer(self, requests: Mapping[str, Request]) -> None:
@@ -254,10 +255,6 @@ class ResponseGenerator:
         text: str = self.bundle.tokenizer.decode(ids[:-1] if ids[-1] in stops else ids)
         end = job.kind.end if job.kind else None
         return text[: text.index(end) + len(end)] if end and end in text else text
-
-    def _markers(self) -> list[str]:
-        """The texts of the tokenizer's special tokens."""
-        return [token.content for token in self.bundle.tokenizer.added_tokens_decoder.values() if token.special]
 
 
 def response_sampling(name: str, data: Data) -> SamplingParams:

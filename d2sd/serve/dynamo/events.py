@@ -43,7 +43,14 @@ class KVReporter:
         stats = self._engine.stats
         if self.snapshots is not None and stats != self._last:
             self._last = stats
-            self.snapshots.publish(0, self._snapshot(stats))
+            snapshot = self._sdk.ComponentSnapshot(
+                kv_used_blocks=stats.pages_used,
+                kv_total_blocks=stats.pages_total,
+                gpu_cache_usage=stats.pages_used / stats.pages_total,
+                dp_rank=0,
+                kv_cache_hit_rate=stats.prefix_hit_rate if stats.prefix_queried_tokens else None,
+            )
+            self.snapshots.publish(0, snapshot)
 
     def _send(self, event: Stored | Removed) -> None:
         if isinstance(event, Removed):
@@ -52,15 +59,6 @@ class KVReporter:
         parent = None if event.parent is None else block_hash(event.parent)
         self._publisher.publish_stored(
             list(event.tokens), [self._page_size], [block_hash(event.key)], parent, cache_salt=event.salt or None
-        )
-
-    def _snapshot(self, stats: EngineStats) -> Any:
-        return self._sdk.ComponentSnapshot(
-            kv_used_blocks=stats.pages_used,
-            kv_total_blocks=stats.pages_total,
-            gpu_cache_usage=stats.pages_used / stats.pages_total,
-            dp_rank=0,
-            kv_cache_hit_rate=stats.prefix_hit_rate if stats.prefix_queried_tokens else None,
         )
 
 

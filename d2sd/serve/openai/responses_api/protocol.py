@@ -120,10 +120,11 @@ class ResponsesBody(SampledBody):
         choice = self.tool_choice
         if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
             choice = {"type": "function", "function": {"name": choice["name"]}}
+        tools = [tool.model_dump(exclude={"type"}, exclude_none=True) for tool in self.tools or ()]
         more = {
             "messages": _messages(self.instructions, self.input),
             "max_completion_tokens": self.max_output_tokens,
-            "tools": [_tool(tool) for tool in self.tools or ()],
+            "tools": [{"type": "function", "function": tool} for tool in tools],
             "tool_choice": choice,
             "parallel_tool_calls": self.parallel_tool_calls,
             "response_format": self.text.format if self.text else None,
@@ -133,10 +134,6 @@ class ResponsesBody(SampledBody):
             "chat_template_kwargs": self.chat_template_kwargs,
         }
         return ChatBody.model_validate(shared | more)
-
-
-def _tool(tool: FunctionTool) -> dict[str, Any]:
-    return {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
 
 
 def _messages(instructions: str | None, items: list[Item]) -> list[dict[str, Any]]:
