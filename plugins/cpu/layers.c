@@ -7,6 +7,7 @@
 #include "attention.h"
 #include "copies.h"
 #include "delta.h"
+#include "drafts.h"
 #include "linear.h"
 #include "memory.h"
 #include "trees.h"

@@ -122,6 +122,8 @@ def _declare(library: ctypes.CDLL) -> None:
         "argmax": [c_void_p, c_long, c_long, c_void_p],
         "delta_rule": [c_void_p, c_int],
         "convolution": [c_void_p, c_int],
+        "likeliest": [c_void_p, c_int],
+        "condition": [c_void_p, c_int],
         **dict.fromkeys(("grow", "accept", "write_pages")),  # their callers convert the arguments
     }
     for name, arguments in types.items():
