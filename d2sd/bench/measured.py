@@ -75,7 +75,7 @@ def step_costs(
     else:
         check_policy(drafters, policy, Path(plan.recipe.name))
         candidates = [policy_of_tree(tree, policy, tree.row_budget, named)]
-    _check_tau(tau, tree.block_size)
+    _check_tau(tau, tree.depth)
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:
         candidates = [largest] if isinstance(largest, Off) else [Off(1), largest]
@@ -112,10 +112,13 @@ def _seconds(
     return None if all_of and len(known) < len(found) else known
 
 
-def _check_tau(tau: float | None, block_size: int) -> None:
-    if tau is not None and not 1 <= tau <= block_size:
+def _check_tau(tau: float | None, depth: int) -> None:
+    if tau is not None and not 1 <= tau <= depth:
         raise D2SDError(
-            "Tokens a step are out of range.", where="--tau", found=tau, expected=f"1 .. {block_size}, the block size"
+            "Tokens a step are out of range.",
+            where="--tau",
+            found=tau,
+            expected=f"1 .. {depth}, the depth of its trees",
         )
 
 
