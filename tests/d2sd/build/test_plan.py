@@ -139,7 +139,7 @@ def test_deeper_trees_are_of_whole_drafts(tmp_path: Path) -> None:
     assert (plain.recipe.tree.depth, deep.recipe.tree.depth) == (4, 12)
     assert (plain.kv_memory().pages, deep.kv_memory().pages) == (4 * 9, 4 * 10)
     assert (deep.recipe.tree.longest("chain"), deep.recipe.tree.longest("lookup")) == (4, 12)
-    with pytest.raises(RecipeError, match="set tree.block_size to 4, or remove max_depth"):
+    with pytest.raises(RecipeError, match=r"set tree\.block_size to 4, or remove max_depth"):
         make_plan(load_recipe(project, ["tree.block_size=3", "tree.branches=2", "tree.max_depth=12"]))
 
 
