@@ -37,5 +37,6 @@ def show_settings(recipe: Recipe) -> None:
     fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
     parts = [recipe.precision, *(f"{part} in FP8" for part, enabled in fp8.items() if enabled)]
     line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))
-    line("tree", f"{tree.policy}, block {tree.block_size}, branches {tree.branches}, row budget {tree.row_budget}")
+    sizes = f"block {tree.block_size}, depth {tree.depth}, branches {tree.branches}, row budget {tree.row_budget}"
+    line("tree", f"{tree.policy}, {sizes}")
     line("limits", f"{limits.max_batch} requests of {limits.max_context} tokens, pages of {limits.page_size}")

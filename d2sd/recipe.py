@@ -23,7 +23,16 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, CopyingName, DrafterRole, PolicyName, current_name
+from d2sd.policies import (
+    FACTS,
+    MAX_BLOCK_SIZE,
+    MAX_NODES,
+    CopyingName,
+    DrafterRole,
+    FirstPass,
+    PolicyName,
+    current_name,
+)
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
@@ -249,9 +258,11 @@ class Tree(Part):
 
     #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
     policy: Annotated[Policy, BeforeValidator(current_name)] = "auto"
-    #: Most tokens that a step commits: the drafts of a block, and one that the target adds. A drafter with larger
-    #: blocks runs smaller ones.
+    #: Tokens that a step commits of a draft at most: those of a block, and one that the target adds. A drafter with
+    #: larger blocks runs smaller ones.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
+    #: Most tokens that a step commits: copies of earlier text go deeper than a block. None: as deep as drafts.
+    max_depth: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] | None = None
     #: Boundaries K that are re-drafted in each step; the default covers all boundaries of a block of 8.
     branches: Positive = 7
     #: Most tree nodes verified per request and step; a GPU verifies 64 at little more than the cost of one.
@@ -259,6 +270,15 @@ class Tree(Part):
     #: Copies of earlier text, prompt and answer, compete with the drafts of ddtree and hybrid: they cost no pass, and
     #: text that repeats itself takes fewer steps.
     lookup: bool = True
+
+    @property
+    def depth(self) -> int:
+        """Most tokens that a step commits."""
+        return self.max_depth or self.block_size
+
+    def longest(self, policy: PolicyName) -> int:
+        """Most tokens that a step of this policy commits of one draft; of copies alone all."""
+        return self.depth if FACTS[policy].first_pass is FirstPass.PROMPT_LOOKUP else self.block_size
 
 
 class Sampling(Part):
@@ -402,6 +422,16 @@ class Recipe(RecipeFile):
     @model_validator(mode="after")
     def _fits_together(self) -> Recipe:
         tree, limits, sampling = self.tree, self.limits, self.sampling
+        if tree.depth < tree.block_size:
+            raise ValueError(
+                f"tree.max_depth {tree.depth} is below tree.block_size {tree.block_size}; set tree.block_size to "
+                f"{tree.depth}, or remove max_depth"
+            )
+        if tree.depth > tree.block_size and not tree.lookup:
+            raise ValueError(
+                f"nothing goes as deep as tree.max_depth {tree.depth} without copies; set tree.lookup to true, or "
+                "remove max_depth"
+            )
         if tree.branches > tree.block_size - 1:
             raise ValueError(
                 f"tree.branches {tree.branches} exceeds the {tree.block_size - 1} boundaries of tree.block_size "

@@ -27,7 +27,7 @@ from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Linear, carried_product
 from d2sd.modeling.inference import plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
-from d2sd.modeling.layers import Layer, RMSNorm, Rotary, rotate
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.quantized import ComputedLinear, carrier
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.cpu import library
@@ -93,7 +93,7 @@ class NativeLayers(nn.Module):
         self._body = self._described()
         self._memory, self._lock = library.Memory(), Lock()  # one pass at a time works in the memory
         weakref.finalize(self, _free, self._memory)  # before the interpreter takes ctypes apart
-        self._context = _context(layers, body.rms_norm_eps) if context else None
+        self._context = _context(layers) if context else None
 
     def _described(self) -> library.Body:
         body = self._config
@@ -215,28 +215,32 @@ class NativeLayers(nn.Module):
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D]."""
         assert self._context is not None
         product, k_norm = self._context
-        context = norm(projected)
-        shape = *context.shape[:-1], 2, self._config.num_layers, -1, self._config.head_dim
-        k, v = product(context).to(context.dtype).view(shape).movedim(-3, 0).unbind(-3)
-        return rotate(k_norm(k), rotary(positions, context.dtype)), v
+        body, x = self._config, projected.flatten(0, 1).float().contiguous()
+        scale = norm.scale.detach().float().contiguous()
+        angles = [part.flatten(0, -2).contiguous() for part in rotary(positions, torch.float32)]
+        shape = body.num_layers, *positions.shape, body.num_kv_heads, body.head_dim
+        k, v = torch.empty(2, *shape, dtype=self._dtype)
+        sizes = len(x), x.shape[1], body.num_layers, body.num_kv_heads, body.head_dim, library.TYPES[self._dtype]
+        room = torch.empty(len(x), x.shape[1] + x.shape[1] % 2), torch.empty(len(x), product.outputs)
+        struct = product.struct
+        tensors = scale, k_norm, x, *angles, *room, k, v
+        arguments = library.Context(*sizes, norm.eps, ctypes.pointer(struct), *map(address, tensors))
+        library.functions().d2sd_keys_values(ctypes.byref(arguments), torch.get_num_threads())
+        return k, v
 
 
 def _free(memory: library.Memory) -> None:
     library.functions().d2sd_free(ctypes.byref(memory))
 
 
-def _context(layers: Sequence[Layer], eps: float) -> tuple[library.PackedLinear, nn.Module]:
-    """The product that makes keys and values [2·L·Hkv·D] of a context, and the norm of its keys [L, B, C, Hkv, D]."""
+def _context(layers: Sequence[Layer]) -> tuple[library.PackedLinear, Tensor | None]:
+    """The product that makes keys and values [2·L·Hkv·D] of a context, and the scales [L, D] of its keys' norms."""
     attentions = [layer.self_attn for layer in layers]
     parts = [attn.k_proj for attn in attentions] + [attn.v_proj for attn in attentions]
     bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
     product = library.PackedLinear.of(torch.cat([part.weight for part in parts]), bias)
-    norms = [attn.k_norm for attn in attentions if isinstance(attn.k_norm, RMSNorm)]
-    if not norms:
-        return product, nn.Identity()
-    norm = RMSNorm(1, eps)
-    norm.weight = nn.Parameter(torch.stack([k_norm.weight.detach() for k_norm in norms])[:, None, None, None])
-    return product, norm
+    scales = [attn.k_norm.scale.detach().float() for attn in attentions if isinstance(attn.k_norm, RMSNorm)]
+    return product, torch.stack(scales) if scales else None
 
 
 def _mask(

@@ -58,7 +58,16 @@ def main(
             fix="name a bundle with drafters.first and drafters.second",
         )
     study, wanted = Study(bundle, out), regimes(per_set, max_new_tokens, longest)
-    sets = [PromptSet(file.stem, read_prompts(file)) for file in prompts or SETS]
+    files = prompts or SETS
+    if repeated := {file for file in files if sum(file.stem == other.stem for other in files) > 1}:
+        raise D2SDError(
+            "Prompt files have one name.",
+            where="--prompts",
+            found=", ".join(sorted(map(str, repeated))),
+            expected="a name for each, since results are kept by it",
+            fix="rename one",
+        )
+    sets = [PromptSet(file.stem, read_prompts(file)) for file in files]
     if check:
         for own in sets:
             _check(study, own, wanted["greedy"])

@@ -50,8 +50,7 @@ def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | Draf
     drafted = tree.branches * block_rows(config, tree.block_size)
     width = len(config.target_layer_ids) * config.body.hidden_size
     drafting = [
-        _rows(recipe, config.body, b, (1, drafted, drafted))
-        | _features(b, (1, tree.block_size, tree.block_size), width)
+        _rows(recipe, config.body, b, (1, drafted, drafted)) | _features(b, (1, tree.depth, tree.depth), width)
         for b in batches
     ]
     injection = _features(_just(1), (1, MAX_INJECTED, MAX_INJECTED), width)
@@ -61,7 +60,7 @@ def make_profiles(recipe: Recipe, builder: Builder, config: DecoderConfig | Draf
 def _rows(recipe: Recipe, body: BodyConfig, b: _Size, t: _Size) -> Profile:
     limits = recipe.limits
     # what the scheduler reserves for a request: its context, and the tokens that a step may add
-    most = -(-(limits.max_context + recipe.tree.block_size) // limits.page_size)
+    most = -(-(limits.max_context + recipe.tree.depth) // limits.page_size)
     m = (1, max(1, most // 2), power_of_two(most))
     p = (2, 1 + limits.max_batch * most, 1 + limits.max_batch * most)
     page = [p, _just(limits.page_size), _just(body.num_kv_heads), _just(body.head_dim)]

@@ -117,10 +117,10 @@ def _in_tensorrt_llm(recipe: Recipe) -> list[PolicyName]:
     return [name for name, facts in runs.items() if there >= set(facts.drafters)]
 
 
-def policy_of(recipe: Recipe, block_size: int, name: PolicyName, nodes: int) -> Policy:
+def policy_of(recipe: Recipe, name: PolicyName, nodes: int) -> Policy:
     """The policy with at most `nodes` nodes. Raises RecipeError as `make_policy` does."""
     tree = recipe.tree
-    made = make_policy(name, block_size=block_size, branches=tree.branches, row_budget=nodes, lookup=tree.lookup)
+    made = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=nodes, lookup=tree.lookup)
     return made.among(recipe.drafters.sources)
 
 
@@ -198,16 +198,16 @@ def tree_arguments(
 ) -> tuple[dict[str, Any], Policy]:
     """Return the arguments of a tree and its policy; `nodes` and `max_batch` take the place of the recipe's.
 
-    Raises RecipeError if a block is longer than `nodes`, which TensorRT-LLM does not accept.
+    Raises RecipeError if a path is longer than `nodes`, which TensorRT-LLM does not accept.
     """
-    block_size, max_batch = recipe.tree.block_size, max_batch or recipe.limits.max_batch
-    if nodes is not None and nodes < block_size:
+    depth, max_batch = recipe.tree.depth, max_batch or recipe.limits.max_batch
+    if nodes is not None and nodes < depth:
         raise RecipeError(
-            "TensorRT-LLM verifies at least a block.", where="nodes", found=nodes, expected=f"{block_size} or more"
+            "TensorRT-LLM verifies at least a path.", where="nodes", found=nodes, expected=f"{depth} or more"
         )
-    most = nodes or max(block_size, min(recipe.tree.row_budget, FULL_BATCH_ROWS // max_batch))
-    policy = policy_of(recipe, block_size, tree_policy(recipe), most)
-    total, length = policy.num_nodes - 1, block_size - 1
+    most = nodes or max(depth, min(recipe.tree.row_budget, FULL_BATCH_ROWS // max_batch))
+    policy = policy_of(recipe, tree_policy(recipe), most)
+    total, length = policy.num_nodes - 1, depth - 1
     # of Eagle's growth, which does not run; its validator wants enough for `total`, and 1 would be a chain
     width = max(2, -(-total // length))
     batch = {"max_batch_size": max_batch, "max_num_tokens": max(_MAX_NUM_TOKENS, max_batch * policy.num_nodes)}

@@ -187,7 +187,7 @@ def _option(
     roles = {role for name in names for role in FACTS[name].among(configs).drafters}
     plan = replace(plan, drafters={role: part for role, part in plan.drafters.items() if role in roles})
     steps = step_costs(plan, files, policy, limits.max_batch, lengths.context, tau)
-    pages = limits.pages_for(lengths.prompt_tokens + lengths.output_tokens + plan.recipe.tree.block_size)
+    pages = limits.pages_for(lengths.prompt_tokens + lengths.output_tokens + plan.recipe.tree.depth)
     return Option(
         policy=policy,
         weight_bytes=plan.weight_bytes,
@@ -203,7 +203,7 @@ def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
     request of max_context does not fit.
     """
     free = GPUS[gpu] * 4 // 5 - plan.weight_bytes
-    page, block = limits.page_size * sum(part.kv_token_bytes for part in plan.parts), plan.recipe.tree.block_size
+    page, block = limits.page_size * sum(part.kv_token_bytes for part in plan.parts), plan.recipe.tree.depth
     needed, windowed = limits.pages_for(limits.max_context + block) * page, plan.windowed
     if windowed is not None:
         needed -= (limits.pages_for(limits.max_context + block) - windowed.pages(limits, block)) * windowed.page_bytes

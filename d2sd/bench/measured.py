@@ -87,8 +87,8 @@ def step_costs(
     else:
         check_policy(drafters, policy, Path(plan.recipe.name))
         candidates = [policy_of_tree(tree, policy, tree.row_budget, named)]
-    if tau is not None and not 1 <= tau <= tree.block_size:
-        expected = f"1 .. {tree.block_size}, the block size"
+    if tau is not None and not 1 <= tau <= tree.depth:
+        expected = f"1 .. {tree.depth}, the most of a step"
         raise D2SDError("Tokens a step are out of range.", where="--tau", found=tau, expected=expected)
     largest = candidates[-1]
     if policy != "auto" or tau is not None or plan.calibration is None:

@@ -122,7 +122,7 @@ class Plan:
         that it may be.
         """
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
-        block, page_bytes = self.recipe.tree.block_size, limits.page_size * token
+        block, page_bytes = self.recipe.tree.depth, limits.page_size * token
         return plan_kv_memory(
             Limits.of(limits), block, page_bytes, windowed=self.windowed, state_bytes=self.state_bytes
         )
@@ -163,7 +163,7 @@ class Plan:
         """K/V and recurrent state of one request of max_context tokens, of all models."""
         limits, windowed = Limits.of(self.recipe.limits), self.windowed
         whole = sum(part.kv_token_bytes - self.windowed_token_bytes(part) for part in self.parts)
-        pages = 0 if windowed is None else windowed.pages(limits, self.recipe.tree.block_size) * windowed.page_bytes
+        pages = 0 if windowed is None else windowed.pages(limits, self.recipe.tree.depth) * windowed.page_bytes
         return limits.max_context * whole + pages + self.state_bytes
 
     def requests_in(self, memory: int) -> int:
@@ -256,6 +256,14 @@ def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> N
             expected=f"at most {1 + most}: {most} drafts, and the token that the target adds",
             fix=f"set tree.block_size to {1 + most}, or less",
         )
+    if recipe.tree.block_size <= most and recipe.tree.depth > recipe.tree.block_size:
+        raise RecipeError(
+            "Deeper trees are of whole drafts.",
+            where="recipe: tree.block_size",
+            found=recipe.tree.block_size,
+            expected=f"{1 + most}, as the drafters were trained, under tree.max_depth {recipe.tree.depth}",
+            fix=f"set tree.block_size to {1 + most}, or remove max_depth",
+        )
 
 
 def _check_engines(plan: Plan) -> None:
@@ -285,12 +293,12 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     if recipe.drafters.calibration is None or (path := located(recipe, recipe.drafters.calibration)) is None:
         return None
     calibration = load_calibration(path)
-    if calibration.block_size != recipe.tree.block_size:
+    if calibration.block_size != recipe.tree.depth:
         raise RecipeError(
-            "The calibration is for another block size.",
+            "The calibration is for trees of another depth.",
             where=f"{path}: block_size",
             found=calibration.block_size,
-            expected=recipe.tree.block_size,
+            expected=f"{recipe.tree.depth}, as tree.max_depth or tree.block_size say",
             fix="run d2sd calibrate",
         )
     return calibration.among(recipe.drafters.sources)

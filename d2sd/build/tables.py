@@ -109,7 +109,7 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
     size = f"pages of {limits.page_size} tokens, {memory.page_bytes:,} B each in all models"
     pools = size_text(memory.total_bytes - memory.states * memory.state_bytes)
     yield ("K/V pages", f"{memory.pages:,} {size}; page 0 takes padding: {pools}")
-    block = plan.recipe.tree.block_size
+    block = plan.recipe.tree.depth
     needed = f"{limits.max_batch} requests of {limits.max_context} + {block} tokens fill {memory.full_pages:,}"
     if isinstance(limits.kv_memory, float):
         yield ("", f"{needed}; at most {limits.kv_memory:g} of the memory that is free when serving starts")

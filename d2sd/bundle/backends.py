@@ -42,7 +42,7 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
         check_device(device)
         target, drafters = bundle.target.to(device), {role: drafter.to(device) for role, drafter in drafters.items()}
         prepare_for_inference(target, drafters.values(), exact=bundle.recipe.exact)
-        block_size = bundle.recipe.tree.block_size
+        block_size = bundle.recipe.tree.depth
         if bundle.ranks is None:
             runner = ModelRunner(target, drafters, block_size=block_size)
         else:
@@ -105,7 +105,7 @@ def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRu
         for role, drafter in drafters.items()
     }
     prepare_for_inference(target, graphs.values())
-    return ModelRunner(target, graphs, block_size=recipe.tree.block_size)
+    return ModelRunner(target, graphs, block_size=recipe.tree.depth)
 
 
 def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built:
         {role: (drafter, files[role.folder]) for role, drafter in drafters.items()},
         aux_layer_ids=aux_layer_ids(bundle),
         page_size=bundle.recipe.limits.page_size,
-        block_size=bundle.recipe.tree.block_size,
+        block_size=bundle.recipe.tree.depth,
     )
 
 

@@ -143,7 +143,7 @@ def policy_of_tree(tree: Tree, name: PolicyName, rows: int, drafters: Collection
     from d2sd.runtime.speculation.policy import make_policy
 
     branches, lookup = tree.branches, tree.lookup
-    made = make_policy(name, block_size=tree.block_size, branches=branches, row_budget=rows, lookup=lookup)
+    made = make_policy(name, block_size=tree.longest(name), branches=branches, row_budget=rows, lookup=lookup)
     return made.among(drafters)
 
 
@@ -207,7 +207,7 @@ def candidate_policies(
     make = partial(policy_of_tree, drafters=drafters)
     policies = [make(tree, "off", 1)]
     for name in (*names, "lookup") if tree.lookup and names else names:
-        for size, branches in policy_class(name).candidates(tree.block_size, tree.branches, rows):
+        for size, branches in policy_class(name).candidates(tree.longest(name), tree.branches, rows):
             policies.append(make(tree.model_copy(update={"branches": branches}), name, size))
     passes = {name: len(FACTS[name].drafters) for name in (*names, "off", "lookup")}
     return sorted(policies, key=lambda entry: (entry.num_nodes, passes[entry.name], entry.num_branches))

@@ -1,24 +1,25 @@
 """From logits to tokens: the target's choice after every row, and the candidates of a draft.
 
-reference.py   the specification in plain PyTorch, and the CPU path but the greedy choice
+reference.py   the specification in plain PyTorch
+cpu.py         the largest of a row, by the compiled library; the rest of the CPU path is the specification
 triton/        the kernels and their launchers
 """
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from d2sd.plugins import dispatch
+from d2sd.plugins.choice.cpu import argmax, likeliest_cpu
 from d2sd.plugins.choice.reference import (
     SamplingTensors,
     best_token,
-    candidates_reference,
     choose_reference,
+    likeliest,
     pool_size_of,
+    ranked,
     sampled_scores,
 )
-from d2sd.plugins.cpu.library import address, functions
 from d2sd.plugins.dispatch import Implementation
 from d2sd.plugins.trees.reference.branches import mask_rejected
 from d2sd.plugins.trees.types import Branches, Draft
@@ -57,14 +58,6 @@ def choose(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: Samplin
     return choose_reference(logits, context_len, depth, sampling)
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """logits [..., V] fp32 -> [...], by the library: the first of the largest; NaN counts as the largest."""
-    rows = logits.contiguous()
-    out = torch.empty(logits.shape[:-1], dtype=torch.long)
-    functions().d2sd_argmax(address(rows), out.numel(), logits.shape[-1], address(out))
-    return out
-
-
 def candidates(
     logits: Tensor,
     context_len: Tensor,
@@ -83,11 +76,14 @@ def candidates(
     With `branches`, [B, K] of them, the token that each presumes rejected is left out of its slot (`mask_rejected`,
     which may happen in place).
     """
-    if not sampling.changes_logits and dispatch.pick(OP, logits) is Implementation.TRITON:
+    picked = dispatch.pick(OP, logits, library=True)
+    if picked is Implementation.TRITON and not sampling.changes_logits:
         from d2sd.plugins.choice.triton.launch import candidates_triton
 
         sampled, pool = sampling if sampling.any_sampled else None, pool_size_of(logits, sampling, width)
         return candidates_triton(logits, context_len, min(width, logits.shape[-1]), pool, ids, sampled, branches)
     if branches is not None:
         logits = mask_rejected(branches, logits, ids)
-    return candidates_reference(logits, context_len, sampling, width, ids)
+    largest = likeliest_cpu if picked is Implementation.LIBRARY else likeliest
+    found = largest(logits.float(), pool_size_of(logits, sampling, width))
+    return ranked(*found, context_len, sampling, width, ids)

@@ -142,15 +142,25 @@ def pool_size_of(logits: Tensor, sampling: SamplingTensors, width: int) -> int:
     return min(width if sampling.is_argmax else CANDIDATE_POOL, logits.shape[-1])
 
 
-def candidates_reference(
-    logits: Tensor, context_len: Tensor, sampling: SamplingTensors, width: int, ids: Tensor | None = None
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` largest of logits [..., V] fp32, largest first, their places, [..., count] each, and the logarithm of
+    the sum of e^logit [..., 1]. Of a row with NaN, infinity or nothing finite no probability made of them is a number.
+    """
+    pool, index = logits.topk(count, dim=-1)
+    return pool, index, logits.logsumexp(-1, keepdim=True)
+
+
+def ranked(
+    pool: Tensor,
+    index: Tensor,
+    total: Tensor,
+    context_len: Tensor,
+    sampling: SamplingTensors,
+    width: int,
+    ids: Tensor | None = None,
 ) -> Draft:
-    """`candidates` in PyTorch: the specification."""
-    logits = logits.float()
-    pool, tokens = logits.topk(pool_size_of(logits, sampling, width), dim=-1)
-    if ids is not None:
-        tokens = ids[tokens]
-    total = logits.logsumexp(-1, keepdim=True)
+    """`candidates` of what `likeliest` found, in PyTorch: the specification."""
+    tokens = index if ids is None else ids[index]
     if sampling.changes_logits:
         changed = sampling.change_at(pool, context_len, tokens)
         others = total + torch.log1p(-(pool - total).exp().sum(-1, keepdim=True).clamp(max=1))
@@ -160,14 +170,13 @@ def candidates_reference(
         tokens = tokens.gather(-1, order)
     scores = pool
     if sampling.any_sampled:
-        slots = torch.arange(logits.shape[2], device=logits.device)
+        slots = torch.arange(pool.shape[2], device=pool.device)
         position = (context_len[:, None, None, None] + 1 + slots[:, None]).expand_as(tokens)
         scores = sampled_scores(pool, sampling, gumbel_at(sampling.seed, position, tokens))
         scores, order = scores.sort(dim=-1, descending=True, stable=True)
         tokens = tokens.gather(-1, order)
         random = (sampling.temperature > 0)[:, None, None, None]
         total = torch.where(random, scores.logsumexp(-1, keepdim=True), total)
-    width = min(width, logits.shape[-1])
     # overflow in a drafter must only lower its acceptance: NaN becomes "no proposal"
     logprob = (scores - total)[..., :width].nan_to_num(-math.inf, neginf=-math.inf)
     return Draft(tokens[..., :width], logprob)

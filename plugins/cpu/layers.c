@@ -5,10 +5,13 @@
    and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
 
 #include "attention.h"
+#include "context.h"
 #include "copies.h"
 #include "delta.h"
+#include "drafts.h"
 #include "linear.h"
 #include "memory.h"
+#include "norms.h"
 #include "trees.h"
 
 struct layer {
@@ -70,22 +73,11 @@ struct run {
 };
 
 INLINE long all_rows(const struct pass *pass) { return pass->starts[pass->batch]; }
-INLINE long even(long n) { return n + (n & 1); }
 INLINE long whole_panels(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
 /* Store a row for a linear layer to read. */
 INLINE void put_input(const struct run *run, long row, long column, const float *x, long count) {
     store(run->body->type == BF16 ? BF16 : F32, run->input, row * run->stride + column, x, count);
-}
-
-static void rms_norm(const float *x, const float *weight, float eps, float *out, long size) {
-    f32x16 squares = splat(0);
-    float rest = 0;
-    long i = 0;
-    for (; i + LANES <= size; i += LANES) squares = fma16(*(f32x16 *)(x + i), *(f32x16 *)(x + i), squares);
-    for (long j = i; j < size; j++) rest += x[j] * x[j];
-    const float scale = 1.0f / sqrtf((sum16(squares) + rest) / (float)size + eps);
-    for (i = 0; i < size; i++) out[i] = x[i] * scale * weight[i];
 }
 
 static void norm_rows(const struct run *run, const float *weight, const struct share *share) {
@@ -111,27 +103,6 @@ static void add_normed(const struct run *run, const float *weight, const struct 
     }
 }
 
-/* --- what becomes of the sums of each linear layer --- */
-
-struct output {
-    const float *bias; /* or NULL */
-    float *rows;
-    long stride, size; /* columns of `rows`, and how many of them are real */
-    int add;           /* to what is there */
-};
-
-static void put_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
-    const struct output *output = to;
-    const long many = output->size - column < PANEL ? output->size - column : PANEL;
-    for (int m = 0; m < rows; m++) {
-        float *out = output->rows + (row + m) * output->stride + column;
-        for (long n = 0; n < many; n++) {
-            const float value = sum[m * PANEL + n] + (output->bias ? output->bias[column + n] : 0);
-            out[n] = output->add ? out[n] + value : value;
-        }
-    }
-}
-
 static void silu_times(void *to, const float *up, const float *gate, long row, int rows, long column) {
     const struct run *run = to;
     const long left = run->body->intermediate - column;
@@ -153,15 +124,6 @@ static void each_attention_tile(
 }
 
 /* --- phases of a layer --- */
-
-static void rotate(float *x, const float *cos, const float *sin, long size) {
-    const long half = size / 2;
-    for (long i = 0; i < half; i++) {
-        const float a = x[i], b = x[half + i];
-        x[i] = a * cos[i] - b * sin[i];
-        x[half + i] = b * cos[half + i] + a * sin[half + i];
-    }
-}
 
 /* Norms and rotates the heads of this thread's rows; stores their keys and values. */
 static void heads_of_rows(const struct run *run, long number, const struct share *share) {

@@ -58,6 +58,17 @@ class Body(Structure):
     ]
 
 
+class Context(Structure):
+    """`struct context`."""
+
+    _fields_ = [
+        *((name, c_long) for name in ("rows", "hidden", "layers", "heads", "head_dim", "type")),
+        ("eps", c_double),
+        ("product", POINTER(Linear)),
+        *((name, c_void_p) for name in ("norm", "k_norm", "x", "cos", "sin", "input", "sums", "k", "v")),
+    ]
+
+
 class View(Structure):
     """`struct view`."""
 
@@ -117,11 +128,14 @@ def _declare(library: ctypes.CDLL) -> None:
         "layers": [POINTER(Body), POINTER(Pass), POINTER(Memory), c_int],
         "linear": [POINTER(Linear), c_void_p, c_long, c_long, c_void_p, c_long, c_int],
         "attend": [POINTER(Body), POINTER(Pass), c_void_p, c_void_p, POINTER(Memory), c_int],
+        "keys_values": [POINTER(Context), c_int],
         "free": [POINTER(Memory)],
         "use_openmp": [POINTER(OpenMP)],
         "argmax": [c_void_p, c_long, c_long, c_void_p],
         "delta_rule": [c_void_p, c_int],
         "convolution": [c_void_p, c_int],
+        "likeliest": [c_void_p, c_int],
+        "condition": [c_void_p, c_int],
         **dict.fromkeys(("grow", "accept", "write_pages")),  # their callers convert the arguments
     }
     for name, arguments in types.items():

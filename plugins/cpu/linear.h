@@ -87,6 +87,7 @@ struct linear {
 };
 
 INLINE long input_size(int type) { return type == BF16 ? 2 : 4; }
+INLINE long even(long n) { return n + (n & 1); }
 
 /* `rows` and `type` are constants where this is inlined. x: [rows, stride]; sum: [rows, PANEL]. */
 INLINE void tile(const int rows, const int type, const char *x, long stride, const char *panel, long in, float *sum) {
@@ -177,6 +178,26 @@ static void each_tile(
                 finish(to, sum, gate, row, count, panel * PANEL);
                 row += count;
             }
+        }
+    }
+}
+
+/* The plainest end of a sum: a column of rows. */
+struct output {
+    const float *bias; /* or NULL */
+    float *rows;
+    long stride, size; /* columns of `rows`, and how many of them are real */
+    int add;           /* to what is there */
+};
+
+static void put_sums(void *to, const float *sum, const float *gate, long row, int rows, long column) {
+    const struct output *output = to;
+    const long many = output->size - column < PANEL ? output->size - column : PANEL;
+    for (int m = 0; m < rows; m++) {
+        float *out = output->rows + (row + m) * output->stride + column;
+        for (long n = 0; n < many; n++) {
+            const float value = sum[m * PANEL + n] + (output->bias ? output->bias[column + n] : 0);
+            out[n] = output->add ? out[n] + value : value;
         }
     }
 }

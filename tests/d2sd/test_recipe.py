@@ -109,6 +109,8 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, override: str, name
     [
         (["tree.branches=8"], ["tree.branches 8", "7"]),
         (["tree.block_size=4"], ["tree.branches 7", "3"]),
+        (["tree.max_depth=4"], ["tree.max_depth 4", "tree.block_size 8"]),
+        (["tree.max_depth=16", "tree.lookup=false"], ["tree.max_depth 16", "set tree.lookup to true"]),
         (["drafters.second=null", "tree.policy=d2sd"], ["d2sd needs drafters.second", "hybrid"]),
         (["drafters={}", "tree.policy=chain"], ["chain needs drafters.first", "off"]),
         (["drafters={calibration: c.json}"], ["drafters.calibration", "remove"]),

@@ -239,6 +239,27 @@ def test_a_packed_drafter_drafts_the_same() -> None:
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["qwen3", "llama", "qwen2"])
+def test_keys_and_values_of_a_context(family: Family, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With norms of keys, without, and with biases: near PyTorch in fp32, and each row's bits its own."""
+    plain = tiny_drafter(tiny_decoder(family, head_dim=16).config, layers=3).to(dtype)
+    for parameter in plain.parameters():
+        torch.nn.init.normal_(parameter, 0.3, 0.2)
+    native = copy.deepcopy(plain)
+    pack(native)
+    features, places = torch.randn(2, 37, plain.fc.in_features, dtype=dtype), torch.arange(74).view(2, 37) + 5
+    found = native.context_keys_values(features, places)
+    for ours, theirs in zip(found, plain.float().context_keys_values(features.float(), places), strict=True):
+        assert ours.dtype == dtype
+        error = (ours.float() - theirs).abs().max() / theirs.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for row in (0, 36):
+        alone = native.context_keys_values(features[1:, row : row + 1], places[1:, row : row + 1])
+        assert all(torch.equal(one[:, 0, 0], all_rows[:, 1, row]) for one, all_rows in zip(alone, found, strict=True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:

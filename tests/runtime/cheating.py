@@ -151,9 +151,15 @@ class Knowing(ModelRunner):
     """
 
     def __init__(
-        self, target: Decoder, first: DraftModel, second: DraftModel | None, texts: Mapping[int, Sequence[int]]
+        self,
+        target: Decoder,
+        first: DraftModel,
+        second: DraftModel | None,
+        texts: Mapping[int, Sequence[int]],
+        *,
+        block_size: int | None = None,
     ) -> None:
-        super().__init__(*prepared(target, first, second))
+        super().__init__(*prepared(target, first, second), block_size=block_size)
         longest = max(map(len, texts.values()))
         padded = [[*text, *[0] * (longest - len(text))] for text in texts.values()]
         self._texts = torch.tensor(padded, device=self.device)

@@ -67,6 +67,8 @@ BROKEN = torch.nan, torch.nan, torch.inf, -torch.inf, 3e38, 1e38, -1e38, 1e30, 1
 NOT_FINITE = torch.nan, torch.inf, -torch.inf
 #: Models whose weights differ by so much, relatively, that tell whether rounding decides.
 SHAKEN, LAST_BITS = 8, 5e-7
+#: Most tokens a step.
+DEPTHS = 6, 9, 16
 #: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
 AUTO: tuple[Policy, ...] = (Off(1), Chain(4), DDTree(4), DDTree(8))
 FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
@@ -236,14 +238,16 @@ class Episode:
         """With few pages, several requests at a time, and in a third of the episodes one step late."""
         dice = self.dice
         texts = {
-            request.seed: [*request.prompt, *told["tokens"], *[0] * BLOCK]
+            request.seed: [*request.prompt, *told["tokens"], *[0] * max(DEPTHS)]
             for request, (told, _) in zip(self.requests, self.alone, strict=True)
         }
         made: Any = self.models()
         target, first, second, flex = made
         case = "flex" if flex is not None and dice.random() < 0.3 else ""
         self.exact, self.cases = is_exact(target), ("off", "lookup", *FLEX_CASES) if case else PAIR_CASES
-        runner = Knowing(target, *of_case(case, first, second, flex), texts)
+        # deeper than a block in a third of the episodes: copies go on where drafts end
+        depth = dice.choice(DEPTHS) if dice.random() < 0.3 else None
+        runner = Knowing(target, *of_case(case, first, second, flex), texts, block_size=depth)
         page_size = dice.choice((4, 8))
         pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
         limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)

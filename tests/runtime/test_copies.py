@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -25,15 +27,18 @@ from tests.tiny import CASES, of_case, policy_name, runner_of, tiny_decoder, tin
 COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 
 
-def circling(policy: str = "hybrid") -> ModelRunner:
-    """A runner of a target that walks in circles, behind drafters that are hardly ever right."""
+def circling(policy: str = "hybrid", depth: int | None = None) -> ModelRunner:
+    """A runner of a target that walks in circles, behind drafters that are hardly ever right; steps of `depth` tokens,
+    or of a block.
+    """
     target = tiny_decoder(layers=2, seed=1, tie=False)
     for name, parameter in target.named_parameters():
         if "o_proj" in name:
             parameter.zero_()
     first = tiny_drafter(target.config, block_size=BLOCK)
     second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
-    return runner_of(target, *of_case(policy, first, second, tiny_flex(target, block_size=BLOCK)))
+    drafters = of_case(policy, first, second, tiny_flex(target, block_size=BLOCK))
+    return runner_of(target, *drafters, block_size=depth)
 
 
 class Watched:
@@ -76,6 +81,26 @@ def test_a_request_copies_from_its_own_text_alone(policy: str) -> None:
     assert watched.steps > 100
     assert sum(s.stats.cached_tokens for s in found) > 0
     assert SequenceStats.merged(s.stats for s in found).accepted_branches[COPY] > 10
+
+
+@pytest.mark.parametrize("policy", COPYING)
+def test_copies_go_deeper_than_a_block(policy: str) -> None:
+    """Up to the depth of the trees, in several steps, in requests of other lengths and with pages for few."""
+    requests = [Request(prompt, 40, SamplingParams(n % 2 / 4, seed=n)) for n, prompt in enumerate(prompts(17))]
+    plain = run_staggered(make_engine(circling(policy), "off"), requests, gap=1)
+    engine = make_engine(circling(policy, 13), policy, pages=40, max_batch=6, lookup=True, row_budget=24)
+    lengths, collect = Counter[int](), SequenceStats.record
+
+    def noted(stats: SequenceStats, length: int, *given: Any) -> None:
+        lengths[length] += 1
+        collect(stats, length, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SequenceStats, "record", noted)
+        found = run_staggered(engine, requests, gap=1)
+    assert [s.answer for s in found] == [s.answer for s in plain]
+    assert max(lengths) == 13
+    assert sum(count for length, count in lengths.items() if length > BLOCK) > 3
 
 
 @pytest.mark.sampled(9)

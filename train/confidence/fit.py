@@ -243,7 +243,7 @@ def fit_calibration(
                 _add(nodes, uses, branched, watch(bundle, branched, requests[::_BRANCHED], temperature, device))
         outcomes.append(nodes)
     report: dict[str, float] = {"prompts": len(requests), "max_new_tokens": max(r.max_new_tokens for r in requests)}
-    slots = bundle.recipe.tree.block_size - 1
+    slots = bundle.recipe.tree.depth - 1
     fitted = fit(outcomes[0], outcomes[1], slots)
     report |= _errors(outcomes, fitted, uses, bundle.drafters)
     slope, offset = (table.double().round(decimals=4) for table in (fitted.slope, fitted.offset))

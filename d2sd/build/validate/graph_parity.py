@@ -44,7 +44,7 @@ def check_graphs(bundle: Bundle, requests: list[Request], plain: list[list[int]]
         session = OnnxSession(folder / f"{role.folder}.onnx")
         drafters[role] = graph_drafter(plain_drafter, session, recipe.limits.page_size)
         errors[role.folder] = shadow(drafters[role], plain_drafter, role.folder)
-    tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.block_size)
+    tree, runner = recipe.tree, ModelRunner(target, drafters, block_size=recipe.tree.depth)
     equal = {}
     for name in trees_of(drafters) or ["off"]:
         policy = make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)

@@ -80,8 +80,7 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
             return stock(model_config, draft_config, lm_head, model)
         reasons = [*argument_faults(spec, manifest), *target_faults(model_config, manifest)]
         refuse("This server cannot draft trees.", bundle, reasons)
-        block_size = manifest.recipe.tree.block_size
-        policy = policy_of(manifest.recipe, block_size, name, spec.max_total_draft_tokens + 1)
+        policy = policy_of(manifest.recipe, name, spec.max_total_draft_tokens + 1)
         # TensorRT-LLM reserves K/V for a draft model, which ours does not use: as little as it takes.
         draft_config.pretrained_config.num_hidden_layers = 1
         print(f"d2sd: trees of {policy}. Not yet run on a GPU: docs/gpu.md", file=sys.stderr, flush=True)
@@ -93,11 +92,11 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
 def argument_faults(spec: Any, manifest: Manifest) -> list[str]:
     """List what is wrong with the speculative arguments, for the drafters of the bundle."""
     reasons = []
-    length = manifest.recipe.tree.block_size - 1
+    length = manifest.recipe.tree.depth - 1
     if not spec.use_dynamic_tree or (spec.dynamic_tree_max_topK or 0) < 2:
         reasons.append("use_dynamic_tree with dynamic_tree_max_topK of at least 2 is needed")
     if spec.max_draft_len != length:
-        reasons.append(f"max_draft_len is {spec.max_draft_len}, and the drafters draft {length} tokens")
+        reasons.append(f"max_draft_len is {spec.max_draft_len}, and the trees are {length} deep")
     if not spec.max_total_draft_tokens or spec.max_total_draft_tokens < length:
         reasons.append(f"max_total_draft_tokens is {spec.max_total_draft_tokens}, less than max_draft_len")
     if getattr(spec, "sa_config", None) is not None:

@@ -131,6 +131,18 @@ def test_layers_with_windows_take_pages_for_their_windows(tmp_path: Path) -> Non
     assert "windows" not in " ".join(text for _, text in kv_lines(found))
 
 
+def test_deeper_trees_are_of_whole_drafts(tmp_path: Path) -> None:
+    """Their pages are counted; drafts that the recipe cuts are refused, since a deeper tree would have all of them."""
+    project = write_project(tmp_path)
+    limits = "limits={max_batch: 4, max_context: 64, page_size: 8, prefill_chunk: 32}"
+    plain, deep = (make_plan(load_recipe(project, [limits, f"tree.max_depth={depth}"])) for depth in ("null", 12))
+    assert (plain.recipe.tree.depth, deep.recipe.tree.depth) == (4, 12)
+    assert (plain.kv_memory().pages, deep.kv_memory().pages) == (4 * 9, 4 * 10)
+    assert (deep.recipe.tree.longest("chain"), deep.recipe.tree.longest("lookup")) == (4, 12)
+    with pytest.raises(RecipeError, match=r"set tree\.block_size to 4, or remove max_depth"):
+        make_plan(load_recipe(project, ["tree.block_size=3", "tree.branches=2", "tree.max_depth=12"]))
+
+
 def test_states_are_counted_beside_pages(tmp_path: Path) -> None:
     recipe = load_recipe(write_project(tmp_path), ["limits={max_batch: 4, max_context: 128, page_size: 8}"])
     dense = make_plan(recipe)

@@ -46,15 +46,15 @@ def command(bundle: Path, program: str = MAIN) -> list[str]:
 def serving(bundle: Path, program: str = MAIN) -> Iterator[Served]:
     with subprocess.Popen(command(bundle, program), stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        url = None
-        for line in process.stderr:
-            if found := re.search(r"serving .* at (http://[0-9.:]+)", line):
-                url = found[1]
-            if url and "startup complete" in line:
-                break
-        assert url is not None
-        served = Served(process, url)
-        try:
+        served, url = Served(process, ""), None
+        try:  # a time limit may end the test while it reads
+            for line in process.stderr:
+                if found := re.search(r"serving .* at (http://[0-9.:]+)", line):
+                    url = found[1]
+                if url and "startup complete" in line:
+                    break
+            assert url is not None
+            served = Served(process, url)
             yield served
         finally:
             process.kill()

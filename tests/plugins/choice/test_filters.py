@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from d2sd.plugins.choice import argmax
+from d2sd.plugins.choice.cpu import argmax
 from d2sd.plugins.choice.reference import apply_filters
 from d2sd.plugins.cpu import library
 from d2sd.runtime.sampling.sample import Sampling

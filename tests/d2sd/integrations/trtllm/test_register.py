@@ -117,7 +117,7 @@ def test_a_policy_without_a_tree_there(
     [
         ({"use_dynamic_tree": False}, "use_dynamic_tree"),
         ({"dynamic_tree_max_topK": 1}, "dynamic_tree_max_topK"),
-        ({"max_draft_len": 3}, "max_draft_len is 3, and the drafters draft 4 tokens"),
+        ({"max_draft_len": 3}, "max_draft_len is 3, and the trees are 4 deep"),
         ({"max_total_draft_tokens": 3}, "max_total_draft_tokens is 3"),
         ({"sa_config": {}}, "sa_config"),
     ],
