@@ -95,9 +95,14 @@ class Study:
 
     def engine(self, policy: PolicyName) -> Engine:
         """An engine of weights of its own, without copies: no seed has them."""
-        return make_engine(
-            load_bundle(self.path, verify=False), policy=policy, calibrated=False, prefix_cache=False, lookup=False
-        )
+        return make_engine(self._loaded(), policy=policy, calibrated=False, prefix_cache=False, lookup=False)
+
+    def _loaded(self) -> Bundle:
+        """The bundle, whose steps are as long as its drafters' blocks."""
+        bundle = load_bundle(self.path, verify=False)
+        tree = bundle.recipe.tree.model_copy(update={"max_depth": None})
+        recipe = bundle.recipe.model_copy(update={"tree": tree})
+        return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}))
 
     def requests(self, own: PromptSet, regime: Regime) -> list[Request]:
         """The requests of a set's first prompts."""
@@ -113,7 +118,7 @@ class Study:
 
     @cached_property
     def _described(self) -> Bundle:
-        return load_bundle(self.path, verify=False)
+        return self._loaded()
 
     @cached_property
     def _plain(self) -> Engine:
