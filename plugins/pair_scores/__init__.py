@@ -1,7 +1,7 @@
 """Scores of candidates behind their parents, by heads of first order, and the best chain by them.
 
     reference.py   the specification in plain PyTorch, and the CPU path
-    triton/        two kernels, a program a slot each, and their launcher
+    triton/        the kernel, a program a slot, and its launcher
 
 Heads are in `d2sd.modeling.drafters.heads`.
 """

@@ -114,6 +114,18 @@ def test_a_draft(
     assert_same(found, run(monkeypatch, call, on=False))
 
 
+@pytest.mark.parametrize("size", [5, 64])
+def test_counters_are_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many slots at a time as there are, and one; and the counters are zeros again, for the next pass."""
+    call, arrived = given(torch.bfloat16, size, 20, SLOT, 4), torch.zeros(9, dtype=torch.int32)
+    run_kernels(monkeypatch, pair_scores.OP)
+    counters = there(arrived)
+    one, two = (conditioned(*(there(x) for x in call), counters) for _ in range(2))
+    assert not counters.any()
+    assert torch.equal(one.logprob, two.logprob)
+    assert_same(run(monkeypatch, call), run(monkeypatch, call, on=False))
+
+
 def log_sum(numbers: list[float]) -> float:
     total = sum(map(math.exp, numbers))
     return math.log(total) if total else -math.inf
