@@ -68,8 +68,8 @@ def stored(kernel: Any) -> set[str]:
     tree = ast.parse(inspect.getsource(kernel.fn))
 
     def leftmost(node: ast.expr) -> str:
-        while isinstance(node, ast.BinOp):
-            node = node.left
+        while isinstance(node, ast.BinOp | ast.Subscript):
+            node = node.left if isinstance(node, ast.BinOp) else node.value
         return node.id if isinstance(node, ast.Name) else ""
 
     own = {

@@ -95,10 +95,11 @@ def test_parts_may_end_in_any_order(capability: int, chunks: bool) -> None:
 @pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
 def test_slots_may_be_scored_in_any_order(capability: int) -> None:
     """The last of a block's slots walks, whichever it is."""
-    call, arrived = pairs.given(torch.bfloat16, 5, 20, pairs.SLOT, 4), torch.zeros(6, dtype=torch.int32)
+    arrived = torch.zeros(6, dtype=torch.int32)
+    call = pairs.given(torch.bfloat16, 5, 20, pairs.SLOT, 4)._replace(arrived=arrived)
     expected = conditioned_reference(*call)
     for order in ORDERS:
         with in_order(order), executed_as_ptx(capability, limit=10_000_000):
-            found = conditioned_triton(*call, arrived)
+            found = conditioned_triton(*call)
         assert not arrived.any(), order
         pairs.assert_same(found, expected)
