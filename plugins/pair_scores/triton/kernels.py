@@ -27,8 +27,8 @@ from d2sd.plugins.trees.types import Draft
 _MOST = tl.constexpr(MOST)
 #: Fewest rows of a product that Triton makes, and numbers of one factor that are multiplied at once.
 FEWEST, NUMBERS = 16, 2048
-WARPS = 4
-#: Pairs of candidates that a turn of the walk compares at once: 32 a thread.
+WARPS = 8
+#: Pairs of candidates that a turn of the walk compares at once: 16 a thread.
 PAIRS = 4096
 
 
