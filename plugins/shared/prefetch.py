@@ -1,7 +1,7 @@
 """Memory that a kernel asks for before it waits for the kernels before, which keep memory idle meanwhile.
 
 A prefetch into the L2 cache, one for all of the GPU, changes neither a register nor what any kernel reads. So it may
-stand in front of `wait_for_prior_kernels()`, where a load may not, even if a kernel before writes these bytes.
+precede `wait_for_prior_kernels()`, as a load may not, even if a kernel before writes these bytes.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 

@@ -8,7 +8,7 @@ side, so that W is read from memory once and by the others through the L2 cache.
 
 A product of few outputs has too few tiles to keep all multiprocessors reading, so `split_linear` divides the inputs:
 each program stores its sums in `partial`, fp32, and the last to come of a tile adds them, of the first share to that
-of the last, whoever comes last. How many shares there are depends on W's shape alone. Exact products have one.
+of the last, in whatever order they came. How many shares there are depends on W's shape alone. Exact products have one.
 
 AHEAD bytes of each row of a program's weights are asked for before the wait for prior kernels, by a prefetch into L2:
 memory reads them while the kernel before still runs. It changes no register, so it is safe even where that kernel
