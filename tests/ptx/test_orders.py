@@ -92,7 +92,7 @@ def test_parts_may_end_in_any_order(capability: int, chunks: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.full), 90])
+@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.full) for one in (80, 100, 120))])
 def test_slots_may_be_scored_in_any_order(capability: int) -> None:
     """The last of a block's slots walks, whichever it is."""
     arrived = torch.zeros(6, dtype=torch.int32)

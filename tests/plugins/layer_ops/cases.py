@@ -121,6 +121,11 @@ def split_linear(outputs: int, inputs: int, *, sums: bool = False) -> None:
     )
 
 
+def multiplied(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """All of each argument, and a product."""
+    return {}, 2 * values["x"].numel() * values["OUT"]
+
+
 def named(name: str, size: str = "") -> dict[str, tuple[str, bool]]:
     return {f"{name} {kind}{'/fp8' * fp8}{size}": (kind, fp8) for kind, fp8 in KINDS}
 
@@ -146,6 +151,7 @@ KERNELS = (
         PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)} | SPLITS,
         reads_back=("partial", "arrived"),
         streamed=("weight",),
+        touched=multiplied,
     ),
     Kernel(
         kernel.add_rms_norm_kernel,
