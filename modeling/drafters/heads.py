@@ -58,8 +58,8 @@ class Head(nn.Module, ABC):
         return Factors(self.predecessors(hidden, parents_of(draft.tokens, blocks)), self.successors)
 
     def join(self, embedding: Tensor) -> None:
-        """Take what it needs of the target's embedding [V, E], and its device; comes before any pass."""
-        self.arrived = torch.zeros(MOST_BLOCKS, dtype=torch.int32, device=embedding.device)
+        """Take what it needs of the target's embedding [V, E]; comes before any pass."""
+        self.arrived = torch.zeros(MOST_BLOCKS, dtype=torch.int32, device=next(self.parameters()).device)
 
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
