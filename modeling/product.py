@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.product_forms import PLAIN, Form, Weights, bucket
 from d2sd.modeling.quantized import ComputedLinear, joined
-from d2sd.plugins.layer_ops import linear, quantize
+from d2sd.plugins.layer_ops import SPLIT_STEP, linear, quantize
 
 Linear = nn.Linear | Fp8Linear | ComputedLinear
 
@@ -50,6 +50,8 @@ class Product(nn.Module):
             self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
             self._weight_scale = quantized[0].weight_scale
             self._one = torch.ones_like(self._weight_scale)
+            tiles = -(-len(self.weight) // SPLIT_STEP)
+            self._arrived = torch.zeros(tiles, dtype=torch.int32, device=self.weight.device)
             self.weight_scales = torch.stack([part.weight_scale for part in quantized])
             if len(parts) > 1:
                 self._added = None
@@ -70,9 +72,11 @@ class Product(nn.Module):
         if self.input_scale is None:
             return Weights(self.weight, self._dtype, self.bias, room=self._has_room)
         if self.scales is not None:
-            ones = self._one, self._one
-            return Weights(self.weight, torch.float32, scales=ones, scaled=False, room=self._has_room)
-        return Weights(self.weight, self._dtype, scales=(self.input_scale, self._weight_scale), room=self._has_room)
+            dtype, scales = torch.float32, (self._one, self._one)
+        else:
+            dtype, scales = self._dtype, (self.input_scale, self._weight_scale)
+        scaled = self.scales is None
+        return Weights(self.weight, dtype, scales=scales, scaled=scaled, room=self._has_room, arrived=self._arrived)
 
     def room(self, rows: int) -> Tensor | None:
         """Memory for an input [rows, in] behind which the chosen form may read more rows; None: any will do."""

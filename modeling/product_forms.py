@@ -1,17 +1,18 @@
 """The ways to compute one matrix product of few rows on CUDA: a row each of the table `FORMS`.
 
-    form        what is multiplied                                            kernels
-    plain       the rows as they are: PyTorch's product, cuBLASLt             1
-    padded      more rows, of any values, whose results are left out          1; 2 where the input has no room for them
-    split 2, 4  the inputs in so many parts at a time, summed in fp32         2, 3
-    kernel      our batch-invariant product (`layer_ops.linear`)              1
+    form          what is multiplied                                           kernels
+    plain         the rows as they are: PyTorch's product, cuBLASLt            1
+    padded        more rows, of any values, whose results are left out         1; 2 where the input has no room for them
+    split 2, 4    the inputs in so many parts at a time, summed in fp32        2, 3
+    kernel        our batch-invariant product (`layer_ops.linear`)             1
+    split kernel  FP8, in parts like split; W asked for early: `split_linear`  1
 
 All give the same numbers but for the order of the sums, which are fp32 in each. Which is fastest depends on the GPU,
 the shape and the number of rows: `d2sd.runtime.product_times` measures it, and a product then keeps one for each bucket
 of rows. Whether a form `applies` is asked without running it; a new form is a row here.
 
 Padding: PyTorch's FP8 product is slower at up to 16 rows than above (vLLM pads to 17, `w8a8_utils.py`), and rows of
-tensor cores come in eights. FP8 has no split form: PyTorch has no batched FP8 product.
+tensor cores come in eights. PyTorch has no batched FP8 product, so FP8 is split by our kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.layer_ops import linear
+from d2sd.plugins.layer_ops import SPLIT_STEP, linear, split_linear
 
 # Shape letters: R rows, N outputs, K inputs.
 
@@ -62,6 +63,7 @@ class Weights:
     scales: tuple[Tensor, Tensor] | None = None  # 0-dim fp32, of x and of `values`: FP8
     scaled: bool = True  # whether they are other than 1
     room: bool = True  # of the input, see `ProductShape`
+    arrived: Tensor | None = None  # counters of `split_linear`
 
     @property
     def shape(self) -> ProductShape:
@@ -134,6 +136,10 @@ def _kernel(x: Tensor, weights: Weights) -> Tensor:
     return linear(x, weights.values, weights.bias, scales=scales, dtype=weights.dtype)
 
 
+def _split_kernel(x: Tensor, weights: Weights) -> Tensor:
+    return split_linear(x, weights.values, weights.scales if weights.scaled else None, weights.dtype, weights.arrived)
+
+
 def _is_padded(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
     return padded_rows(rows, weights.values.dtype) > rows
 
@@ -147,6 +153,11 @@ def _is_few(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
     return rows <= _FEW_ROWS and capability >= (8, 0)
 
 
+def _is_few_in_fp8(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
+    whole = all(size % SPLIT_STEP == 0 for size in weights.values.shape)
+    return rows <= _FEW_ROWS and whole and weights.values.dtype == _NARROW
+
+
 def _split_form(parts: int) -> Form:
     return Form(f"split {parts}", partial(_splits, parts=parts), partial(_split, parts=parts))
 
@@ -158,6 +169,7 @@ FORMS = (
     _split_form(2),
     _split_form(4),
     Form("kernel", _is_few, _kernel),
+    Form("split kernel", _is_few_in_fp8, _split_kernel),
 )
 
 

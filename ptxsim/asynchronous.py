@@ -71,6 +71,8 @@ def prepare_copy(instruction: Instruction) -> Step:
     if instruction.opcode == "cp.async.wait_group":
         latest = _number(operands[0])
         return lambda machine, mask: machine.copies.wait(machine, machine.lanes_of(mask), latest)
+    if instruction.opcode == "cp.async.bulk.prefetch.L2.global":
+        return _prepare_prefetch(instruction)
     if not re.match(r"cp\.async\.c[ag]\.shared\.global", instruction.opcode):
         raise Unsupported(instruction.opcode)
     to, source, length = operands[:3]
@@ -92,6 +94,18 @@ def prepare_copy(instruction: Instruction) -> Step:
         machine.copies.flying.append(_Copy(lanes, at, data, np.full(len(lanes), _OPEN)))
 
     return copy
+
+
+def _prepare_prefetch(instruction: Instruction) -> Step:
+    """Bytes to the L2 cache, which changes nothing: of what the kernel only reads, before its wait too."""
+    place, length = instruction.operands
+
+    def prefetch(machine: Machine, mask: Mask) -> None:
+        lanes = machine.lanes_of(mask)
+        sizes = np.broadcast_to(machine.read(length, 32), machine.lanes)[lanes].astype(np.int64)
+        machine.memory.prefetch(machine.address(place, lanes), sizes)
+
+    return prefetch
 
 
 def _number(operand: Operand) -> int:

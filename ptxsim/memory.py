@@ -102,6 +102,20 @@ class GlobalMemory:
         numbers: Array = self.bytes.view(UNSIGNED[bits])[place[:, None] // (bits // 8) + step]
         return numbers
 
+    def prefetch(self, address: Array, sizes: Array) -> None:
+        """Check what lanes ask for: whole sixteens of bytes, of one tensor each, which the kernel does not write.
+
+        Raises Fault.
+        """
+        if (address % np.uint64(16)).any() or (sizes % 16).any():
+            raise Fault("misaligned prefetch")
+        place = self._near(address.view(np.int64) - BASE)
+        inside = (place >= 0) & (sizes > 0) & (place + sizes <= self.bytes.size)
+        if not inside.all() or not (self.owner[place] == self.owner[place + sizes - 1]).all():
+            raise Fault("prefetch out of bounds")
+        if (self.owner[place] == _NONE).any() or self.writable[place].any():
+            raise Fault("prefetch of what the kernel does not only read")
+
     def store(self, address: Array, numbers: Array, by: Lanes) -> None:
         """Numbers [lanes, count] of unsigned type."""
         size = numbers.shape[1] * numbers.itemsize

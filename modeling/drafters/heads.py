@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
@@ -27,12 +28,21 @@ from d2sd.plugins.trees.types import Draft
 # Shape letters: B requests, K blocks a request, G block size γ, S slots, E hidden, M candidates a slot, P parents of a
 # slot: what is before it in the block, then the M candidates of the slot before; R rank, V vocabulary.
 
+#: Blocks of a pass, of all requests and branches, whose counters are kept.
+MOST_BLOCKS = 1024
+
 
 class Head(nn.Module, ABC):
     """Adds δ to logits: a number for a slot's hidden state, a token and the token before it."""
 
     #: Candidates of a slot among which it chooses.
     pool: int
+    #: Counters of the kernel, which leaves them 0; its passes run in order. None before `join`.
+    arrived: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("arrived", None, persistent=False)
 
     @property
     @abstractmethod
@@ -49,6 +59,7 @@ class Head(nn.Module, ABC):
 
     def join(self, embedding: Tensor) -> None:
         """Take what it needs of the target's embedding [V, E]; comes before any pass."""
+        self.arrived = torch.zeros(MOST_BLOCKS, dtype=torch.int32, device=next(self.parameters()).device)
 
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""
@@ -61,4 +72,4 @@ def conditioned(
 ) -> Draft:
     """See `DraftModel.conditioned`; `hidden [B, K, S, E]` is that of the slots."""
     factors = head.factors(hidden, draft, blocks)
-    return pair_scores.conditioned(blocks, draft, factors, mask_token_id, temperature, width)
+    return pair_scores.conditioned(blocks, draft, factors, mask_token_id, temperature, width, head.arrived)

@@ -53,6 +53,7 @@ class PairHead(Head):
     @torch.no_grad()
     def join(self, embedding: Tensor) -> None:
         """Make the tables, of the target's embedding [V, E], on the device and in the type of the head."""
+        super().join(embedding)
         dtype, device, pairs = self.successor_projection.dtype, self.successor_projection.device, []
         for part in embedding.split(_ROWS):  # type: ignore[no-untyped-call]
             unit = unit_rms(part.to(device))

@@ -11,6 +11,7 @@
     rope_tables      cosines and sines of a pass whose rows are not tokens
     quantize         the input of an FP8 product that no other op makes
     linear           a product whose rows are the same bits in every batch, with `exact`; others are PyTorch's
+    split_linear     an FP8 product of few rows, where it is faster than PyTorch's
 
 Each op picks its implementation by device: CPU tensors take the reference, CUDA tensors the kernel. Whether a model
 may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.use_fused_layers`).
@@ -21,9 +22,11 @@ from __future__ import annotations
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
+from d2sd.plugins.layer_ops.reference import SPLIT_STEP
 from d2sd.plugins.layer_ops.rows import Behind, Front
 
 __all__ = [
+    "SPLIT_STEP",
     "Behind",
     "Front",
     "Heads",
@@ -35,11 +38,12 @@ __all__ = [
     "quantize",
     "rope_tables",
     "silu_mul",
+    "split_linear",
 ]
 
 OP = "unfused layers"
 LINEAR = "batch-invariant products"
-_LAUNCH = "d2sd.plugins.layer_ops.triton.launch"
+_LAUNCH, _PRODUCTS = (f"d2sd.plugins.layer_ops.triton.{name}" for name in ("launch", "products"))
 
 # Shape letters: R rows of all requests, C rows of context before them, V vocabulary, E hidden, I intermediate, L
 # layers, Hq/Hkv query and K/V heads, D head size.
@@ -50,4 +54,5 @@ silu_mul = dispatch.op(OP, reference.silu_mul, f"{_LAUNCH}:silu_mul", loaded=Tru
 rope_tables = dispatch.op(OP, reference.rope_tables, f"{_LAUNCH}:rope_tables", loaded=True)
 embed_norm_rope = dispatch.op(OP, reference.embed_norm_rope, f"{_LAUNCH}:embed_norm_rope", loaded=True)
 quantize = dispatch.op(OP, reference.quantize, f"{_LAUNCH}:quantize", loaded=True)
-linear = dispatch.op(LINEAR, reference.linear, f"{_LAUNCH}:linear", loaded=True)
+linear = dispatch.op(LINEAR, reference.linear, f"{_PRODUCTS}:linear", loaded=True)
+split_linear = dispatch.op(LINEAR, reference.split_linear, f"{_PRODUCTS}:split_linear", loaded=True)

@@ -234,3 +234,25 @@ def linear(
     if scales is not None:
         wide = (wide * (scales[0] * scales[1])).to(dtype).float()
     return (wide if bias is None else wide + bias.float()).to(dtype)
+
+
+#: Of whose multiples W's outputs and inputs must be for `split_linear`.
+SPLIT_STEP = 128
+
+
+def split_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: tuple[Tensor, Tensor] | None = None,
+    dtype: torch.dtype | None = None,
+    arrived: Tensor | None = None,
+) -> Tensor:
+    """x Wᵀ of FP8 as `linear` has it, batch-invariant too, by a kernel that is for few rows.
+
+    It sums shares of the inputs side by side, and adds those in fp32, first to last; W's shape says how many there are.
+
+    Args:
+        arrived: for the kernel, zeros [at least out / SPLIT_STEP] int32 that are zeros again afterwards, for calls that
+            run in order; without, a call makes its own.
+    """
+    return linear(x, weight, None, scales, dtype)

@@ -2,7 +2,7 @@
 
     reference.py   the specification in plain PyTorch
     cpu.py         the same by the compiled library
-    triton/        two kernels, a program a slot each, and their launcher
+    triton/        the kernel, a program a slot, and its launcher
 
 Heads are in `d2sd.modeling.drafters.heads`.
 """

@@ -48,7 +48,13 @@ def factored(before: Tensor, of_slot: Tensor | None, parents: Tensor) -> Tensor:
 
 
 def conditioned_reference(
-    blocks: Tensor, draft: Draft, factors: Factors, mask_token_id: int, temperature: Tensor, width: int
+    blocks: Tensor,
+    draft: Draft,
+    factors: Factors,
+    mask_token_id: int,
+    temperature: Tensor,
+    width: int,
+    arrived: Tensor | None = None,
 ) -> Draft:
     """The `width` best of a draft's candidates [B, K, S, M], at most M, best first behind the best of the slot before,
     and what each is worth behind each parent (`Draft.behind`; None at a width of 1).
@@ -58,6 +64,9 @@ def conditioned_reference(
 
     δ that is NaN, or infinite, proposes nothing behind its parent. Behind a parent whose δ are all 0 log-probabilities
     stay as they are, to the bit. Of equal scores the earlier candidate comes first.
+
+    `arrived` is for the kernel: zeros [at least B·K] int32 that are zeros again afterwards, for calls that run in
+    order; without, or where it has fewer, a call makes its own.
     """
     slots = draft.tokens.shape[-2]
     shown, parents = blocks[..., :slots, None], parents_of(draft.tokens, blocks)  # [B, K, S, 1], [B, K, S, P]

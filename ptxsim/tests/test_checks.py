@@ -228,6 +228,28 @@ def test_a_dependent_launch_touches_nothing_before_it_waits(what: str) -> None:
     attempt(WAITS + LETS_IN + EARLY[what], dependent=True)
 
 
+PREFETCH = "ld.param.b64 %rd0, [kernel_param_0]; cp.async.bulk.prefetch.L2.global [%rd0 + {}], {};"
+
+
+def test_a_prefetch_may_stand_before_the_wait() -> None:
+    attempt(PREFETCH.format(16, 240) + WAITS, writable=False, dependent=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "size", "writable", "said"),
+    [
+        (8, 16, False, "misaligned prefetch"),
+        (0, 24, False, "misaligned prefetch"),
+        (16, 256, False, "prefetch out of bounds"),
+        (-16, 16, False, "does not only read"),
+        (0, 16, True, "does not only read"),
+    ],
+)
+def test_a_prefetch_is_of_what_is_only_read(first: int, size: int, writable: bool, said: str) -> None:
+    with pytest.raises(Fault, match=said):
+        attempt(PREFETCH.format(first, size), writable=writable)
+
+
 def test_all_threads_of_a_dependent_launch_wait() -> None:
     lines = "mov.u32 %r1, %tid.x; setp.lt.u32 %p1, %r1, 63; @%p1 " + WAITS
     attempt(lines)

@@ -186,6 +186,16 @@ def test_the_order_of_a_kernel(capability: int) -> None:
     assert bool(order_faults(other, capability)) == (capability >= 90)
 
 
+@pytest.mark.parametrize("capability", [90, 100, 120])
+def test_weights_are_asked_for_ahead_of_the_wait(capability: int) -> None:
+    """By an instruction that is no access, so that the rule of order lets it pass; once."""
+    linear = kernels()["linear_kernel"]
+    done = compile_kernel(linear.kernel, linear.launches["split product fp8"], capability)
+    code = [it.base for block in disassemble(done.cubin) for it in block.code]
+    assert code.index("UBLKPF") < code.index("ACQBULK")
+    assert code.count("UBLKPF") == 1
+
+
 def test_code_that_is_not_modelled_is_an_error() -> None:
     with pytest.raises(UnknownCode, match="UBLKCP"):
         parse("        /*0000*/                   UBLKCP.S.G [UR8], [UR4], UR6 ;")

@@ -19,7 +19,8 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 from benchmarks.gpu import traffic
 from benchmarks.gpu.roofline import floor_bytes, passes
 from benchmarks.gpu.steps import BATCHES, BODY, CONTEXT, FILTERED, SAMPLED, VOCABULARY, Step, count, rows
-from benchmarks.gpu.traffic import KV, LOGITS, WEIGHTS, Launch, Meter, read, written
+from benchmarks.gpu.traffic import KV, LOGITS, WEIGHTS, Launch, Meter, read, without_gpu, written
+from d2sd.modeling.product_forms import Weights, forms
 from tests.plugins.cases import kernels
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +69,8 @@ def stored(kernel: Any) -> set[str]:
     tree = ast.parse(inspect.getsource(kernel.fn))
 
     def leftmost(node: ast.expr) -> str:
-        while isinstance(node, ast.BinOp):
-            node = node.left
+        while isinstance(node, ast.BinOp | ast.Subscript):
+            node = node.left if isinstance(node, ast.BinOp) else node.value
         return node.id if isinstance(node, ast.Name) else ""
 
     own = {
@@ -96,6 +97,23 @@ def stored(kernel: Any) -> set[str]:
 def test_what_a_kernel_writes_is_what_it_stores(name: str) -> None:
     registered = kernels()[name]
     assert stored(registered.kernel) == set(registered.writes)
+
+
+@torch.inference_mode()
+def test_an_fp8_product_of_few_rows_is_one_launch() -> None:
+    """Its weights once, as for PyTorch's; the sums of its four shares are written and read back."""
+    x, values = (torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device="meta") for rows in (16, 4096))
+    one, arrived = fp32(), torch.zeros(32, dtype=torch.int32, device="meta")
+    weights = Weights(values, torch.bfloat16, scales=(one, one), arrived=arrived)
+    (form,) = (form for form in forms(16, weights, (9, 0)) if form.name == "split kernel")
+    with (meter := Meter(0, ())), without_gpu(meter):
+        form.call(x, weights)
+    (launch,) = meter.launches
+    partial, counters = 4 * 16 * 4096 * 4, 32 * 4
+    assert launch.name == "linear_kernel"
+    assert read([launch]) == x.nbytes + values.nbytes + 2 * 4 + partial + counters
+    assert written([launch]) == 16 * 4096 * 2 + partial + counters
+    assert launch.flops == 2 * 16 * 4096 * 4096
 
 
 def test_a_kernel_without_a_rule_is_an_error() -> None:

@@ -106,4 +106,13 @@ MUTANTS = [
         "tl.load(bias + column % BLOCK_N, mask",
         PRODUCTS,
     ),
+    Mutant("all shares begin at the first inputs", LINEAR, "begin = tl.program_id(2) *", "begin = 0 *", FP8),
+    Mutant("the first share is added last", LINEAR, "range(1, SPLITS)", "range(SPLITS - 1, 0, -1)", FP8),
+    Mutant(
+        "weights are asked for behind the wait",
+        LINEAR,
+        "        prefetch(weight + column * IN + begin, AHEAD)\n    wait_for_prior_kernels()\n",
+        "        wait_for_prior_kernels()\n        prefetch(weight + column * IN + begin, AHEAD)\n",
+        FP8,
+    ),
 ]

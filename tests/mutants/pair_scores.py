@@ -1,10 +1,11 @@
-"""Mutants of the scores of heads."""
+"""Mutants of the scores of heads, and of the count of programs that they share with products."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant, interpreted
 
 PAIRS, PROOF = "plugins/pair_scores/triton/kernels.py", interpreted("pairs")
+ARRIVALS = "plugins/shared/arrivals.py"
 
 MUTANTS = [
     Mutant(
@@ -23,7 +24,11 @@ MUTANTS = [
         PROOF,
     ),
     Mutant(
-        "the walk ends one slot early", PAIRS, "for step in range(slot - 1):", "for step in range(slot - 2):", PROOF
+        "the walk is one slot behind",
+        PAIRS,
+        "taken_of = tl.where(turn == step, taken, taken_of)",
+        "taken_of = tl.where(turn == step, earlier, taken_of)",
+        PROOF,
     ),
     Mutant(
         "of equal scores the last leads on",
@@ -32,5 +37,13 @@ MUTANTS = [
         "tl.max(tl.where((order == best) & inside[None, :], tl.arange(0, MP)[None, :], -1), axis=1)",
         PROOF,
     ),
-    Mutant("parents stay in the order given", PAIRS, "place = _ranks(of_parents, inside, MP)", "place = m", PROOF),
+    Mutant(
+        "parents stay in the order given",
+        PAIRS,
+        "place = _ranks(of_parents, inside)",
+        "place = tl.zeros_like(rank) + m[None, :]",
+        PROOF,
+    ),
+    Mutant("the last but one walks", ARRIVALS, "== COUNT - 1", "== COUNT - 2", PROOF),
+    Mutant("the count is not taken back", ARRIVALS, "tl.atomic_add(arrived, -COUNT", "tl.atomic_add(arrived, 0", PROOF),
 ]

@@ -36,7 +36,7 @@ class Run:
     logits: dict[int, Tensor] = field(default_factory=dict)  # [B, V] after each position
     pool: KVPool = field(init=False)
     table: Tensor = field(init=False)
-    slots: Tensor | None = None  # of states
+    state_ids: Tensor | None = None  # of states
 
     def __post_init__(self) -> None:
         batch, length = self.tokens.shape

@@ -12,7 +12,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.layer_ops import reference
-from d2sd.plugins.layer_ops.triton import launch
+from d2sd.plugins.layer_ops.triton import products
 from ptxsim.launch import executed_as_ptx
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, numbers
 from tests.plugins.kernels import calls
@@ -44,7 +44,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return launch.linear(x, weight, bias, None, torch.float32)
+    return products.linear(x, weight, bias, None, torch.float32)
 
 
 def check_linear(capability: int, dtype: torch.dtype) -> None:
@@ -55,8 +55,8 @@ def check_linear(capability: int, dtype: torch.dtype) -> None:
         check_rows_alone(sums, x, weight, bias, (1, 7, 16, 64))
     torch.testing.assert_close(found, reference.linear(x, weight, bias, None, torch.float32))
     assert len({launch.ptx for launch in launches}) == 1, "one kernel, whatever the number of rows"
-    products = {name.split(".")[0] for name in launches[0].counts if name.startswith(("mma", "wgmma.mma"))}
-    assert products == (set() if dtype == torch.float32 else {"wgmma" if capability == 90 else "mma"})
+    kinds = {name.split(".")[0] for name in launches[0].counts if name.startswith(("mma", "wgmma.mma"))}
+    assert kinds == (set() if dtype == torch.float32 else {"wgmma" if capability == 90 else "mma"})
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Blocks of the attention kernel in orders that a GPU could take: what they tell each other is right in all of them.
+"""Blocks of kernels in orders that a GPU could take: what they tell each other is right in all of them.
 
 One behind the other, as where there is room for one; and by chance, some at a time, from one branch to the next and
 some far more often than others, so that blocks come, wait and leave between any two additions of the others.
@@ -18,8 +18,11 @@ import triton.language as tl  # type: ignore[import-untyped]
 from d2sd.plugins.cascade_attention import ChunkMask, pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.kernel import _shares
 from d2sd.plugins.cascade_attention.triton.launch import launch
+from d2sd.plugins.pair_scores.reference import conditioned_reference
+from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton
 from ptxsim.launch import executed_as_ptx
 from tests.plugins.cascade_attention.cases import Attention
+from tests.plugins.kernels import pairs
 from tests.ptx.cases import call_of
 from tests.ptx.orders import in_order
 
@@ -86,3 +89,17 @@ def test_parts_may_end_in_any_order(capability: int, chunks: bool) -> None:
         assert not arrived.any(), order
         expected = found if expected is None else expected
         assert torch.equal(found, expected), order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [90, *(pytest.param(one, marks=pytest.mark.full) for one in (80, 100, 120))])
+def test_slots_may_be_scored_in_any_order(capability: int) -> None:
+    """The last of a block's slots walks, whichever it is."""
+    arrived = torch.zeros(6, dtype=torch.int32)
+    call = pairs.given(torch.bfloat16, 5, 20, pairs.SLOT, 4)._replace(arrived=arrived)
+    expected = conditioned_reference(*call)
+    for order in ORDERS:
+        with in_order(order), executed_as_ptx(capability, limit=10_000_000):
+            found = conditioned_triton(*call)
+        assert not arrived.any(), order
+        pairs.assert_same(found, expected)

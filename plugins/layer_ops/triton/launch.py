@@ -8,7 +8,6 @@ Triton launches on the current device: callers make the tensors' device the curr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -28,7 +27,6 @@ from d2sd.plugins.layer_ops.triton.kernel import (
     rope_tables_kernel,
     silu_mul_kernel,
 )
-from d2sd.plugins.layer_ops.triton.linear import linear_kernel
 
 # Shape letters as in d2sd/plugins/layer_ops/__init__.py.
 
@@ -286,72 +284,3 @@ def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
         grid = (triton.cdiv(x.numel(), BLOCK),)
         quantize_kernel[grid](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
     return out
-
-
-@dataclass(frozen=True, slots=True)
-class LinearTile:
-    """Tile of one program."""
-
-    rows: int
-    outputs: int
-    inputs: int  # an iteration
-    stages: int
-    warps: int = 4
-
-
-#: By bytes of a weight, for few and for many outputs. 64 rows of 16 bits and FP8 are a warpgroup's tile on Hopper.
-#: An iteration takes 128 bytes of a row. Of x a program reads as much as of W for 64 outputs, twice as much for 32, but
-#: 32 give 128 programs to 4,096 outputs. Weights in flight are those of all stages but one: 24 and 32 KB, of which
-#: Little's law asks 20 KB a multiprocessor on H100. fp32 has no tensor cores under IEEE rounding.
-NARROW = {1: LinearTile(64, 32, 128, 7), 2: LinearTile(64, 32, 64, 7), 4: LinearTile(16, 32, 32, 7)}
-WIDE = {1: LinearTile(64, 64, 128, 5), 2: LinearTile(64, 64, 64, 5), 4: LinearTile(16, 32, 32, 7)}
-#: From so many outputs on, 64 of them a program keep all multiprocessors busy.
-MANY_OUTPUTS = 8192
-
-
-def linear_tile(outputs: int, itemsize: int) -> LinearTile:
-    """By the weight alone, so that a row's sums are the same among any number of rows."""
-    return (WIDE if outputs >= MANY_OUTPUTS else NARROW)[itemsize]
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.linear` on CUDA."""
-    assert weight.is_contiguous()
-    assert x.dtype == weight.dtype
-    rows = x.flatten(0, -2).contiguous()
-    out = torch.empty(len(rows), len(weight), dtype=dtype or x.dtype, device=x.device)
-    tile = linear_tile(len(weight), weight.element_size())
-    grid = triton.cdiv(len(rows), tile.rows), triton.cdiv(len(weight), tile.outputs)
-    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # the head runs outside of the layers
-        linear_kernel[grid](
-            rows,
-            weight,
-            bias,
-            *(scales or (None, None)),
-            out,
-            len(rows),
-            **linear_constants(tile, *weight.shape),
-            num_warps=tile.warps,
-            **OPTIONS,
-        )
-    return out.view(*x.shape[:-1], -1)
-
-
-@cache
-def linear_constants(tile: LinearTile, outputs: int, inputs: int) -> dict[str, Any]:
-    """Compile-time constants of `linear_kernel`."""
-    return {
-        "IN": inputs,
-        "OUT": outputs,
-        "BLOCK_M": tile.rows,
-        "BLOCK_N": tile.outputs,
-        "BLOCK_K": tile.inputs,
-        "STAGES": tile.stages,
-        "WIDEN": INTERPRET,
-    }

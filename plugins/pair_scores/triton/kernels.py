@@ -1,7 +1,7 @@
-"""Scores of candidates behind their parents, in two launches. The specification: `d2sd.plugins.pair_scores`.
+"""Scores of candidates behind their parents, in one launch. The specification: `d2sd.plugins.pair_scores`.
 
-    pairs_kernel   δ and log-probabilities of a slot, and which candidate is the best behind each parent
-    walk_kernel    follows the best through the slots before, and puts parents and candidates in order
+    a program a slot         δ and log-probabilities, and which candidate is the best behind each parent
+    the last one of a block  follows the best through the slots, and puts parents and candidates in order
 
 All slots are computed at once: a walk looks up which row each slot's best leads to, and computes nothing.
 """
@@ -17,6 +17,7 @@ from triton import next_power_of_2 as power
 
 from d2sd.plugins.choice.triton.search import LOWEST, exp
 from d2sd.plugins.pair_scores.reference import MOST, Factors
+from d2sd.plugins.shared.arrivals import comes_last
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry
 from d2sd.plugins.trees.types import Draft
@@ -26,7 +27,9 @@ from d2sd.plugins.trees.types import Draft
 _MOST = tl.constexpr(MOST)
 #: Fewest rows of a product that Triton makes, and numbers of one factor that are multiplied at once.
 FEWEST, NUMBERS = 16, 2048
-WARPS = 4
+WARPS = 8
+#: Pairs of candidates that a turn of the walk compares at once: 16 a thread.
+PAIRS = 4096
 
 
 @triton.jit
@@ -54,13 +57,16 @@ def _log_add(one, other):
 
 @dependent_kernel
 def pairs_kernel(
-    tokens, logprob, blocks, before, behind, of_slot, temperature, table, following, mask_token_id,
+    tokens, logprob, blocks, before, behind, of_slot, temperature, table, following, arrived, best_tokens,
+    best_logprob, best_table, mask_token_id,
     SLOTS: tl.constexpr, BRANCHES: tl.constexpr, SIZE: tl.constexpr, M: tl.constexpr, MP: tl.constexpr,
-    RANK: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr,
+    RANK: tl.constexpr, BLOCK: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, LINKSP: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
     """Grid (B·K·S). tokens, logprob [B·K·S, M]; blocks [B·K, SIZE]; before, behind [V, RANK], with EACH `before`
     [B·K·S, P, RANK]; of_slot [B·K·S, RANK] or None; temperature [B]. table [B·K·S, P, M] fp32; following [B·K·S, P]
-    int32: the row that the best of each row leads to in the slot behind.
+    int32: the row that the best of each row leads to in the slot behind; arrived [B·K] int32. best_tokens int64,
+    best_logprob fp32 [B·K·S, WIDTH]; best_table [B·K·S, 1 + WIDTH, WIDTH] fp32 or None.
     """
     wait_for_prior_kernels()
     row = tl.program_id(0).to(tl.int64)
@@ -106,6 +112,11 @@ def pairs_kernel(
     leads_to = following + row * (M + 1)
     tl.store(leads_to + 1 + m, _first_of_best(found, inside, MP) + 1, mask=inside)
     tl.store(leads_to + m, _first_of_best(first, inside, MP) + 1, mask=m == 0)
+    if comes_last(arrived + block, SLOTS):
+        _walk(
+            tokens, table, following, best_tokens, best_logprob, best_table, block * SLOTS,
+            SLOTS, M, MP, WIDTH, LINKSP, TURN,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -117,58 +128,63 @@ def _first_of_best(x, inside, MP: tl.constexpr):
 
 
 @triton.jit
-def _ranks(x, inside, MP: tl.constexpr):
-    """The place of each number among all, largest first; of equal ones the first comes first."""
-    entries = tl.where(inside, pack_entry(x, tl.arange(0, MP)), ABSENT)
-    return tl.sum((entries[None, :] > entries[:, None]).to(tl.int32), axis=1)
+def _ranks(x, inside):
+    """The place of each number in its row, largest first; of equal ones the first comes first."""
+    entries = tl.where(inside[None, :], pack_entry(x, tl.arange(0, x.shape[1])[None, :]), ABSENT)
+    return tl.sum((entries[:, None, :] > entries[:, :, None]).to(tl.int32), axis=2)
 
 
-@dependent_kernel
-def walk_kernel(
-    tokens, table, following, best_tokens, best_logprob, best_table,
+@triton.jit
+def _walk(
+    tokens, table, following, best_tokens, best_logprob, best_table, first,
     SLOTS: tl.constexpr, M: tl.constexpr, MP: tl.constexpr, WIDTH: tl.constexpr, LINKSP: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B·K·S). tokens, table and following as in `pairs_kernel`; best_tokens int64, best_logprob fp32
-    [B·K·S, WIDTH]; best_table [B·K·S, 1 + WIDTH, WIDTH] fp32 or None.
-    """
-    wait_for_prior_kernels()
-    row = tl.program_id(0).to(tl.int64)
-    first = row - row % SLOTS
-    slot = (row - first).to(tl.int32)
-    m = tl.arange(0, MP)
+    """Puts the slots of a block, from row `first` on, in order, TURN of them at a time."""
+    m, turn = tl.arange(0, MP), tl.arange(0, TURN)
     inside = m < M
-    both = inside[:, None] & inside[None, :]
-    own = tl.load(tokens + row * M + m, mask=inside, other=0)
-    here = table + row * ((M + 1) * M)
-    if best_table is not None:
-        root = tl.load(here + m, mask=inside, other=0.0)
-        rows = tl.load(here + (m + 1)[:, None] * M + m[None, :], mask=both, other=0.0)
-
     # All that the walk may look up is fetched at once; the links themselves are 1 or more.
     link, links = tl.arange(0, LINKSP), following + first * (M + 1)
     near = tl.load(links + link, mask=link < SLOTS * (M + 1), other=0)
-    earlier = tl.min(tl.minimum(near, 0), axis=0)
-    for step in range(slot - 1):
-        earlier = tl.load(links + step * (M + 1) + earlier)
-    taken = tl.load(links + (slot - 1) * (M + 1) + earlier, mask=slot > 0, other=0)
-
-    walk = tl.load(here + taken * M + m, mask=inside, other=0.0)
-    rank = _ranks(walk, inside, MP)
-    kept = inside & (rank < WIDTH)
-    tl.store(best_tokens + row * WIDTH + rank, own, mask=kept)
-    tl.store(best_logprob + row * WIDTH + rank, walk, mask=kept)
-    if best_table is not None:
-        back = tl.where(slot > 0, row - 1, row)  # the first slot's rows are in its own order
-        of_parents = tl.load(table + back * ((M + 1) * M) + earlier * M + m, mask=inside, other=0.0)
-        place = _ranks(of_parents, inside, MP)
-        at = best_table + row * ((1 + WIDTH) * WIDTH)
-        tl.store(at + rank, root, mask=kept)
-        to = at + (place + 1)[:, None] * WIDTH + rank[None, :]
-        tl.store(to, rows, mask=both & (place < WIDTH)[:, None] & (rank < WIDTH)[None, :])
+    taken = tl.min(tl.minimum(near, 0), axis=0)
+    earlier = 0  # not `taken`: the compiler takes variables that begin as one value for one
+    for start in range(0, SLOTS, TURN):
+        taken_of, earlier_of = tl.zeros([TURN], tl.int32), tl.zeros([TURN], tl.int32)
+        for step in range(TURN):
+            taken_of = tl.where(turn == step, taken, taken_of)
+            earlier_of = tl.where(turn == step, earlier, earlier_of)
+            earlier = taken
+            taken = tl.load(links + (start + step) * (M + 1) + taken, mask=start + step < SLOTS, other=0)
+        slot = start + turn
+        row, read = first + slot, (slot < SLOTS)[:, None] & inside[None, :]
+        here = table + row * ((M + 1) * M)
+        own = tl.load(tokens + row[:, None] * M + m[None, :], mask=read, other=0)
+        walk = tl.load((here + taken_of * M)[:, None] + m[None, :], mask=read, other=0.0)
+        rank = _ranks(walk, inside)
+        to, kept = row[:, None] * WIDTH + rank, read & (rank < WIDTH)
+        tl.store(best_tokens + to, own, mask=kept)
+        tl.store(best_logprob + to, walk, mask=kept)
+        if best_table is not None:
+            root = tl.load(here[:, None] + m[None, :], mask=read, other=0.0)
+            both = read[:, None, :] & inside[None, :, None]
+            rows = tl.load(here[:, None, None] + (m + 1)[None, :, None] * M + m[None, None, :], mask=both, other=0.0)
+            back = here - tl.where(slot > 0, (M + 1) * M, 0)  # the first slot's rows are in its own order
+            of_parents = tl.load((back + earlier_of * M)[:, None] + m[None, :], mask=read, other=0.0)
+            place = _ranks(of_parents, inside)
+            at = best_table + row * ((1 + WIDTH) * WIDTH)
+            tl.store(at[:, None] + rank, root, mask=kept)
+            to = at[:, None, None] + (place + 1)[:, :, None] * WIDTH + rank[:, None, :]
+            tl.store(to, rows, mask=both & (place < WIDTH)[:, :, None] & (rank < WIDTH)[:, None, :])
 
 
 def conditioned_triton(
-    blocks: Tensor, draft: Draft, factors: Factors, mask_token_id: int, temperature: Tensor, width: int
+    blocks: Tensor,
+    draft: Draft,
+    factors: Factors,
+    mask_token_id: int,
+    temperature: Tensor,
+    width: int,
+    arrived: Tensor | None = None,
 ) -> Draft:
     """`conditioned` of blocks [B, K, G], the draft's candidates [B, K, S, M] and temperatures [B]."""
     tokens, logprob, device = draft.tokens.contiguous(), draft.logprob.contiguous(), blocks.device
@@ -182,16 +198,15 @@ def conditioned_triton(
     shape = batch, count, slots, 1 + width, width
     behind = None if is_chain else torch.empty(shape, dtype=torch.float32, device=device)
     parts = (None if x is None else x.contiguous() for x in (factors.before, factors.behind, factors.of_slot))
+    if arrived is None or len(arrived) < batch * count:
+        arrived = torch.zeros(batch * count, dtype=torch.int32, device=device)
     with torch.cuda.device_of(tokens):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         pairs_kernel[(rows,)](
-            tokens, logprob, blocks.contiguous(), *parts, temperature.contiguous(), table, following, mask_token_id,
+            tokens, logprob, blocks.contiguous(), *parts, temperature.contiguous(), table, following, arrived,
+            best_tokens, best_logprob, behind, mask_token_id,
             SLOTS=slots, BRANCHES=count, SIZE=blocks.shape[2], M=size, MP=padded, RANK=rank,
             BLOCK=min(max(FEWEST, power(rank)), max(FEWEST, NUMBERS // padded)), EACH=factors.before.dim() > 2,
+            WIDTH=width, LINKSP=power(slots * (1 + size)), TURN=min(power(slots), max(1, PAIRS // padded**2)),
             num_warps=WARPS,
-        )  # fmt: skip
-        walk_kernel[(rows,)](
-            tokens, table, following, best_tokens, best_logprob, behind,
-            SLOTS=slots, M=size, MP=padded, WIDTH=width, LINKSP=power(slots * (1 + size)),
-            num_warps=min(WARPS, padded // FEWEST),
         )  # fmt: skip
     return Draft(best_tokens, best_logprob, behind)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.triton import exact, exact_kernel
 from d2sd.plugins.layer_ops import reference
-from d2sd.plugins.layer_ops.triton import launch, linear
+from d2sd.plugins.layer_ops.triton import linear, products
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
@@ -54,12 +54,12 @@ def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return launch.linear(x, weight, bias, None, x.dtype)
+    return products.linear(x, weight, bias, None, x.dtype)
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return launch.linear(x, weight, bias, None, torch.float32)
+    return products.linear(x, weight, bias, None, torch.float32)
 
 
 SLOW = pytest.mark.slow
@@ -82,9 +82,9 @@ def test_product(bias: bool, dtype: torch.dtype) -> None:
 def test_fp8_product() -> None:
     one, scales = torch.tensor(1.0), (torch.tensor(0.5), torch.tensor(0.25))
     x, weight, bias = to_pages(numbers(5, 150), one), to_pages(numbers(37, 150, seed=1), one), numbers(37).half()
-    sums = launch.linear(x, weight, None, None, torch.float32)
+    sums = products.linear(x, weight, None, None, torch.float32)
     torch.testing.assert_close(sums, looped_linear(x.float(), weight.float(), None), rtol=1e-5, atol=1e-5)
-    found = launch.linear(x, weight, bias, scales, torch.float16)
+    found = products.linear(x, weight, bias, scales, torch.float16)
     expected = reference.linear(x, weight, bias, scales, torch.float16)
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
@@ -279,7 +279,7 @@ def test_mutants_are_noticed(name: str, tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / f"mutant_{len(name)}.py").write_text(text.replace(old, new))
     monkeypatch.syspath_prepend(tmp_path)
     mutant: Any = __import__(f"mutant_{len(name)}")
-    launcher, kernel = (launch, "linear_kernel") if module is linear else (exact, "attention_kernel")
+    launcher, kernel = (products, "linear_kernel") if module is linear else (exact, "attention_kernel")
     monkeypatch.setattr(launcher, kernel, getattr(mutant, kernel))
     with pytest.raises(AssertionError):
         check()

@@ -56,6 +56,7 @@ class Given(NamedTuple):
     mask_token_id: int
     temperature: Tensor
     width: int
+    arrived: Tensor | None = None
 
 
 def given(kind: torch.dtype, size: int, rank: int, form: str, width: int, seed: int = 0) -> Given:
@@ -115,6 +116,17 @@ def test_a_draft(
     assert_same(found, run(monkeypatch, call, on=False))
 
 
+@pytest.mark.parametrize("size", [5, 64])
+def test_counters_are_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many slots at a time as there are, and one; and the counters are zeros again, for the next pass."""
+    arrived = there(torch.zeros(9, dtype=torch.int32))
+    call = given(torch.bfloat16, size, 20, SLOT, 4)._replace(arrived=arrived)
+    expected = run(monkeypatch, call, on=False)
+    for _ in range(2):
+        assert_same(run(monkeypatch, call), expected)
+        assert not arrived.any()
+
+
 def log_sum(numbers: list[float]) -> float:
     total = sum(map(math.exp, numbers))
     return math.log(total) if total else -math.inf
@@ -122,7 +134,7 @@ def log_sum(numbers: list[float]) -> float:
 
 def behind_parents(call: Given, b: int, k: int, s: int) -> list[list[float]]:
     """Log-probabilities of a slot's candidates: behind what is known or nothing, then behind each one before."""
-    _, draft, factors, mask, temperature, _ = call
+    _, draft, factors, mask, temperature, *_ = call
     own, given = draft.tokens[b, k, s].tolist(), draft.logprob[b, k, s].tolist()
     shown, heat = int(call.blocks[b, k, s]), float(temperature[b]) or 1.0
     earlier = draft.tokens[b, k, s - 1].tolist() if s else [shown] * len(own)

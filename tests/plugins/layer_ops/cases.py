@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.layer_ops import Behind, Front, Heads, PagedRows
-from d2sd.plugins.layer_ops.triton import kernel
+from d2sd.plugins.layer_ops.triton import kernel, products
 from d2sd.plugins.layer_ops.triton import launch as ops
 from d2sd.plugins.layer_ops.triton.linear import linear_kernel
 from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
@@ -110,7 +110,20 @@ def linear(kind: str, *, outputs: int = 24576, sums: bool = False) -> None:
     x, weight = some(kind, 3, 4096), some(kind, outputs, 4096)
     scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
     made = "fp32" if sums else "bf16" if kind == "fp8" else kind
-    ops.linear(x, weight, None, scales, TYPES[made])
+    products.linear(x, weight, None, scales, TYPES[made])
+
+
+def split_linear(outputs: int, inputs: int, *, sums: bool = False) -> None:
+    """FP8 products of few rows, scaled, or as `sums`."""
+    scales = None if sums else (some("fp32"), some("fp32"))
+    products.split_linear(
+        some("fp8", 3, inputs), some("fp8", outputs, inputs), scales, TYPES["fp32" if sums else "bf16"]
+    )
+
+
+def multiplied(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
+    """All of each argument, and a product."""
+    return {}, 2 * values["x"].numel() * values["OUT"]
 
 
 def named(name: str, size: str = "") -> dict[str, tuple[str, bool]]:
@@ -124,12 +137,21 @@ HEADS |= {"qk+norm+rope bf16 D=128 context": partial(heads, "bf16", 128, context
 HEADS |= {f"gated qk+norm+rope bf16{'/fp8' * fp8}": partial(gated_heads, fp8=fp8) for fp8 in (False, True)}
 PRODUCTS = {f"exact product {kind}": partial(linear, kind) for kind in ("bf16", "fp16", "fp32", "fp8")}
 PRODUCTS |= {f"exact product {kind} of few": partial(linear, kind, outputs=4096) for kind in ("bf16", "fp16", "fp8")}
+#: Qwen3-8B's gate and up, which is not split, and its shortest and longest shares of inputs.
+SPLITS = {
+    "split product fp8 of many": partial(split_linear, 24576, 4096),
+    "split product fp8": partial(split_linear, 4096, 4096),
+    "split product fp8 of long rows": partial(split_linear, 4096, 12288),
+    "split product fp8 sums": partial(split_linear, 6144, 4096, sums=True),
+}
 KERNELS = (
     Kernel(
         linear_kernel,
-        ("out",),
-        PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)},
+        ("out", "partial", "arrived"),
+        PRODUCTS | {"exact product fp8 sums": partial(linear, "fp8", sums=True)} | SPLITS,
+        reads_back=("partial", "arrived"),
         streamed=("weight",),
+        touched=multiplied,
     ),
     Kernel(
         kernel.add_rms_norm_kernel,

@@ -1,4 +1,4 @@
-"""Kernels of heads: the pair head's, DFlash 2's and DSpark's sizes, chains and trees."""
+"""The kernel of heads: the pair head's, DFlash 2's and DSpark's sizes, chains and trees."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.pair_scores import Factors
-from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton, pairs_kernel, walk_kernel
+from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton, pairs_kernel
 from d2sd.plugins.trees import Draft
 from tests.plugins.cases import TYPES, Check, Kernel, some
 
@@ -46,12 +46,11 @@ RUNS = {
 }
 KERNELS = (
     Kernel(
-        pairs_kernel, ("table", "following"), {f"pairs of {name}": run for name, run in RUNS.items()}, touched=looked_up
-    ),
-    Kernel(
-        walk_kernel,
-        ("best_tokens", "best_logprob", "best_table"),
-        {f"walk of {name}": run for name, run in RUNS.items() if "bf16" in name and "gated" not in name},
+        pairs_kernel,
+        ("table", "following", "arrived", "best_tokens", "best_logprob", "best_table"),
+        {f"pairs of {name}": run for name, run in RUNS.items()},
+        reads_back=("table", "following", "arrived"),
+        touched=looked_up,
     ),
 )
-CHECKS = {"pairs": Check("pairs walk", "pairs.test_a_draft", (TYPES["bf16"], 5, 20, "SLOT", 4), barriers=False)}
+CHECKS = {"pairs": Check("pairs", "pairs.test_a_draft", (TYPES["bf16"], 5, 20, "SLOT", 4))}
