@@ -24,7 +24,13 @@ class Pairs(Structure):
 
 
 def conditioned_cpu(
-    blocks: Tensor, draft: Draft, factors: Factors, mask_token_id: int, temperature: Tensor, width: int
+    blocks: Tensor,
+    draft: Draft,
+    factors: Factors,
+    mask_token_id: int,
+    temperature: Tensor,
+    width: int,
+    arrived: Tensor | None = None,
 ) -> Draft:
     """`conditioned`."""
     *lead, slots, size = draft.tokens.shape
