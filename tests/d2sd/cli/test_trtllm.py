@@ -139,7 +139,7 @@ def test_arguments_of_another_size(bundle: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "told"),
-    [(["--nodes", 3], "at least a block"), (["--nodes", 2000], "out of range"), (["--nodes", "many"], "not a valid")],
+    [(["--nodes", 3], "at least a path"), (["--nodes", 2000], "out of range"), (["--nodes", "many"], "not a valid")],
 )
 def test_arguments_of_no_tree(bundle: Path, tmp_path: Path, arguments: list[object], told: str) -> None:
     done = invoke("args", bundle, *arguments, "-o", tmp_path / "tree.yaml")
