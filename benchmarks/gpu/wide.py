@@ -72,7 +72,9 @@ def widened(
 
 def _in_blocks(bundle: Bundle, block_size: int) -> Bundle:
     recipe = bundle.manifest.recipe
-    recipe = recipe.model_copy(update={"tree": recipe.tree.model_copy(update={"block_size": block_size})})
+    recipe = recipe.model_copy(
+        update={"tree": recipe.tree.model_copy(update={"block_size": block_size, "max_depth": None})}
+    )
     return replace(bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe}), calibration=None)
 
 
