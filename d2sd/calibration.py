@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from typing_extensions import Self
@@ -128,6 +128,25 @@ class CalibrationFile(Closed):
         return self.model_copy(
             update={"drafters": drafters, "tau": tau, "slope": slope, "offset": offset, "uses": uses}
         )
+
+    def deepened(self, depth: int) -> CalibrationFile:
+        """The same for trees of `depth`: behind the block on which it was fitted the last slot's entries hold on."""
+
+        def longer(slots: list[Any]) -> list[Any]:
+            return [*slots, *[slots[-1]] * (depth - self.block_size)]
+
+        def table(of: Table) -> Table:
+            return [[longer(drafter) for drafter in warm] for warm in of]
+
+        uses = {
+            key: UseTable(slope=[*map(longer, use.slope)], offset=[*map(longer, use.offset)])
+            for key, use in self.uses.items()
+        }
+        copies = self.copies and {
+            key: odds.model_copy(update={"slot": longer(odds.slot)}) for key, odds in self.copies.items()
+        }
+        own = {"block_size": depth, "slope": table(self.slope), "offset": table(self.offset)}
+        return self.model_copy(update={**own, "uses": uses, "copies": copies})
 
     def _tables(self) -> list[tuple[DraftUse, UseTable]]:
         return [(use, self.uses[use.key]) for use in DraftUse if use.key in self.uses]

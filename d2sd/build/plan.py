@@ -293,15 +293,15 @@ def _calibration(recipe: Recipe) -> CalibrationFile | None:
     if recipe.drafters.calibration is None or (path := located(recipe, recipe.drafters.calibration)) is None:
         return None
     calibration = load_calibration(path)
-    if calibration.block_size != recipe.tree.depth:
+    if calibration.block_size not in (recipe.tree.block_size, recipe.tree.depth):
         raise RecipeError(
-            "The calibration is for trees of another depth.",
+            "The calibration is for another block size.",
             where=f"{path}: block_size",
             found=calibration.block_size,
-            expected=f"{recipe.tree.depth}, as tree.max_depth or tree.block_size say",
+            expected=recipe.tree.block_size,
             fix="run d2sd calibrate",
         )
-    return calibration.among(recipe.drafters.sources)
+    return calibration.deepened(recipe.tree.depth).among(recipe.drafters.sources)
 
 
 def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, DecoderConfig]:

@@ -13,12 +13,13 @@ import yaml
 
 from d2sd.build.pipeline import build
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import auto_policies, forecasts, scores_of
+from d2sd.bundle.serving import auto_policies, forecasts, make_engine, scores_of
 from d2sd.calibration import load_calibration, write_calibration
 from d2sd.convert.kinds import DFLASH, KINDS
 from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.policies import DrafterRole, DraftUse
 from d2sd.recipe import load_recipe
+from d2sd.runtime.request import Request
 from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
 from tests.d2sd.build.helpers import Killed, killed_after, run
 from tests.tiny import tiny_decoder, tiny_drafter
@@ -177,6 +178,28 @@ def test_damage_is_named_before_anything_is_written(
     for part in ("calibration.json", *told):
         assert part in str(caught.value)
     assert list(out.iterdir()) == []
+
+
+def test_trees_that_are_deeper_than_the_blocks_it_was_fitted_on(recipe: Path, out: Path) -> None:
+    """Its last slot holds on, and `auto` serves the bundle's trees; one of that depth is taken as it is."""
+    path = recipe.with_name("calibration.json")
+    edit_json(path, "copies", {key: {"length": [0.0] * 7, "support": [1.0] * 8, "slot": [1, 2, 3]} for key in "01"})
+    values = yaml.safe_load(recipe.read_text())
+    values["tree"] |= {"policy": "auto", "max_depth": 9}
+    recipe.write_text(yaml.safe_dump(values))
+    run(recipe, out / "tiny")
+    known, bundle = load_calibration(path), load_bundle(out / "tiny")
+    found = bundle.calibration
+    assert found is not None
+    assert found.copies is not None
+    assert (found.block_size, found.copies["1"].slot) == (9, [1, 2, 3, 3, 3, 3, 3, 3])
+    assert found.slope[1][0] == [*known.slope[1][0], *known.slope[1][0][-1:] * 5]
+    assert found.uses["d2sd"].offset[0] == [*known.uses["d2sd"].offset[0], *known.uses["d2sd"].offset[0][-1:] * 5]
+    request = Request((3, 4, 5, 3, 4, 5, 3, 4), 16)
+    answers = [make_engine(bundle, policy=name).generate([request])[0].answer for name in ("off", "auto")]
+    assert answers[0] == answers[1]
+    write_calibration(path, found)
+    assert run(recipe, out / "again")[NAME] == run(recipe, out / "tiny")[NAME]
 
 
 @pytest.mark.parametrize("name", ["first", "second"])
