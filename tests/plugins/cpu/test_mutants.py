@@ -14,15 +14,19 @@ import torch
 from d2sd.plugins.cpu import compiler, library
 from tests.modeling.test_families import test_prompt_in_chunks_then_decoding as family
 from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
+from tests.modeling.test_native import test_keys_and_values_of_a_context as context
 from tests.modeling.test_native import test_windows_and_sinks as windows
+from tests.plugins.choice.test_compiled import test_rows_are_the_specifications_whatever_is_beside_them as likeliest
+from tests.plugins.choice.test_compiled import test_the_largest_come_first_and_of_equals_the_first as ties
 from tests.plugins.cpu.test_linear import TYPES
 from tests.plugins.cpu.test_linear import test_bits_of_a_row_do_not_depend_on_other_rows as linear
 from tests.plugins.delta_rule.test_delta_rule import test_exact_outputs_are_plain_decoding_bit_for_bit as delta_rule
+from tests.plugins.pair_scores.test_compiled import test_drafts_are_the_specifications as pairs
 
 pytestmark = [pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}"), pytest.mark.slow]
 
 #: File, what is replaced, by what, and which test must notice: of linear layers, of whole layers, of windows and sinks,
-#: of the delta rule, or of which family.
+#: of the delta rule, of a draft's candidates and pairs, of contexts, or of which family.
 MUTANTS = {
     "tiles of many rows round products first": (
         "linear.h",
@@ -86,6 +90,20 @@ MUTANTS = {
         "splat(d->q ? expf(d->g[at]) : exp2f(1.44269504f * d->g[at]))",
         "delta rule",
     ),
+    "of equals the last": ("drafts.h", "x[i] > logit[at - 1]", "x[i] >= logit[at - 1]", "likeliest"),
+    "logits that nobody looks at": (
+        "drafts.h",
+        "(x + start + part * LANES) > least",
+        "(x + start) > least",
+        "likeliest",
+    ),
+    "parents in their own order": (
+        "drafts.h",
+        "(slot ? before : order)[from - 1]",
+        "(slot ? before : order)[0]",
+        "pairs",
+    ),
+    "a context at its first place": ("context.h", "c->cos + row * c->head_dim", "c->cos", "context"),
     "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 
@@ -120,6 +138,9 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
         "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
         "delta rule": [partial(delta_rule, torch.float32)],
+        "likeliest": [partial(likeliest, 1000), ties],
+        "pairs": [partial(pairs, torch.float32, "slot", 1)],
+        "context": [partial(context, "qwen3", torch.float32, monkeypatch)],
         "windows": [partial(windows, (4, 9, 4), sinks=True)],
         **{case: [partial(family, case, 1)] for case in ("Gemma 3", "Qwen3-30B-A3B")},
     }
