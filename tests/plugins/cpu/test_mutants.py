@@ -134,7 +134,7 @@ def noticed(proof: Callable[[], None]) -> bool:
 @pytest.mark.sampled(4)  # each compiles the kernels
 @pytest.mark.parametrize("name", [None, *MUTANTS], ids=str)
 def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    proofs = {
+    proofs: dict[str, list[Callable[[], None]]] = {
         "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
         "delta rule": [partial(delta_rule, torch.float32)],
