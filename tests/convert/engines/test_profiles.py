@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,9 +51,9 @@ BUILDERS: tuple[Builder, ...] = "tensorrt-rtx", "tensorrt"
 class Watched:
     """A session that finds each run's profile, of both builders."""
 
-    def __init__(self, session: Session, config: DecoderConfig | DraftConfig) -> None:
+    def __init__(self, session: Session, config: DecoderConfig | DraftConfig, recipe: Recipe = RECIPE) -> None:
         self._session = session
-        self._profiles = {builder: make_profiles(RECIPE, builder, config) for builder in BUILDERS}
+        self._profiles = {builder: make_profiles(recipe, builder, config) for builder in BUILDERS}
         self.used: dict[Builder, set[int]] = {builder: set() for builder in BUILDERS}
 
     def run(self, inputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -69,18 +70,19 @@ def policy_of(name: PolicyName) -> Policy:
     return make_policy(name, block_size=tree.block_size, branches=tree.branches, row_budget=tree.row_budget)
 
 
-def watched_engine(pair: Exported, policy: PolicyName) -> tuple[Engine, list[Watched]]:
+def watched_engine(pair: Exported, policy: Policy, recipe: Recipe = RECIPE) -> tuple[Engine, list[Watched]]:
     """Both drafters run one graph: shapes do not depend on weights."""
     target, drafters = pair.target, [pair.drafter, deepcopy(pair.drafter)]
     watched = [
-        Watched(OnnxSession(pair.folder / f"{name}.onnx"), model.config)
+        Watched(OnnxSession(pair.folder / f"{name}.onnx"), model.config, recipe)
         for name, model in (("target", target), ("drafter", drafters[0]), ("drafter", drafters[1]))
     ]
     runner = runner_of(
         GraphDecoder(target, drafters[0].config.target_layer_ids, watched[0]),
         *(GraphDrafter(drafter, session, 4, 1024) for drafter, session in zip(drafters, watched[1:], strict=True)),
+        block_size=recipe.tree.depth,
     )
-    return Engine(runner, policy_of(policy), LIMITS), watched
+    return Engine(runner, policy, LIMITS), watched
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +94,7 @@ def pair(export_once: ExportOnce) -> Exported:
 @pytest.mark.export
 @pytest.mark.parametrize("policy", ["off", "lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"])
 def test_all_that_runs_fits(pair: Exported, policy: PolicyName) -> None:
-    engine, watched = watched_engine(pair, policy)
+    engine, watched = watched_engine(pair, policy_of(policy))
     prompts = [random_tokens(tiny_decoder(), 1, size, seed=size)[0].tolist() for size in (1, 36, 30)]
     for sequence in engine.generate([Request(tuple(prompt), 12) for prompt in prompts]):
         assert len(sequence.answer) == 12
@@ -101,8 +103,19 @@ def test_all_that_runs_fits(pair: Exported, policy: PolicyName) -> None:
 
 @pytest.mark.slow
 @pytest.mark.export
+def test_trees_that_are_deeper_than_blocks_fit(pair: Exported) -> None:
+    deep = RECIPE.model_copy(update={"tree": RECIPE.tree.model_copy(update={"max_depth": 11})})
+    engine, watched = watched_engine(pair, replace(policy_of("hybrid"), lookup=True), deep)
+    for sequence in engine.generate([Request((1, 2, 3) * size, 12) for size in (1, 12, 10)]):
+        assert len(sequence.answer) == 12
+    assert engine.runner.block_size == 11
+    assert watched[0].used == {"tensorrt-rtx": {0, 1}, "tensorrt": {0, 1, 2, 3}}
+
+
+@pytest.mark.slow
+@pytest.mark.export
 def test_what_auto_measures_fits(pair: Exported) -> None:
-    engine, watched = watched_engine(pair, "hybrid")
+    engine, watched = watched_engine(pair, policy_of("hybrid"))
     engine.enable_auto(
         [policy_of(name) for name in ("off", "chain", "hybrid")], {"chain": ([9.0], [9.0]), "hybrid": ([9.0], [9.0])}
     )
