@@ -5,14 +5,32 @@
    and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
 
 #include "attention.h"
-#include "context.h"
 #include "copies.h"
 #include "delta.h"
 #include "drafts.h"
 #include "linear.h"
-#include "memory.h"
-#include "norms.h"
 #include "trees.h"
+
+/* Belongs to a model, and grows to what its largest pass needs. */
+struct memory {
+    void *at;
+    size_t bytes;
+};
+
+static char *at_least(struct memory *memory, size_t bytes) {
+    if (memory->bytes < bytes) {
+        free(memory->at);
+        if (posix_memalign(&memory->at, 64, bytes)) abort();
+        memory->bytes = bytes;
+    }
+    return memory->at;
+}
+
+void d2sd_free(struct memory *memory) {
+    free(memory->at);
+    memory->at = NULL;
+    memory->bytes = 0;
+}
 
 struct layer {
     const float *input_norm, *post_norm, *q_norm, *k_norm, *branch_norm, *sinks; /* the last four may be NULL */

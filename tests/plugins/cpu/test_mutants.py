@@ -103,7 +103,7 @@ MUTANTS = {
         "(slot ? before : order)[0]",
         "pairs",
     ),
-    "a context at its first place": ("context.h", "c->cos + row * c->head_dim", "c->cos", "context"),
+    "a context at its first place": ("drafts.h", "c->cos + row * c->head_dim", "c->cos", "context"),
     "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 
