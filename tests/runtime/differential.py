@@ -249,7 +249,7 @@ class Episode:
         depth = dice.choice(DEPTHS) if dice.random() < 0.3 else None
         runner = Knowing(target, *of_case(case, first, second, flex), texts, block_size=depth)
         page_size = dice.choice((4, 8))
-        pages = dice.choice((44 // page_size + 2, 90 // page_size, 200))
+        pages = dice.choice(((39 + runner.block_size) // page_size + 2, 90 // page_size, 200))
         limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)
         limits = replace(limits, kv_memory=memory_of(runner, pages, limits))
         engine = Engine(runner, dice.choice(self.policies()), limits, decode)
