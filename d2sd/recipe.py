@@ -258,10 +258,10 @@ class Tree(Part):
 
     #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
     policy: Annotated[Policy, BeforeValidator(current_name)] = "auto"
-    #: Tokens that a step commits of a draft at most: those of a block, and one that the target adds. A drafter with
-    #: larger blocks runs smaller ones.
+    #: Most tokens that a step commits of a draft: those of a block, and one that the target adds. A drafter with larger
+    #: blocks runs smaller ones.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8
-    #: Most tokens that a step commits: copies of earlier text go deeper than a block. None: as deep as drafts.
+    #: Most tokens that a step commits; copies of earlier text may be longer than a block. None: block_size.
     max_depth: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] | None = None
     #: Boundaries K that are re-drafted in each step; the default covers all boundaries of a block of 8.
     branches: Positive = 7
@@ -277,7 +277,7 @@ class Tree(Part):
         return self.max_depth or self.block_size
 
     def longest(self, policy: PolicyName) -> int:
-        """Most tokens that a step of this policy commits of one draft; of copies alone all."""
+        """Most tokens that a step of this policy commits of one draft: `depth` if it only copies earlier text."""
         return self.depth if FACTS[policy].first_pass is FirstPass.PROMPT_LOOKUP else self.block_size
 
 

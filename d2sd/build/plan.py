@@ -258,7 +258,7 @@ def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> N
         )
     if recipe.tree.block_size <= most and recipe.tree.depth > recipe.tree.block_size:
         raise RecipeError(
-            "Deeper trees are of whole drafts.",
+            "tree.max_depth needs drafters' blocks of their full size.",
             where="recipe: tree.block_size",
             found=recipe.tree.block_size,
             expected=f"{1 + most}, as the drafters were trained, under tree.max_depth {recipe.tree.depth}",

@@ -118,7 +118,7 @@ def test_a_draft(
 
 @pytest.mark.parametrize("size", [5, 64])
 def test_counters_are_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many slots at a time as there are, and one; and the counters are zeros again, for the next pass."""
+    """All slots at a time, and one; and the counters are zeros again, for the next pass."""
     arrived = there(torch.zeros(9, dtype=torch.int32))
     call = given(torch.bfloat16, size, 20, SLOT, 4)._replace(arrived=arrived)
     expected = run(monkeypatch, call, on=False)
