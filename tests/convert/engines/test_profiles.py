@@ -109,6 +109,8 @@ def test_trees_that_are_deeper_than_blocks_fit(pair: Exported) -> None:
     for sequence in engine.generate([Request((1, 2, 3) * size, 12) for size in (1, 12, 10)]):
         assert len(sequence.answer) == 12
     assert engine.runner.block_size == 11
+    _, _, most = make_profiles(deep, "tensorrt", pair.drafter.config)[0]["features"]
+    assert most[1] == 11, "a captured step injects all that a step commits"
     assert watched[0].used == {"tensorrt-rtx": {0, 1}, "tensorrt": {0, 1, 2, 3}}
 
 
