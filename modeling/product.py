@@ -42,6 +42,8 @@ class Product(nn.Module):
         self.weight = joined([part.weight.detach() for part in parts])
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         self.bias = self._added = torch.cat(biases) if biases else None
+        tiles = -(-len(self.weight) // SPLIT_STEP)
+        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=self.weight.device)
         self.input_scale: Tensor | None = None  # of what the op before quantizes
         self.weight_scales: Tensor | None = None  # [parts] fp32, and their products with `input_scale`, if they differ
         self.scales: Tensor | None = None
@@ -50,8 +52,6 @@ class Product(nn.Module):
             self.input_scale = torch.stack([part.input_scale for part in quantized]).max()
             self._weight_scale = quantized[0].weight_scale
             self._one = torch.ones_like(self._weight_scale)
-            tiles = -(-len(self.weight) // SPLIT_STEP)
-            self._arrived = torch.zeros(tiles, dtype=torch.int32, device=self.weight.device)
             self.weight_scales = torch.stack([part.weight_scale for part in quantized])
             if len(parts) > 1:
                 self._added = None
@@ -70,7 +70,7 @@ class Product(nn.Module):
         if self._whole is not None or self._exact:
             return None
         if self.input_scale is None:
-            return Weights(self.weight, self._dtype, self.bias, room=self._has_room)
+            return Weights(self.weight, self._dtype, self.bias, room=self._has_room, arrived=self._arrived)
         if self.scales is not None:
             dtype, scales = torch.float32, (self._one, self._one)
         else:

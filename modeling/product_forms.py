@@ -5,14 +5,17 @@
     padded        more rows, of any values, whose results are left out         1; 2 where the input has no room for them
     split 2, 4    the inputs in so many parts at a time, summed in fp32        2, 3
     kernel        our batch-invariant product (`layer_ops.linear`)             1
-    split kernel  FP8, in parts like split; W asked for early: `split_linear`  1
+    split kernel  in parts like split; W asked for early: `split_linear`       1
 
 All give the same numbers but for the order of the sums, which are fp32 in each. Which is fastest depends on the GPU,
 the shape and the number of rows: `d2sd.runtime.product_times` measures it, and a product then keeps one for each bucket
 of rows. Whether a form `applies` is asked without running it; a new form is a row here.
 
 Padding: PyTorch's FP8 product is slower at up to 16 rows than above (vLLM pads to 17, `w8a8_utils.py`), and rows of
-tensor cores come in eights. PyTorch has no batched FP8 product, so FP8 is split by our kernel.
+tensor cores come in eights. PyTorch has no batched FP8 product, so FP8 is split by our kernel alone.
+
+A step's small kernels leave memory idle. `split kernel` is a dependent launch, which starts while the kernel before
+still runs, and brings its weights into the L2 cache then. So no small kernel has to know which product follows it.
 """
 
 from __future__ import annotations
@@ -153,9 +156,9 @@ def _is_few(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
     return rows <= _FEW_ROWS and capability >= (8, 0)
 
 
-def _is_few_in_fp8(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
+def _is_few_in_whole_tiles(rows: int, weights: Weights, capability: tuple[int, int]) -> bool:
     whole = all(size % SPLIT_STEP == 0 for size in weights.values.shape)
-    return rows <= _FEW_ROWS and whole and weights.values.dtype == _NARROW
+    return _is_few(rows, weights, capability) and whole and weights.bias is None
 
 
 def _split_form(parts: int) -> Form:
@@ -169,7 +172,7 @@ FORMS = (
     _split_form(2),
     _split_form(4),
     Form("kernel", _is_few, _kernel),
-    Form("split kernel", _is_few_in_fp8, _split_kernel),
+    Form("split kernel", _is_few_in_whole_tiles, _split_kernel),
 )
 
 

@@ -11,7 +11,7 @@
     rope_tables      cosines and sines of a pass whose rows are not tokens
     quantize         the input of an FP8 product that no other op makes
     linear           a product whose rows are the same bits in every batch, with `exact`; others are PyTorch's
-    split_linear     an FP8 product of few rows, where it is faster than PyTorch's
+    split_linear     a product of few rows, where it is faster than PyTorch's
 
 Each op picks its implementation by device: CPU tensors take the reference, CUDA tensors the kernel. Whether a model
 may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.use_fused_layers`).

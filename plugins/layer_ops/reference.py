@@ -247,7 +247,7 @@ def split_linear(
     dtype: torch.dtype | None = None,
     arrived: Tensor | None = None,
 ) -> Tensor:
-    """x Wᵀ of FP8 as `linear` has it, batch-invariant too, by a kernel that is for few rows.
+    """x Wᵀ of 16 bits or FP8 as `linear` has it, batch-invariant too, by a kernel that is for few rows.
 
     It sums shares of the inputs side by side, and adds those in fp32, first to last; W's shape says how many there are.
 

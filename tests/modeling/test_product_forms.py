@@ -101,26 +101,29 @@ def test_forms_that_apply(kind: str, rows: int, inputs: int, expected: str) -> N
     assert ", ".join(form.name for form in found) == expected
 
 
-@pytest.mark.parametrize("kind", ["FP8", "FP8 sums"])
-def test_few_rows_in_fp8_have_a_form_of_their_own(kind: str) -> None:
-    """Where whole tiles divide their weights. The kernel's own numbers are in tests/ptx/test_fp8_products.py."""
+@pytest.mark.parametrize("kind", ["FP8", "FP8 sums", "bf16", "fp16"])
+def test_few_rows_are_split_in_one_launch(kind: str) -> None:
+    """Where whole tiles divide their weights. The kernel's own numbers are in tests/ptx/test_split_products.py."""
     weights = weights_of(kind, 256, 128)
     assert [NAMED["split kernel"] in forms(rows, weights, (9, 0)) for rows in (1, 64, 65)] == [True, True, False]
-    for shape in ((256, 192), (192, 128)):
-        assert NAMED["split kernel"] not in forms(1, weights_of(kind, *shape), (9, 0))
-    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(NARROW)
+    for other in (weights_of(kind, 256, 192), weights_of(kind, 192, 128), weights_of("bf16 biased", 256, 128)):
+        assert NAMED["split kernel"] not in forms(1, other, (9, 0))
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(weights.values.dtype)
     found, step = NAMED["split kernel"].call(x, weights), torch.finfo(weights.dtype).eps
     torch.testing.assert_close(found.float(), torch.tensor(by_loops(x, weights)), rtol=step, atol=1e-4 + step)
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_an_fp8_product_has_a_counter_for_each_tile() -> None:
-    parts = [Fp8Linear.of(torch.nn.Linear(128, 192), 1.0, torch.ones(()) * scale) for scale in (1.0, 2.0)]
-    for product in (Product(parts, torch.bfloat16), Product(parts[:1], torch.bfloat16)):
-        assert product.weights is not None
-        assert product.weights.arrived is not None
-        assert len(product.weights.arrived) == -(-len(product.weight) // 128)
-        assert not product.weights.arrived.any()
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("kind", ["fp8", "bf16"])
+def test_a_product_has_a_counter_for_each_tile(kind: str, count: int) -> None:
+    layers = [torch.nn.Linear(128, 192, bias=False, dtype=torch.bfloat16) for _ in range(count)]
+    narrow = [Fp8Linear.of(layer, 1.0, torch.tensor(scale + 1.0)) for scale, layer in enumerate(layers)]
+    product = Product(narrow if kind == "fp8" else layers, torch.bfloat16)
+    assert product.weights is not None
+    assert product.weights.arrived is not None
+    assert len(product.weights.arrived) == -(-len(product.weight) // 128)
+    assert not product.weights.arrived.any()
 
 
 def test_rows_are_padded_beyond_what_is_slow() -> None:

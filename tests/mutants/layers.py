@@ -8,7 +8,8 @@ KERNEL, LINEAR = (f"plugins/layer_ops/triton/{name}.py" for name in ("kernel", "
 SHARED = "plugins/shared/kernels.py"
 LAYERS, PRODUCTS = interpreted("layers"), interpreted("exact", k="product")
 #: Only one that is executed has the sums of tensor cores.
-FP8, INVARIANT = (run(f"tests/ptx/test_{name}.py", marks="not full") for name in ("fp8_products", "batch_invariant"))
+EXECUTED = ("fp8_products", "batch_invariant", "split_products")
+FP8, INVARIANT, SHARES = (run(f"tests/ptx/test_{name}.py", marks="not full") for name in EXECUTED)
 HEADS = run("tests/ptx/test_kernels.py", marks="", k="small_case and heads")
 
 MUTANTS = [
@@ -106,13 +107,13 @@ MUTANTS = [
         "tl.load(bias + column % BLOCK_N, mask",
         PRODUCTS,
     ),
-    Mutant("all shares begin at the first inputs", LINEAR, "begin = tl.program_id(2) *", "begin = 0 *", FP8),
-    Mutant("the first share is added last", LINEAR, "range(1, SPLITS)", "range(SPLITS - 1, 0, -1)", FP8),
+    Mutant("all shares begin at the first inputs", LINEAR, "begin = tl.program_id(2) *", "begin = 0 *", SHARES),
+    Mutant("the first share is added last", LINEAR, "range(1, SPLITS)", "range(SPLITS - 1, 0, -1)", SHARES),
     Mutant(
         "weights are asked for behind the wait",
         LINEAR,
         "        prefetch(weight + column * IN + begin, AHEAD)\n    wait_for_prior_kernels()\n",
         "        wait_for_prior_kernels()\n        prefetch(weight + column * IN + begin, AHEAD)\n",
-        FP8,
+        SHARES,
     ),
 ]

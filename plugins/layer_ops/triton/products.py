@@ -1,4 +1,4 @@
-"""Launches products: the batch-invariant one of any rows, and that of few rows in FP8. As launch.py does the others."""
+"""Launches products: the batch-invariant one of any rows, and that of few rows. As launch.py does the others."""
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
 # mypy: disable-error-code="import-untyped,import-not-found"
@@ -46,22 +46,23 @@ def linear_tile(outputs: int, itemsize: int) -> LinearTile:
     return (WIDE if outputs >= MANY_OUTPUTS else NARROW)[itemsize]
 
 
-#: Of FP8 at up to 64 rows: a program reads half as much of x as of W, and has 48 KB of weights in flight. Before the
-#: wait it asks for 64 KB, on an H100 what memory reads while the small kernel before runs.
-FEW = LinearTile(64, SPLIT_STEP, SPLIT_STEP, 4, ahead=512)
+#: By bytes of a weight, at up to 64 rows: a program reads half as much of x as of W, and has 48 KB of weights in
+#: flight. Before the wait it asks for 64 KB, on an H100 what memory reads while the small kernel before runs.
+FEW = {1: LinearTile(64, SPLIT_STEP, SPLIT_STEP, 4, ahead=512), 2: LinearTile(64, SPLIT_STEP, 64, 4, ahead=512)}
 #: Programs that keep all multiprocessors reading, most shares of the inputs, and fewest iterations of one.
 _PROGRAMS, _SPLITS, _LEAST = 128, 8, 4
 
 
 @cache
-def split_tile(outputs: int, inputs: int) -> LinearTile:
+def split_tile(outputs: int, inputs: int, itemsize: int) -> LinearTile:
     """By the weight alone, as `linear_tile`."""
-    splits, tiles, turns = 1, outputs // FEW.outputs, inputs // FEW.inputs
+    tile = FEW[itemsize]
+    splits, tiles, turns = 1, outputs // tile.outputs, inputs // tile.inputs
     while splits < _SPLITS and tiles * splits < _PROGRAMS and turns % (2 * splits) == 0:
         if turns < 2 * splits * _LEAST:
             break
         splits *= 2
-    return replace(FEW, splits=splits, ahead=min(FEW.ahead, inputs // splits))
+    return replace(tile, splits=splits, ahead=min(tile.ahead, inputs * itemsize // splits))
 
 
 def split_linear(
@@ -73,7 +74,7 @@ def split_linear(
 ) -> Tensor:
     """`d2sd.plugins.layer_ops.split_linear` on CUDA."""
     assert all(size % SPLIT_STEP == 0 for size in weight.shape)
-    return _linear(x, weight, None, scales, dtype, split_tile(*weight.shape), arrived)
+    return _linear(x, weight, None, scales, dtype, split_tile(*weight.shape, weight.element_size()), arrived)
 
 
 def linear(

@@ -113,12 +113,11 @@ def linear(kind: str, *, outputs: int = 24576, sums: bool = False) -> None:
     products.linear(x, weight, None, scales, TYPES[made])
 
 
-def split_linear(outputs: int, inputs: int, *, sums: bool = False) -> None:
-    """FP8 products of few rows, scaled, or as `sums`."""
-    scales = None if sums else (some("fp32"), some("fp32"))
-    products.split_linear(
-        some("fp8", 3, inputs), some("fp8", outputs, inputs), scales, TYPES["fp32" if sums else "bf16"]
-    )
+def split_linear(outputs: int, inputs: int, kind: str = "fp8", *, sums: bool = False) -> None:
+    """Products of few rows; FP8 scaled, or as `sums`."""
+    scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
+    made = "fp32" if sums else "bf16" if kind == "fp8" else kind
+    products.split_linear(some(kind, 3, inputs), some(kind, outputs, inputs), scales, TYPES[made])
 
 
 def multiplied(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -143,6 +142,10 @@ SPLITS = {
     "split product fp8": partial(split_linear, 4096, 4096),
     "split product fp8 of long rows": partial(split_linear, 4096, 12288),
     "split product fp8 sums": partial(split_linear, 6144, 4096, sums=True),
+    "split product bf16 of many": partial(split_linear, 24576, 4096, "bf16"),
+    "split product bf16": partial(split_linear, 4096, 4096, "bf16"),
+    "split product bf16 of long rows": partial(split_linear, 4096, 12288, "bf16"),
+    "split product fp16": partial(split_linear, 4096, 4096, "fp16"),
 }
 KERNELS = (
     Kernel(
