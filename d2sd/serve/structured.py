@@ -8,8 +8,8 @@ from threading import Event, Lock
 from typing import TYPE_CHECKING, TypeVar
 
 from d2sd.errors import RequestError
-from d2sd.runtime.grammar.forms import StructuredOutputsParams, to_json
-from d2sd.runtime.grammar.guidance import GuidanceGrammar, GuidanceTokenizer
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.runtime.grammar.guidance import GuidanceGrammar, GuidanceTokenizer, literal
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -105,7 +105,8 @@ def _compile(
     if params.regex is not None:
         return tokenizer.regex(params.regex, where, stop)
     if params.choice is not None:
-        return tokenizer.lark("start: " + " | ".join(map(to_json, params.choice)), where, stop)
+        texts = (literal(text, tokenizer.words) for text in params.choice)
+        return tokenizer.lark("start: " + " | ".join(texts), where, stop)
     if params.grammar is not None:
         return tokenizer.lark(params.grammar, where, stop)
     assert not isinstance(params.json, Mapping)

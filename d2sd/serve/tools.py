@@ -7,12 +7,13 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from d2sd.bundle.turns import TOOL_CALL, TOOL_CALL_END
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
-from d2sd.runtime.grammar.guidance import SPACING
+from d2sd.runtime.grammar.guidance import SPACING, literal
 from d2sd.runtime.grammar.schemas import with_options
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]{1,64}")
@@ -58,13 +59,14 @@ def tool_grammar(
     parallel: bool = True,
     disable_any_whitespace: bool = False,
     disable_additional_properties: bool = False,
+    words: Mapping[str, int] = MappingProxyType({}),
 ) -> StructuredOutputsParams | None:
     """The form of an answer that must call tools; None where it need not.
 
     `tools` and `tool_choice` are OpenAI's: "none", "auto" (the default), "required", or one function,
     {"type": "function", "function": {"name": ...}}. `parallel` allows several calls where one is required. The options
-    of `StructuredOutputsParams` apply to the arguments. Raises `RequestError` for malformed tools and for a choice that
-    is not among them.
+    of `StructuredOutputsParams` apply to the arguments. `words` are the `added_words` of the tokenizer. Raises
+    `RequestError` for malformed tools and for a choice that is not among them.
     """
     schemas = check_tools(tools)
     if tool_choice in (None, "none", "auto"):
@@ -83,7 +85,7 @@ def tool_grammar(
     if not schemas:
         raise RequestError("A tool call is required, but there are no tools.", where="tool_choice", found=tool_choice)
     rules = [f"start: call{f' ({_quoted(chr(10))} call)*' if parallel else ''}"]
-    rules.append(f"call: {_quoted(TOOL_CALL + chr(10))} body {_quoted(chr(10) + TOOL_CALL_END)}")
+    rules.append(f"call: {literal(f'{TOOL_CALL}{chr(10)}', words)} body {literal(f'{chr(10)}{TOOL_CALL_END}', words)}")
     rules.append("body: " + " | ".join(f"tool_{index}" for index in range(len(schemas))))
     for index, (name, schema) in enumerate(schemas.items()):
         # each schema is a document of its own, so that its $ref finds its $defs

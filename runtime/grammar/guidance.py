@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Mapping
 from threading import Event
 from time import thread_time
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from d2sd.errors import D2SDError, RequestError, shortened
 from d2sd.extras import require
 from d2sd.panics import panics_as
+from d2sd.runtime.grammar.forms import to_json
 from d2sd.runtime.grammar.trial import Trial
 
 #: Limits of llguidance, most half of its defaults or less: they bound compilation to about a second, and a step's mask
@@ -141,7 +143,7 @@ class GuidanceTokenizer:
         require("structured", ("llguidance",), "Structured output")
         from llguidance import LLTokenizer
 
-        self._end_tokens = end_tokens
+        self._end_tokens, self.words = end_tokens, added_words(tokenizer)
         self._vocab_size = max(vocab_size, len(tokenizer))
         try:
             with panics_as(D2SDError, "llguidance fails on the target's tokenizer.", where="structured_outputs"):
@@ -202,16 +204,31 @@ class GuidanceTokenizer:
         return GuidanceGrammar(compiled, self._end_tokens, self._vocab_size)
 
 
+def added_words(tokenizer: Any) -> dict[str, int]:
+    """Tokens that were added to a vocabulary and are text, as Qwen's `<tool_call>` is: id by text."""
+    return {token.content: number for number, token in tokenizer.added_tokens_decoder.items() if not token.special}
+
+
+def literal(text: str, words: Mapping[str, int]) -> str:
+    """A text in llguidance's Lark. An added word in it is that token, which is how a model that has it writes it."""
+    among = "|".join(map(re.escape, sorted(words, key=len, reverse=True)))
+    parts = [part for part in re.split(f"({among})", text) if part] if among else [text]
+    return " ".join(f"<[{words[part]}]>" if part in words else to_json(part) for part in parts) or '""'
+
+
 def _definition(tokenizer: Any) -> str:
     """The tokenizer as JSON. llguidance takes the first decoder it knows; of a byte-level vocabulary that is ByteLevel.
 
-    Tokenizers converted from GGUF have ByteFallback in front of it, which byte-level vocabularies do not use.
+    Tokenizers converted from GGUF have ByteFallback in front of it, which byte-level vocabularies do not use. Without
+    `added_words`: llguidance 1.7 takes all added tokens for special ones, and where a grammar's text has one, allows
+    that alone and then refuses it.
     """
     backend = tokenizer.backend_tokenizer
     backend = type(backend).from_str(backend.to_str())
     backend.no_padding()
     backend.no_truncation()
     definition = json.loads(backend.to_str())
+    definition["added_tokens"] = [token for token in definition["added_tokens"] if token["special"]]
     decoder = definition.get("decoder") or {}
     for stage in decoder.get("decoders", ()):
         if stage["type"] == "ByteLevel":

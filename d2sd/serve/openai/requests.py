@@ -9,6 +9,7 @@ from d2sd.bundle.chat import encode_prompt
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
+from d2sd.runtime.grammar.guidance import added_words
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
@@ -31,6 +32,7 @@ class RequestMaker:
 
     def __init__(self, bundle: Bundle, max_choices: int) -> None:
         self._bundle, self._max_choices, self.grammars = bundle, max_choices, GrammarCompiler(bundle)
+        self._words = added_words(bundle.tokenizer)
 
     def chat(self, body: ChatBody) -> list[Request]:
         """The n requests of a conversation."""
@@ -73,8 +75,8 @@ class RequestMaker:
         """The field that demands a form of the answer, and the form."""
         demanded = None
         if isinstance(body, ChatBody):
-            parallel, options = body.parallel_tool_calls, _options(body)
-            demanded = tool_grammar(body.tools or [], body.tool_choice, parallel=parallel, **options)
+            options = _options(body) | {"parallel": body.parallel_tool_calls}
+            demanded = tool_grammar(body.tools or [], body.tool_choice, **options, words=self._words)
         return _form(body, demanded)
 
     def encode(self, body: TokenizeBody) -> list[int]:

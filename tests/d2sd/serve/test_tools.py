@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from d2sd.errors import RequestError
+from d2sd.runtime.grammar.grammar import has
+from d2sd.runtime.grammar.guidance import GuidanceTokenizer, added_words
 from d2sd.serve.tools import ToolCall, parse_tool_calls, tool_grammar
 from tests.runtime.grammar.test_guidance import fits
-from tests.runtime.grammar.tokens import guidance
+from tests.runtime.grammar.tokens import END, guidance, vocab_size, worded_tokenizer
 
 CITY = {
     "type": "object",
@@ -46,6 +48,20 @@ def test_required() -> None:
     assert not takes(f"{WEATHER}\n{NOW}", "required", parallel=False)
     assert not takes(WEATHER.replace("Oslo", "Bonn"), "required")
     assert not takes("hello", "required")
+
+
+def test_a_model_that_has_words_for_calls_writes_them() -> None:
+    tokens = worded_tokenizer()
+    form = tool_grammar(TOOLS[1:], "required", parallel=False, words=added_words(tokens))
+    assert form is not None
+    assert form.grammar is not None
+    grammar = GuidanceTokenizer(tokens, frozenset({END}), vocab_size()).lark(form.grammar, "tools")
+    call = tokens(NOW).input_ids
+    matcher = grammar.matcher()
+    assert {call[0], call[-1]} <= set(added_words(tokens).values())
+    for token in (*call, END):
+        assert has(matcher.allowed(), token), tokens.decode([token])
+        assert token == END or matcher.consume(token)
 
 
 def test_named() -> None:

@@ -15,8 +15,18 @@ from d2sd.errors import D2SDError, RequestError
 from d2sd.runtime.grammar import guidance as module
 from d2sd.runtime.grammar import trial
 from d2sd.runtime.grammar.grammar import Grammar, Matcher, PathWalker, advance, forced, has
-from d2sd.runtime.grammar.guidance import MAX_ITEMS, MAX_LENGTH, GuidanceTokenizer
-from tests.runtime.grammar.tokens import END, SPECIAL, guidance, ids, text_of, tokenizer, vocab_size
+from d2sd.runtime.grammar.guidance import MAX_ITEMS, MAX_LENGTH, GuidanceTokenizer, added_words, literal
+from tests.runtime.grammar.tokens import (
+    END,
+    SPECIAL,
+    WORDS,
+    guidance,
+    ids,
+    text_of,
+    tokenizer,
+    vocab_size,
+    worded_tokenizer,
+)
 
 
 def fits(grammar: Grammar, text: str, complete: bool = True) -> bool:
@@ -38,6 +48,36 @@ def test_json_schema() -> None:
         guidance().json_schema(json.dumps(schema | {"x-guidance": {"whitespace_flexible": True}}), "json"),
         '{\n  "a":  31\n}',
     )
+
+
+def only_token(matcher: Any) -> int:
+    """The one token that a grammar allows."""
+    (token,) = (token for token in range(vocab_size()) if has(matcher.allowed(), token))
+    return token
+
+
+def written(grammar: Grammar) -> list[int]:
+    """The tokens of a text that a grammar leaves no choice about."""
+    matcher, found = grammar.matcher(), list[int]()
+    while (token := only_token(matcher)) != END:
+        assert matcher.consume(token)
+        found.append(token)
+    return found
+
+
+def test_added_words_are_tokens_in_our_texts_and_spelled_in_those_of_others() -> None:
+    tokens = worded_tokenizer()
+    made, words = GuidanceTokenizer(tokens, frozenset({END}), vocab_size()), added_words(tokens)
+    assert set(words) == set(WORDS)
+    text = "a<think>b</think></tool_call>"
+    assert written(made.lark(f"start: {literal(text, words)}", "x")) == tokens(text).input_ids
+    assert literal(text, {}) == json.dumps(text)
+    assert literal("", words) == '""'
+    for spelled in (made.lark(f"start: {json.dumps(text)}", "x"), made.regex(text, "x")):
+        found = written(spelled)
+        assert tokens.decode(found) == text
+        assert not set(found) & set(words.values())
+    assert tokens.decode(written(made.json_schema(json.dumps({"const": text}), "x"))) == json.dumps(text)
 
 
 def test_regex_and_lark() -> None:

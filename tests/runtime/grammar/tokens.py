@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from d2sd.runtime.grammar.guidance import GuidanceTokenizer
@@ -39,6 +40,18 @@ def tokenizer() -> Any:
     )
     made.train_from_iterator(_TEXTS * 3, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<end>")
+
+
+#: Words of models that think and call tools, which are tokens and text.
+WORDS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+
+@cache
+def worded_tokenizer() -> Any:
+    """The same tokenizer with WORDS, as Qwen3's has them."""
+    made = copy.deepcopy(tokenizer())
+    made.add_tokens([AddedToken(word, special=False) for word in WORDS])
+    return made
 
 
 @cache
