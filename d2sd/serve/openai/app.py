@@ -41,6 +41,7 @@ from d2sd.serve.openai.responses_api.events import ResponseFormat
 from d2sd.serve.openai.responses_api.protocol import ResponsesBody
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
+from d2sd.serve.reasoning import Markers
 from d2sd.serve.turns import Turns
 from d2sd.viz.nodes import token_text
 
@@ -69,7 +70,7 @@ class Server:
         files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"
         self.requests = RequestMaker(bundle, settings.max_choices)
-        self.show_token = token_text(bundle.tokenizer.decode)
+        self.show_token, self.markers = token_text(bundle.tokenizer.decode), Markers.of(bundle.tokenizer)
         self.bounds = Bounds(bundle.tokenizer, engine.limits.max_context, settings)
         room = engine.limits.max_batch + settings.max_waiting
         self._text = Turns("d2sd-tokenizer", max_waiting=room)
@@ -148,7 +149,11 @@ class Server:
         if deadline is not None:
             deadline = max(deadline - (time.monotonic() - begun), 0.001)
         prompt_only = isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0
-        return Generation(self.engine, self.metrics, prepared, facts, deadline, watch, prompt_only=prompt_only)
+        # An answer whose form is demanded is said as a whole: its grammar leaves no room for a thought.
+        markers = self.markers if isinstance(body, ChatBody) and self.requests.form(body)[1] is None else None
+        return Generation(
+            self.engine, self.metrics, prepared, facts, deadline, watch, prompt_only=prompt_only, markers=markers
+        )
 
     async def _prepared(
         self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]]

@@ -14,6 +14,7 @@ from d2sd.bundle.turns import TOOL_CALL
 from d2sd.serve.completion import by_token
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody
 from d2sd.serve.openai.responses import EventStream
+from d2sd.serve.reasoning import Thought, unfinished
 from d2sd.serve.tools import ToolCall, parse_tool_calls
 
 if TYPE_CHECKING:
@@ -109,13 +110,18 @@ class ChatFormat(Format):
 
     def __init__(self, model: str, fingerprint: str, body: GenerationBody, show: Callable[[int], str]) -> None:
         super().__init__(model, fingerprint, body, show)
-        self._tools = isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none"
-        self._held: dict[int, str] = {}  # of a choice: text of a stream that may belong to a tool call
+        assert isinstance(body, ChatBody)
+        self._tools, self._reasons = bool(body.tools) and body.tool_choice != "none", body.include_reasoning
+        # of each choice of a stream
+        self._thoughts: dict[int, Thought | None] = {}
+        self._held: dict[int, str] = {}  # text that may belong to a tool call
 
     def choice(self, choice: Choice) -> dict[str, Any]:
-        """The assistant's message, with its tool calls."""
-        text = "".join(choice.text)
+        """The assistant's message, with its thought and its tool calls."""
+        thought, text = _divided(choice.thought(), "".join(choice.text), ends=True)
         message: dict[str, Any] = {"role": "assistant", "content": text, "refusal": None}
+        if choice.markers is not None and self._reasons:
+            message |= {"content": text or None, "reasoning_content": thought or None}
         if self._tools and TOOL_CALL in text:
             rest, calls = parse_tool_calls(text)
             if calls:
@@ -141,20 +147,21 @@ class ChatFormat(Format):
         return {"content": content, "refusal": None}
 
     def delta(self, choice: Choice, output: Output) -> dict[str, Any]:
-        """The text; from the first tool call on it is held back and read at the end."""
+        """The thought and the text; from the first tool call on it is held back and read at the end."""
+        if choice.index not in self._thoughts:
+            self._thoughts[choice.index] = choice.thought()
+        thought, text = _divided(self._thoughts[choice.index], output.text, ends=output.finish is not None)
+        delta: dict[str, Any] = {"reasoning_content": thought} if thought and self._reasons else {}
         if not self._tools:
-            return {"delta": {"content": output.text} if output.text else {}}
-        text = self._held.pop(choice.index, "") + output.text
+            return {"delta": delta | ({"content": text} if text else {})}
+        text = self._held.pop(choice.index, "") + text
         if output.finish is None:
             start = text.find(TOOL_CALL)
-            if start < 0:  # the end of the text may begin a call
-                start = len(text) - next(
-                    (n for n in range(len(TOOL_CALL) - 1, 0, -1) if text.endswith(TOOL_CALL[:n])), 0
-                )
+            start = unfinished(text, TOOL_CALL) if start < 0 else start
             text, self._held[choice.index] = text[:start], text[start:]
-            return {"delta": {"content": text} if text else {}}
+            return {"delta": delta | ({"content": text} if text else {})}
         rest, calls = parse_tool_calls(text) if TOOL_CALL in text else (text, [])
-        delta: dict[str, Any] = {"content": rest} if rest else {}
+        delta |= {"content": rest} if rest else {}
         if not calls:
             return {"delta": delta}
         delta["tool_calls"] = [{"index": number} | _tool_call(call) for number, call in enumerate(calls)]
@@ -218,6 +225,10 @@ class CompletionFormat(Format):
         for token, value in entry.top:
             top.setdefault(self._show(token), max(value, _LEAST))
         return top
+
+
+def _divided(thought: Thought | None, text: str, *, ends: bool) -> tuple[str, str]:
+    return ("", text) if thought is None else thought.divide(text, ends=ends)
 
 
 def _tool_call(call: ToolCall) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from d2sd.serve.openai.metrics import Metrics, RequestTimer
+from d2sd.serve.reasoning import Markers, Thought
 
 if TYPE_CHECKING:
     from d2sd.runtime.request import Request
@@ -27,10 +28,22 @@ class Choice:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish: FinishReason | None = None
+    markers: Markers | None = None  # around what is thought; None: nothing is
 
     @property
     def seed(self) -> int:
         return self.stream.request.seed
+
+    @property
+    def reasoning(self) -> int:
+        """Tokens of the thought so far."""
+        return 0 if self.markers is None else self.markers.tokens(self.stream.request.prompt, self.tokens)
+
+    def thought(self) -> Thought | None:
+        """Divides the text of this answer; None: all of it is said."""
+        if self.markers is None:
+            return None
+        return Thought(self.markers, True if self.markers.begun(self.stream.request.prompt) else None)
 
     @property
     def accepted(self) -> int:
@@ -58,10 +71,11 @@ class Generation:
         watch: Watch | None = None,
         interval: int = 1,
         prompt_only: bool = False,
+        markers: Markers | None = None,
     ) -> None:
         """`prompt_only` leaves out the tokens that are generated, of which a request has one at least."""
         streams = engine.submit(requests, deadline=deadline, watch=watch, interval=interval)
-        self.choices = [Choice(i, stream, RequestTimer(metrics)) for i, stream in enumerate(streams)]
+        self.choices = [Choice(i, stream, RequestTimer(metrics), markers=markers) for i, stream in enumerate(streams)]
         self._facts, self._closed, self._prompt_only = facts, False, prompt_only
         self._pumps: list[asyncio.Future[None]] = []
 
@@ -153,6 +167,7 @@ def usage_of(choices: Sequence[Choice]) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": accepted,
             "rejected_prediction_tokens": drafted - accepted,
+            "reasoning_tokens": sum(choice.reasoning for choice in choices),
         },
         "prompt_tokens_details": {"cached_tokens": cached},
     }

@@ -180,6 +180,7 @@ class ChatBody(GenerationBody, TemplateBody):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    include_reasoning: bool = True  # what a model thinks is reported
     prediction: dict[str, Any] | None = None  # a guess at the answer, which it would not change
     modalities: list[Literal["text"]] | None = None
     verbosity: Literal["medium"] = "medium"

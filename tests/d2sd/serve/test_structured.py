@@ -297,6 +297,8 @@ def test_text_before_a_call_streams_and_the_call_is_held_back() -> None:
     class Choice:
         index = 0
 
+        def thought(self) -> None: ...
+
     class Output:
         def __init__(self, text: str, finish: str | None = None) -> None:
             self.text, self.finish = text, finish

@@ -53,6 +53,8 @@ class ResponseFormat(ChatFormat):
         self._text: list[str] = []  # of the message of a stream
         self._entries: list[dict[str, Any]] = []  # its log-probabilities
         self._message = ""  # its id, once it has begun
+        self._thought: list[str] = []  # the text of what is thought before
+        self._thinks = ""  # its id, while it goes on
 
     def whole(self, generation: Generation) -> dict[str, Any]:
         """The response that is not streamed."""
@@ -61,9 +63,10 @@ class ResponseFormat(ChatFormat):
         calls = [_function_call(call) for call in answer.get("tool_calls", ())]
         has_logprobs = choice.stream.request.sampling.logprobs is not None
         entries = self.logprobs(choice.logprobs, 0)["content"] if has_logprobs else []
-        said = answer["content"] or ""
-        items = [_message(_status(choice), said, entries)] if said or not calls else []
-        return self._at(choice, [*items, *calls], ended=True)
+        said, thought = answer["content"] or "", answer.get("reasoning_content")
+        thoughts = [_reasoning("completed" if said or calls else _status(choice), thought)] if thought else []
+        items = [_message(_status(choice), said, entries)] if said or not (calls or thoughts) else []
+        return self._at(choice, [*thoughts, *items, *calls], ended=True)
 
     def first(self, choice: Choice) -> Iterator[dict[str, Any]]:
         """The response before its first output."""
@@ -76,7 +79,11 @@ class ResponseFormat(ChatFormat):
         entries = (self._logprobs(choice, output) or {"content": []})["content"]
         text, calls = delta.get("content", ""), delta.get("tool_calls", [])
         ends = output.finish is not None
-        if text or (ends and not calls and not self._message):
+        if thought := delta.get("reasoning_content"):
+            yield from self._thinking(thought)
+        if self._thinks and (text or ends):
+            yield from self._has_thought("completed" if text or calls else _status(choice))
+        if text or (ends and not calls and not self._message and not self._output):
             yield from self._begun()
         self._entries += entries
         if text:
@@ -99,7 +106,28 @@ class ResponseFormat(ChatFormat):
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
     def _of_text(self, kind: str, **fields: Any) -> dict[str, Any]:
-        return self._event(kind, item_id=self._message, output_index=0, content_index=0, **fields)
+        place = {"item_id": self._thinks or self._message, "output_index": len(self._output), "content_index": 0}
+        return self._event(kind, **place, **fields)
+
+    def _thinking(self, text: str) -> Iterator[dict[str, Any]]:
+        """A thought begins, unless it has, and goes on."""
+        if not self._thinks:
+            item = _reasoning("in_progress", None)
+            self._thinks = item["id"]
+            yield self._event("response.output_item.added", output_index=0, item=item)
+            yield self._of_text("response.content_part.added", part=_thought_part(""))
+        self._thought.append(text)
+        yield self._of_text("response.reasoning_text.delta", delta=text)
+
+    def _has_thought(self, status: str) -> Iterator[dict[str, Any]]:
+        """The thought ends."""
+        text = "".join(self._thought)
+        item = _reasoning(status, text, self._thinks)
+        yield self._of_text("response.reasoning_text.done", text=text)
+        yield self._of_text("response.content_part.done", part=item["content"][0])
+        yield self._event("response.output_item.done", output_index=0, item=item)
+        self._output.append(item)
+        self._thinks = ""
 
     def _begun(self) -> Iterator[dict[str, Any]]:
         """A message begins, unless it has."""
@@ -107,7 +135,7 @@ class ResponseFormat(ChatFormat):
             return
         item = _message("in_progress", None, [])
         self._message = item["id"]
-        yield self._event("response.output_item.added", output_index=0, item=item)
+        yield self._event("response.output_item.added", output_index=len(self._output), item=item)
         yield self._of_text("response.content_part.added", part=_text_part("", []))
 
     def _said(self, status: str) -> Iterator[dict[str, Any]]:
@@ -116,7 +144,7 @@ class ResponseFormat(ChatFormat):
         item = _message(status, text, self._entries, self._message)
         yield self._of_text("response.output_text.done", text=text, logprobs=self._entries)
         yield self._of_text("response.content_part.done", part=item["content"][0])
-        yield self._event("response.output_item.done", output_index=0, item=item)
+        yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)
 
     def _called(self, item: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -184,6 +212,17 @@ def _message(status: str, text: str | None, logprobs: list[dict[str, Any]], name
     }
 
 
+def _reasoning(status: str, text: str | None, name: str | None = None) -> dict[str, Any]:
+    """An item of what is thought; without text, one that begins."""
+    content = [] if text is None else [_thought_part(text)]
+    head = {"id": name or f"rs_{uuid4().hex}", "type": "reasoning", "status": status}
+    return head | {"summary": [], "content": content}
+
+
+def _thought_part(text: str) -> dict[str, Any]:
+    return {"type": "reasoning_text", "text": text}
+
+
 def _text_part(text: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
     """The content of a message."""
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -208,6 +247,6 @@ def _usage(choice: Choice) -> dict[str, Any]:
         "input_tokens": usage["prompt_tokens"],
         "input_tokens_details": usage["prompt_tokens_details"] | {"cache_write_tokens": 0},
         "output_tokens": usage["completion_tokens"],
-        "output_tokens_details": usage["completion_tokens_details"] | {"reasoning_tokens": 0},
+        "output_tokens_details": usage["completion_tokens_details"],
         "total_tokens": usage["total_tokens"],
     }

@@ -1,0 +1,180 @@
+"""Answers of a model that thinks, as every API that knows a thought reports it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from openai.types.responses import Response
+
+from d2sd.serve.openai.protocol import ChatBody, StructuredOutputs
+from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.http import Running, serving
+from tests.d2sd.serve.openai.conftest import SCHEMA, TEMPLATE
+from tests.d2sd.serve.openai.responses_api.test_routes import EVENT
+from tests.runtime.grammar.tokens import vocab_size, worded_tokenizer
+from tests.tiny import tiny_decoder
+
+USER: Any = {"role": "user", "content": "Weather?"}
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+#: As Qwen3's: what was thought in earlier turns is left out, and with `enable_thinking` off nothing is.
+THINKING = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]").replace(
+    "<assistant>", "<assistant>{{ '<think>\n' if begins else '' }}"
+)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    """A server whose model says what `say` was told."""
+    decoder = tiny_decoder(vocab=vocab_size(), positions=1024)
+    settings = {"limits": {"max_batch": 4, "max_context": 1024}, "sampling": {"max_new_tokens": 200}}
+    folder = tmp_path_factory.mktemp("thinker")
+    bundle = build_tiny(folder, template=THINKING, decoder=decoder, words=worded_tokenizer(), **settings)
+    with serving(bundle) as running:
+        yield running
+
+
+@pytest.fixture
+def say(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def set_answer(text: str) -> None:
+        chat = type(thinker.server.requests).chat
+
+        def forced(body: ChatBody) -> Any:
+            form = StructuredOutputs.model_validate({"choice": [text]})
+            changes = {"structured_outputs": form, "tool_choice": "auto"}
+            return chat(thinker.server.requests, body.model_copy(update=changes))
+
+        monkeypatch.setattr(thinker.server.requests, "chat", forced)
+
+    return set_answer
+
+
+def ask(thinker: Running, **options: Any) -> Any:
+    return thinker.openai.chat.completions.create(model="tiny", messages=[USER], extra_body=options)
+
+
+def streamed(thinker: Running, **options: Any) -> tuple[str, str, list[Any]]:
+    """Thought, text and calls of a stream, added up; a delta has a thought or a text where it has any."""
+    thought, text, calls = "", "", list[Any]()
+    chunks: Any = thinker.openai.chat.completions.create(model="tiny", messages=[USER], stream=True, extra_body=options)
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        assert delta.content != "" or delta.role, "an empty text is left out"
+        thought += getattr(delta, "reasoning_content", None) or ""
+        text += delta.content or ""
+        calls += delta.tool_calls or []
+    return thought, text, calls
+
+
+CASES = [
+    ("<think>\nIs it?\n</think>\n\nIt is cold.", False, "Is it?", "It is cold."),
+    ("Is it?\n</think>\n\nIt is cold.", True, "Is it?", "It is cold."),
+    ("It is </think> cold.", False, "", "It is </think> cold."),
+    ("<think>\n\n</think>\n\nIt is cold.", False, "", "It is cold."),
+]
+
+
+@pytest.mark.parametrize(("answer", "begins", "thought", "said"), CASES)
+def test_a_chat(thinker: Running, say: Any, answer: str, begins: bool, thought: str, said: str) -> None:
+    say(answer)
+    variables = {"chat_template_kwargs": {"begins": begins}}
+    found = ask(thinker, **variables)
+    message, usage = found.choices[0].message, found.usage
+    assert (message.reasoning_content, message.content) == (thought or None, said)
+    assert streamed(thinker, **variables) == (thought, said, [])
+    counted = usage.completion_tokens_details.reasoning_tokens
+    tokens, end = worded_tokenizer()(answer).input_ids, worded_tokenizer().convert_tokens_to_ids("</think>")
+    assert counted == (tokens.index(end) + 1 if begins or answer.startswith("<think>") else 0)
+    without = ask(thinker, include_reasoning=False, **variables).choices[0].message
+    assert (without.content, getattr(without, "reasoning_content", None)) == (said, None)
+    assert streamed(thinker, include_reasoning=False, **variables) == ("", said, [])
+
+
+@pytest.mark.parametrize("begins", [False, True])
+def test_a_call_behind_a_thought(thinker: Running, say: Any, begins: bool) -> None:
+    say(("" if begins else "<think>") + f"I look.</think>\n{CALL}")
+    options = {"tools": [TOOL], "chat_template_kwargs": {"begins": begins}}
+    (choice,) = ask(thinker, **options).choices
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    assert choice.message.reasoning_content == "I look."
+    thought, text, (call,) = streamed(thinker, **options)
+    assert (thought, text, json.loads(call.function.arguments)) == ("I look.", "", {"city": "Oslo"})
+
+
+def test_a_thought_that_the_limit_cuts(thinker: Running, say: Any) -> None:
+    say("<think>one two three four")
+    (choice,) = ask(thinker, max_tokens=12).choices
+    assert choice.finish_reason == "length"
+    assert choice.message.content is None
+    assert (
+        "<think>" + choice.message.reasoning_content
+        == "<think>one two three four"[: len("<think>") + len(choice.message.reasoning_content)]
+    )
+
+
+def test_an_answer_of_a_demanded_form_is_said(thinker: Running) -> None:
+    """The template has begun a thought, for which the grammar leaves no room."""
+    options = {"structured_outputs": {"choice": ["yes"]}, "chat_template_kwargs": {"begins": True}}
+    message = ask(thinker, **options).choices[0].message
+    assert (message.content, getattr(message, "reasoning_content", None)) == ("yes", None)
+
+
+def test_text_completions_are_text(thinker: Running) -> None:
+    options: Any = {"structured_outputs": {"choice": ["<think>a</think>b"]}}
+    found: Any = thinker.openai.completions.create(model="tiny", prompt="x", extra_body=options)
+    assert found.choices[0].text == "<think>a</think>b"
+    assert found.usage.completion_tokens_details.reasoning_tokens == 0
+
+
+def responses(thinker: Running, **options: Any) -> tuple[Any, list[Any]]:
+    """The whole response and the events of a stream, as the client's types."""
+    body = {"model": "tiny", "input": "hello", **options}
+    whole = Response.model_validate(thinker.http.post("/v1/responses", json=body).json())
+    frames = thinker.http.post("/v1/responses", json=body | {"stream": True}).text.strip().split("\n\n")
+    return whole, [EVENT.validate_python(json.loads(frame.split("data: ")[1])) for frame in frames]
+
+
+@pytest.mark.parametrize(
+    ("answer", "items"),
+    [
+        ("<think>\nIs it?\n</think>\n\nIt is cold.", ["reasoning", "message"]),
+        (f"<think>I look.</think>{CALL}", ["reasoning", "function_call"]),
+        ("<think>only", ["reasoning"]),
+        ("It is cold.", ["message"]),
+    ],
+)
+def test_items_of_a_response(thinker: Running, say: Any, answer: str, items: list[str]) -> None:
+    say(answer)
+    tools = {"tools": [{"type": "function", "name": "weather", "parameters": SCHEMA}]}
+    whole, events = responses(thinker, **tools)
+    last = events[-1].response
+    for found in (whole, last):
+        assert [item.type for item in found.output] == items
+        for item in found.output:
+            if item.type == "reasoning":
+                assert f"<think>{item.content[0].text}" == answer.split("</think>")[0].replace("\n", "")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    added = [event for event in events if event.type == "response.output_item.added"]
+    done = [event for event in events if event.type == "response.output_item.done"]
+    assert [event.output_index for event in added] == [event.output_index for event in done] == list(range(len(items)))
+    assert [event.item.id for event in added] == [event.item.id for event in done] == [item.id for item in last.output]
+    for event in events:
+        if hasattr(event, "item_id"):
+            assert event.item_id == last.output[event.output_index].id
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    if "reasoning" in items:
+        assert "".join(deltas) == last.output[0].content[0].text
+
+
+def test_earlier_thoughts_are_not_sent_again(thinker: Running) -> None:
+    sent = {"role": "assistant", "content": "Cold.", "reasoning_content": "Is it?"}
+    count = len(thinker.http.post("/tokenize", json={"messages": [USER, sent, USER]}).json()["tokens"])
+    other = len(
+        thinker.http.post("/tokenize", json={"messages": [USER, sent | {"reasoning_content": "x" * 50}, USER]}).json()[
+            "tokens"
+        ]
+    )
+    assert count == other
