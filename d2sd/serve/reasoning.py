@@ -22,7 +22,7 @@ class Markers(NamedTuple):
 
     @staticmethod
     def of(tokenizer: Any) -> Markers | None:
-        """Those that the chat template names and the tokenizer has; None: the model does not think aloud."""
+        """Find the markers that the chat template names and the tokenizer has; None: the model does not think aloud."""
         template = tokenizer.chat_template
         for begin, end in MARKERS if isinstance(template, str) else ():
             ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (begin, end)]
