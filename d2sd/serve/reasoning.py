@@ -56,7 +56,7 @@ class Thought:
     _trims: bool = True  # white space that comes next
 
     def divide(self, text: str, *, ends: bool) -> tuple[str, str]:
-        """What a piece adds to the thought, and to what is said. `ends`: it is the last."""
+        """Return what a piece adds to the thought, and to what is said. `ends`: it is the last."""
         text, self._held, thought = self._held + text, "", ""
         if self.inside is None:
             begun = text.lstrip()
