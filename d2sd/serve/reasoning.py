@@ -13,7 +13,7 @@ _PROMPT_END = 2
 
 
 class Markers(NamedTuple):
-    """What begins and ends a thought: a token each, which is text."""
+    """The beginning and the end of a thought: a token each, which is text."""
 
     begin: str
     end: str

@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from openai.types.responses import Response
 
-from d2sd.serve.openai.protocol import ChatBody, StructuredOutputs
-from tests.d2sd.serve.conftest import build_tiny
-from tests.d2sd.serve.http import Running, serving
-from tests.d2sd.serve.openai.conftest import SCHEMA, TEMPLATE
+from tests.d2sd.serve.http import Running
+from tests.d2sd.serve.openai.conftest import SCHEMA
 from tests.d2sd.serve.openai.responses_api.test_routes import EVENT
-from tests.runtime.grammar.tokens import vocab_size, worded_tokenizer
-from tests.tiny import tiny_decoder
+from tests.runtime.grammar.tokens import worded_tokenizer
 
 USER: Any = {"role": "user", "content": "Weather?"}
 TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
-#: As Qwen3's: what was thought in earlier turns is left out, and with `enable_thinking` off nothing is.
-THINKING = TEMPLATE.replace("m['content']", "m['content'].split('</think>')[-1]").replace(
-    "<assistant>", "<assistant>{{ '<think>\n' if begins else '' }}"
-)
-
-
-@pytest.fixture(scope="module")
-def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    """A server whose model says what `say` was told."""
-    decoder = tiny_decoder(vocab=vocab_size(), positions=1024)
-    settings = {"limits": {"max_batch": 4, "max_context": 1024}, "sampling": {"max_new_tokens": 200}}
-    folder = tmp_path_factory.mktemp("thinker")
-    bundle = build_tiny(folder, template=THINKING, decoder=decoder, words=worded_tokenizer(), **settings)
-    with serving(bundle) as running:
-        yield running
-
-
-@pytest.fixture
-def say(thinker: Running, monkeypatch: pytest.MonkeyPatch) -> Any:
-    def set_answer(text: str) -> None:
-        chat = type(thinker.server.requests).chat
-
-        def forced(body: ChatBody) -> Any:
-            form = StructuredOutputs.model_validate({"choice": [text]})
-            changes = {"structured_outputs": form, "tool_choice": "auto"}
-            return chat(thinker.server.requests, body.model_copy(update=changes))
-
-        monkeypatch.setattr(thinker.server.requests, "chat", forced)
-
-    return set_answer
 
 
 def ask(thinker: Running, **options: Any) -> Any:
