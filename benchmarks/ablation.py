@@ -1,4 +1,4 @@
-"""Which objective trains the better first drafter?
+"""Compare objectives: which one trains the better first drafter?
 
 Every variant trains on the same answers, blocks and steps, from the same start, and then drafts chains for the
 evaluation prompts on the real runtime, greedily. The slot terms of the recipe (ce, kl, ...) are common to all; what

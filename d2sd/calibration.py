@@ -130,7 +130,7 @@ class CalibrationFile(Closed):
         )
 
     def deepened(self, depth: int) -> CalibrationFile:
-        """The same for trees of `depth`: behind the block on which it was fitted the last slot's entries hold on."""
+        """The calibration for trees of `depth`: behind the block of its fit the last slot's entries hold on."""
 
         def longer(slots: list[Any]) -> list[Any]:
             return [*slots, *[slots[-1]] * (depth - self.block_size)]

@@ -27,6 +27,6 @@ def python_command(program: str, *arguments: str) -> list[str]:
 
 
 def interpreter() -> str:
-    """This environment's interpreter, in a program that embeds Python too, as Triton's does."""
+    """The interpreter of this environment, in a program that embeds Python too, as Triton's does."""
     executable = Path(sys.executable or "")
     return str(executable) if executable.name.startswith("python") else str(Path(sys.prefix, "bin", "python3"))

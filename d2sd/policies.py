@@ -43,12 +43,12 @@ class DrafterRole(IntEnum):
 
     @property
     def key(self) -> DrafterName:
-        """Its name in recipes, manifests and messages."""
+        """The name in recipes, manifests and messages."""
         return DRAFTER_NAMES[self]
 
     @property
     def folder(self) -> str:
-        """Its stage of a build, its folder in a bundle, and the name of its graph and engines."""
+        """The name of a drafter's stage of a build, of its folder in a bundle, and of its graph and engines."""
         return f"drafter_{self.key}"
 
 
@@ -70,7 +70,7 @@ class DraftUse(IntEnum):
 
     @property
     def key(self) -> UseName:
-        """Its name in files and messages."""
+        """The name in files and messages."""
         return USE_NAMES[self]
 
     @property

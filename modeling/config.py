@@ -156,7 +156,7 @@ class BodyConfig:
 
     @property
     def beyond_fused(self) -> tuple[str, ...]:
-        """Those of `beyond_llama` that fused layers lack."""
+        """Parts of `beyond_llama` that fused layers lack."""
         names = {
             "GeGLU": self.activation != "silu",
             "norms of branches": self.branch_norms,
@@ -167,7 +167,7 @@ class BodyConfig:
 
     @property
     def beyond_compiled(self) -> tuple[str, ...]:
-        """Those of `beyond_llama` that compiled layers on a CPU lack."""
+        """Parts of `beyond_llama` that compiled layers on a CPU lack."""
         names = {
             "gated delta nets": self.delta is not None,
             "gated attention": self.output_gate,
@@ -291,11 +291,11 @@ class DrafterConfig:
         return f"{described(self.body, self.vocab_size)}, reads target layers {layers}{head}"
 
     def refusal(self, policy: PolicyName) -> str | None:
-        """It does not draft behind the nodes that a step verifies."""
+        """Reason that this kind has no such policy: it does not draft behind the nodes that a step verifies."""
         return f"A DFlash drafter has no {policy}." if FACTS[policy].first_pass is FirstPass.CARRIED else None
 
     def precision_refusal(self, precision: str) -> str | None:
-        """That of its head."""
+        """The refusal of its head."""
         return None if self.head is None else self.head.precision_refusal(precision)
 
 

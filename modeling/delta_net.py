@@ -54,7 +54,7 @@ class DeltaNet(nn.Module):
 
     @property
     def projections(self) -> tuple[tuple[nn.Module, ...], tuple[nn.Module, ...]]:
-        """Those of q, k, v and z, and those of b and a, in the order in which `DeltaHeads` has their columns."""
+        """Projections of q, k, v and z, and of b and a, in the order in which `DeltaHeads` has their columns."""
         return (self.in_proj_qkv, self.in_proj_z), (self.in_proj_b, self.in_proj_a)
 
     def _projected(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

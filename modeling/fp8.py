@@ -113,7 +113,7 @@ def make_fp8_cache(model: nn.Module) -> None:
 
 
 def _attentions(model: nn.Module) -> list[Any]:
-    """Those of the layers that attend."""
+    """Attentions of the layers that attend."""
     layers = getattr(model, "layers", ())
     return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
 

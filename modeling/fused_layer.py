@@ -40,7 +40,7 @@ class FusedLayer:
 
     @property
     def products(self) -> list[Product]:
-        """Its products, in the order in which a pass computes them."""
+        """The layer's products, in the order in which a pass computes them."""
         inner = self.feed_forward
         return [*self.mixer.products, *((inner.gate_up, inner.down) if isinstance(inner, SwiGLU) else ())]
 

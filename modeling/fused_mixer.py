@@ -49,7 +49,7 @@ class FusedAttention:
 
     @property
     def products(self) -> list[Product]:
-        """Its products, in the order in which a pass computes them."""
+        """The mixer's products, in the order in which a pass computes them."""
         return [self.joint, self.out]
 
     @property
@@ -103,7 +103,7 @@ class FusedDeltaNet:
         )
 
     def _scales(self, groups: Sequence[Sequence[nn.Module]]) -> Tensor | None:
-        """Those of `DeltaHeads`."""
+        """The scales of `DeltaHeads`."""
         products = [product for product in (self.joint, self._gates) if product is not None]
         if all(product.scales is None for product in products):
             return None
@@ -116,7 +116,7 @@ class FusedDeltaNet:
 
     @property
     def products(self) -> list[Product]:
-        """Its products, in the order in which a pass computes them."""
+        """The mixer's products, in the order in which a pass computes them."""
         return [self.joint, *([] if self._gates is None else [self._gates]), self.out]
 
     @property

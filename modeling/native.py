@@ -146,7 +146,7 @@ class NativeLayers(nn.Module):
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
-        """These layers are not FP8."""
+        """None: these layers are not FP8."""
         return None
 
     def forward(

@@ -29,7 +29,7 @@ class LinearShape:
     bias: bool = False
 
     def tensors(self) -> dict[str, Shape]:
-        """Those of a plain one: weight [outputs, inputs] and bias [outputs]."""
+        """Tensors of a plain one: weight [outputs, inputs] and bias [outputs]."""
         return {"weight": (self.outputs, self.inputs)} | ({"bias": (self.outputs,)} if self.bias else {})
 
 
@@ -61,7 +61,7 @@ def below(name: str, parts: Parts) -> Parts:
 
 
 def target_parts(config: DecoderConfig, *, fp8_cache: bool = False) -> Parts:
-    """Those of `Decoder`; with `fp8_cache`, scales of its K/V too."""
+    """Parts of `Decoder`; with `fp8_cache`, scales of its K/V too."""
     body = config.body
     parts: Parts = {"embed_tokens.weight": (config.vocab_size, body.hidden_size)}
     for index in range(body.num_layers):
@@ -73,7 +73,7 @@ def target_parts(config: DecoderConfig, *, fp8_cache: bool = False) -> Parts:
 
 
 def drafter_parts(config: DrafterConfig) -> Parts:
-    """Those of `Drafter`, and of its head."""
+    """Parts of `Drafter`, and of its head."""
     body, head, hidden = config.body, config.head, config.body.hidden_size
     layer = _attending(body) | _rest(body, 0) | ({} if head is None else head.layer_parts(body))
     parts: Parts = {"mask_embedding": (hidden,)} if config.mask_embedding else {}
@@ -85,7 +85,7 @@ def drafter_parts(config: DrafterConfig) -> Parts:
 
 
 def flex_parts(config: FlexConfig) -> Parts:
-    """Those of `FlexHead`."""
+    """Parts of `FlexHead`."""
     hidden, ids = config.body.hidden_size, config.draft_vocabulary
     parts: Parts = {"mask_embedding": (hidden,)}
     for index in range(config.body.num_layers):

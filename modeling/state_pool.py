@@ -48,7 +48,7 @@ class StateRows:
 
     @staticmethod
     def stack(layers: Sequence[StateRows]) -> StateRows:
-        """Those of all layers from those of each."""
+        """Join the rows of each layer into those of all."""
         fields = zip(*(_fields(layer) for layer in layers), strict=True)
         inputs, *delta = (torch.stack(field) for field in fields)
         return StateRows(inputs, DeltaRows(*delta))

@@ -182,7 +182,7 @@ class Acceptance:
 
 @dataclass(slots=True)
 class RequestAcceptance:
-    """The same of one request."""
+    """Forecasts' corrections that one request has taught."""
 
     all: Acceptance
     drafts: float = field(init=False)

@@ -43,7 +43,7 @@ class KVMemory:
 
     @property
     def windowed_pool_pages(self) -> int | None:
-        """The same of layers with a window; None if they have no pages of their own."""
+        """Pages of the pool of layers with a window; None if they have no pages of their own."""
         return 1 + self.windowed_pages if self.windowed_page_bytes else None
 
     @property

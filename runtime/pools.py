@@ -1,4 +1,4 @@
-"""Which models of a runner have K/V pools, and which of their layers have pages of their own: those with a window."""
+"""Models of a runner that have K/V pools, and layers of these with pages of their own: those with a window."""
 
 from __future__ import annotations
 

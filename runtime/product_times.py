@@ -1,4 +1,4 @@
-"""Which form computes each product of a runner: timed on its GPU before anything is captured, with plain as the rule.
+"""The form of each product of a runner: timed on its GPU before anything is captured, with plain as the rule.
 
 A form other than plain is taken where it is faster by MARGIN. Weights of several layers are multiplied in turn, as in
 a pass, so that they come from memory and not from the L2 cache; launches are in a CUDA graph, as those of a step. A

@@ -28,7 +28,7 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the likeliest tokens and their log-probabilities, best first
 
     def best(self, count: int) -> TokenLogprobs:
-        """The same with `count` likeliest tokens."""
+        """The entry with `count` likeliest tokens."""
         return replace(self, top=self.top[:count])
 
 

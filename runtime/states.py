@@ -96,7 +96,7 @@ class StateSlots:
         return next((pages for pages in range(end, start, -1) if self._pool.cache.holds(keys[pages - 1])), start)
 
     def useful(self, keys: SequenceOf[bytes]) -> SequenceOf[bytes]:
-        """Those of the pages with these keys behind which there is a state; all of them without recurrent layers."""
+        """Choose the pages with these keys behind which there is a state; all of them without recurrent layers."""
         return [key for key in keys if self._pool.cache.holds(key)] if self.count else keys
 
     def chunk(

@@ -1,4 +1,4 @@
-"""Whose rejections a second drafter is trained on: the first drafter's on text that is new to it.
+"""The rejections that a second drafter is trained on: the first drafter's on text that is new to it.
 
 When serving, the first drafter errs as on held-out responses; on its training responses it errs later, and at harder
 tokens. So earlier states of its training are kept, and the one is taken that errs on training responses as often as the

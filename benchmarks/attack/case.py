@@ -52,7 +52,7 @@ class Scene:
         return {"prompt": prompt, "max_tokens": self.answer, "seed": draw.randrange(2**32), **sampling, **fields}
 
     def chat(self, draw: random.Random, **fields: Any) -> dict[str, Any]:
-        """The same as a conversation."""
+        """The case as a conversation."""
         body = self.completion(draw)
         turn = {"role": "user", "content": body.pop("prompt")}
         return {**body, "messages": [turn], **fields}

@@ -51,7 +51,7 @@ class Phase:
     faults: list[str] = field(default_factory=list)
 
     def row(self) -> dict[str, Any]:
-        """Its line in the report."""
+        """The line in the report."""
         outcomes = Counter(one.outcome for one in self.sent)
         return {
             "class": self.kind.name,

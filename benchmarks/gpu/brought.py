@@ -1,4 +1,4 @@
-"""Which Triton the suite runs: the machine's, or in front of one that the kernels refuse what `gpu_pack.sh` brought.
+"""The Triton that the suite runs: the machine's, or in front of one that the kernels refuse what `gpu_pack.sh` brought.
 
 python -m benchmarks.gpu.brought FOLDER    # prints FOLDER where it is to be put in front, and why on stderr
 """

@@ -69,7 +69,7 @@ def cases(out: Path, until: float) -> Iterator[Case]:
 
 
 def proof_cases(out: Path, until: float) -> Iterator[Case]:
-    """They time nothing."""
+    """Cases that time nothing."""
     yield "proof/fp32", partial(proof, "fp32", out, until)
 
 
@@ -84,7 +84,7 @@ def flexdraft_cases(out: Path, until: float) -> Iterator[Case]:
 
 
 def bundle_cases(out: Path, until: float) -> Iterator[Case]:
-    """They need no GPU, and may be built while it is busy."""
+    """Cases that need no GPU: bundles may be built while it is busy."""
     yield "bundles/all", partial(build, out, until)
 
 
@@ -114,7 +114,7 @@ class Child:
         return self.hear(seconds)
 
     def hear(self, seconds: float) -> dict[str, Any]:
-        """Its next line that begins with @, or why there is none."""
+        """The next line that begins with @, or why there is none."""
         assert self.process.stdout is not None
         end = time.time() + seconds
         while (left := end - time.time()) > 0:

@@ -43,7 +43,7 @@ def gather(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def cleaned(call: Call) -> tuple[Tensor, Tensor]:
-    """The same with 0 in unused slots: other implementations multiply masked values, so NaN would propagate."""
+    """Pages with 0 in unused slots: other implementations multiply masked values, so NaN would propagate."""
     keys, values = gather(call)
     unused = ~in_context(call)[:, None, :, None]
     context = unused.shape[2]

@@ -39,7 +39,7 @@ def kernel_cases(folder: Path, until: float) -> Iterator[Case]:
 
 
 def training_cases(folder: Path, until: float) -> Iterator[Case]:
-    """They run no kernel of d2sd: with the Triton that PyTorch came with."""
+    """Cases that run no kernel of d2sd: with the Triton that PyTorch came with."""
     for file, most in TRAINING.items():
         yield f"training/{file}", partial(run_file, folder, file, most, until, own_triton=True)
 

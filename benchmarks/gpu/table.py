@@ -40,7 +40,7 @@ def render(environment: dict[str, Any], rows: Rows) -> str:
 
 
 def peaks_of(environment: dict[str, Any]) -> GpuPeaks | None:
-    """Those of the data sheet, by the device's name."""
+    """Peaks of the data sheet, by the device's name."""
     device = environment.get("device") or ""
     return next((peaks for name, peaks in PEAKS.items() if is_kind(device, name)), None)
 

@@ -85,7 +85,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stage = "other"
 
     def known(self, role: str, *tensors: Tensor) -> None:
-        """These tensors are K/V pages, states, or inputs of the step."""
+        """Note that these tensors are K/V pages, states, or inputs of the step."""
         self._roles.update({_storage(tensor): role for tensor in tensors})
 
     @contextmanager

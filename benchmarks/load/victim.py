@@ -1,4 +1,4 @@
-"""This client opens streams on a server and reads them until the test kills it. It imports little, to start fast:
+"""A client that opens streams on a server and reads them until the test kills it. It imports little, to start fast:
 `python -S victim.py HOST PORT STREAMS FIELDS`, where FIELDS are more fields of the body, in JSON.
 """
 

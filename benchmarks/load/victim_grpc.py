@@ -1,4 +1,4 @@
-"""This gRPC client opens streams on Triton, prints a line at the first response and reads until the test kills it:
+"""A gRPC client that opens streams on Triton, prints a line at the first response and reads until the test kills it:
 `python victim_grpc.py ADDRESS MODEL STREAMS TOKENS`.
 """
 

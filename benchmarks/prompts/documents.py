@@ -161,7 +161,7 @@ def _paragraph(element: ElementTree.Element) -> str:
 
 
 def _line(element: ElementTree.Element | None) -> str:
-    """Its text on one line, with a NUL for each reference without a text."""
+    """The text on one line, with a NUL for each reference without a text."""
     if element is None:
         return ""
 

@@ -87,7 +87,7 @@ def token_rows(config: DrafterConfig) -> tuple[str, ...]:
 
 
 def all_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors, read over the draft vocabulary, with rows of zeros for the other tokens, which are not drafted."""
+    """The head's tensors over the draft vocabulary, with rows of zeros for the other tokens, which are not drafted."""
     ids = config.draft_vocabulary
     found: dict[str, Tensor] = {}
     for name in token_rows(config) if ids else ():
@@ -97,7 +97,7 @@ def all_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 
 def drafted_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those tensors over the draft vocabulary alone, as speculators has them."""
+    """The head's tensors over the draft vocabulary alone, as speculators has them."""
     ids = config.draft_vocabulary
     return {name: tensors[name][list(ids or ())] for name in (token_rows(config) if ids else ())}
 

@@ -128,7 +128,7 @@ class Quantization:
         return {name: scheme for name, scheme in found.items() if scheme is not None}
 
     def of(self, names: Iterable[str], prefix: str = "") -> list[str]:
-        """Those of the linear layers `names` that are quantized."""
+        """Schemes of the linear layers `names` that are quantized."""
         return list(self.schemes(names, prefix))
 
     def _scheme(self, name: str, until: float) -> Scheme | None:

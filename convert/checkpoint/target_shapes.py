@@ -72,7 +72,7 @@ def experts_of(config: DecoderConfig, names: Iterable[str]) -> ExpertMap:
 def quantized_experts(
     experts: ExpertMap, quantization: Quantization | None
 ) -> dict[str, tuple[Scheme, LinearShape, tuple[int, ...]]]:
-    """Those that a checkpoint holds quantized, which our module stacks: scheme, size, and how many are one tensor."""
+    """Experts that a checkpoint holds quantized, which our module stacks: scheme, size, and how many are one tensor."""
     if quantization is None:
         return {}
     products = {name.removesuffix(".weight"): part.shape for name, part in experts.parts.items()}

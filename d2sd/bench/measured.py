@@ -52,7 +52,7 @@ class StepFiles:
 
     @staticmethod
     def of(plan: Plan, gpu: str, given: Path | None) -> StepFiles:
-        """Those in d2sd's cache folder, or the one `given`. A recipe has none but that."""
+        """Measurements in d2sd's cache folder, or the one `given`. A recipe has none but that."""
         folder, files = plan.recipe.folder, [given] if given is not None else _kept()
         is_bundle = (folder / NAME).exists()
         bundle = digest(load_manifest(folder).files) if is_bundle else None

@@ -71,7 +71,7 @@ def compared(result: Result) -> list[Cell]:
 
 
 def runs(cells: Sequence[Cell]) -> str:
-    """Which figures are of which run, in words."""
+    """Say in words which figures are of which run."""
     if any(cell.traced_steps for cell in cells):
         return (
             "all figures are of engines as served, whose steps run ahead, but nodes, merged, rescued, ECE and boundary "

@@ -17,7 +17,7 @@ from d2sd.recipe import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Both ways to serve a quantized checkpoint."""
+    """The two ways to serve a quantized checkpoint."""
 
     quantization: Quantization
     precision: str

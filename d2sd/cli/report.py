@@ -52,7 +52,7 @@ class Reporting(click.Command):
 
 
 class ReportingGroup(Reporting, click.Group):
-    """The same for a group."""
+    """A group whose commands report as `Reporting` does."""
 
 
 def report(error: BaseException) -> int:

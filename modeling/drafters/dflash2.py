@@ -73,7 +73,7 @@ class Convolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * hidden_size // group, bias=False)
 
     def coefficients(self, normed: Tensor) -> tuple[Tensor, Tensor]:
-        """Those before and behind the part, for its input [B, T, E] before it is convolved: [B, T, τ, E] each, fp32."""
+        """Coefficients before and behind the part, for its input [B, T, E] ahead of it: [B, T, τ, E] each, fp32."""
         dynamic = self.kernel_projection(normed).float().unflatten(-1, (2, self._taps, -1))
         both = dynamic.repeat_interleave(self._group, -1) + self.base_kernel.float()
         return both[..., 0, :, :], both[..., 1, :, :]

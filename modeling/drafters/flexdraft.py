@@ -170,6 +170,6 @@ class FlexHead(DraftModel):
         return added.float()
 
     def calibration_inner(self, hidden: Tensor, anchor: Tensor) -> Tensor:
-        """The same up to the last linear layer: [..., calibration size]."""
+        """The calibration up to the last linear layer: [..., calibration size]."""
         both = torch.cat([anchor.expand_as(hidden).to(hidden.dtype), hidden], -1)
         return F.silu(self.calibration.inner(both))

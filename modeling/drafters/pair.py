@@ -28,7 +28,7 @@ _ROWS = 8192
 
 
 class PairHead(Head):
-    """Its tables, over the target's ids, are there once it has joined a target."""
+    """A head whose tables, over the target's ids, are there once it has joined a target."""
 
     predecessor_table: Tensor | None  # [V, R], A ē
     successor_table: Tensor | None  # [V, R], B ē / √R

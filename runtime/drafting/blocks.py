@@ -32,7 +32,7 @@ class BlockTables:
         self._tables = [self._made(count) for count in range(1, MOST_BLOCKS + 1)]
 
     def of(self, count: int) -> BlockRows:
-        """Those of `count` blocks."""
+        """Rows of `count` blocks."""
         while count > len(self._tables):
             self._tables.append(self._made(len(self._tables) + 1))
         return self._tables[count - 1]

@@ -82,7 +82,7 @@ class Sampling(SamplingTensors):
         return self.bias is not None or self.penalties is not None
 
     def with_all_filters(self) -> Sampling:
-        """The same, as if a request used each filter, if any is used: those that no request uses keep all tokens."""
+        """Parameters as if a request used each filter, if any is used: those that no request uses keep all tokens."""
         return replace(self, any_top_p=self.any_filter, any_top_k=self.any_filter, any_min_p=self.any_filter)
 
     def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:

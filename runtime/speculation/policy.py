@@ -100,7 +100,7 @@ class Policy:
         return self if resolved is facts else replace(self, fallback=resolved.second_pass)
 
     def proposer(self, row: int) -> int:
-        """Who proposed a node of `Tree.branch_id` `row`: FIRST_DRAFT, a branch from 1, or COPY."""
+        """The proposer of a node of `Tree.branch_id` `row`: FIRST_DRAFT, a branch from 1, or COPY."""
         branches = 0 if self.second_pass is None else self.num_branches
         return COPY if self.lookup and row > branches else row
 

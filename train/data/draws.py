@@ -36,7 +36,7 @@ class SeededOrder:
         self._order = lru_cache(maxsize=2)(self._shuffled)  # a step may reach into the next epoch
 
     def numbers(self, step: int) -> range:
-        """This process's indices into the data order, for one step."""
+        """The process's indices into the data order, for one step."""
         return range(step * self._batch + self._dist.rank, (step + 1) * self._batch, self._dist.size)
 
     def index(self, number: int) -> int:

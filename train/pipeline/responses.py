@@ -115,7 +115,7 @@ class ResponseGenerator:
         self._answer(self._requests(self._share(self._jobs()[0])))
 
     def written(self) -> list[Response]:
-        """Those on disk, in the order of the plan; prompts that are not answered are left out."""
+        """Answers on disk, in the order of the plan; prompts that are not answered are left out."""
         self._check_settings()
         return sorted(self._read(), key=lambda response: order(response.id))
 
@@ -151,7 +151,7 @@ class ResponseGenerator:
         )
 
     def _share(self, items: list[Item]) -> list[Item]:
-        """This process's part."""
+        """The process's part."""
         return items[self.dist.rank :: self.dist.size]
 
     def _check_settings(self) -> None:

@@ -96,7 +96,7 @@ def _sorted(entries, scratch, SIZE: tl.constexpr):
 
 @triton.jit
 def kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p):
-    """Which of the scaled logits of one row, a pool of `vocab` tokens, the filters of `request` keep."""
+    """Mask of the scaled logits of one row, a pool of `vocab` tokens, that the filters of `request` keep."""
     key = ascending_of(scaled)
     larger = key[None, :] > key[:, None]
     best = tl.max(scaled, axis=0)
