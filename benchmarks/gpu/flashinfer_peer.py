@@ -17,7 +17,7 @@ NAME = "flashinfer"
 
 
 def flashinfer(call: Call) -> Run:
-    """A planned run; the result [B·T, Hq, D] is to be viewed. Raises `Skip` where it is not installed or the call is
+    """A planned run; the result [B·T, Hq, D] is to be viewed. Raises `Skip` where FlashInfer is missing or the call is
     none for it: lengths must fill their pages, since new rows are in pages of their own here.
     """
     if find_spec("flashinfer") is None:

@@ -15,7 +15,8 @@ USER: Any = [{"role": "user", "content": "Weather?"}]
 
 def added_up(chunks: Any) -> tuple[str, str]:
     deltas = [chunk.choices[0].delta for chunk in chunks]
-    return tuple("".join(getattr(one, name, None) or "" for one in deltas) for name in ("reasoning_content", "content"))
+    thought = "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas)
+    return thought, "".join(delta.content or "" for delta in deltas)
 
 
 def main(url: str) -> None:
