@@ -37,6 +37,15 @@ def test_it_holds_until_a_file_of_its_proof_changes(known: kept.Kept, tmp_path: 
     assert not known.holds(MUTANT)
 
 
+def test_words_change_nothing_that_runs(known: kept.Kept, tmp_path: Path) -> None:
+    (tmp_path / "it.py").write_text('"""A module."""\na  # a comment\n')
+    assert known.holds(MUTANT)
+    (tmp_path / "it.py").write_text('"""Another\nmodule."""\n# words\na\n')
+    assert known.holds(MUTANT)
+    (tmp_path / "it.py").write_text('"""Another\nmodule."""\n"a"\n')
+    assert not known.holds(MUTANT)
+
+
 def test_another_mutant_or_proof_is_unknown(known: kept.Kept) -> None:
     assert not known.holds(replace(MUTANT, new="c"))
     assert not known.holds(replace(MUTANT, name="two"))
