@@ -43,7 +43,7 @@ class Product(nn.Module):
         biases = [part.bias.detach() for part in parts if part.bias is not None]
         self.bias = self._added = torch.cat(biases) if biases else None
         tiles = -(-len(self.weight) // SPLIT_STEP)
-        self._arrived = torch.zeros(tiles, dtype=torch.int32, device=self.weight.device)
+        self._arrived = self.weight.new_zeros(tiles, dtype=torch.int32)
         self.input_scale: Tensor | None = None  # of what the op before quantizes
         self.weight_scales: Tensor | None = None  # [parts] fp32, and their products with `input_scale`, if they differ
         self.scales: Tensor | None = None
