@@ -174,7 +174,7 @@ def test_the_blocks_are_found() -> None:
     run = holding("d2sd serve")
     assert [next(kind for kind in SHORT if line.startswith(kind)) for line in run] == list(SHORT)
     downloaded = holding("--calibrate")  # for a model that is downloaded: the plan alone runs here
-    assert downloaded == ["d2sd-build qwen3-8b --plan", "d2sd-build qwen3-8b --calibrate"]
+    assert downloaded == ["d2sd-build qwen3-8b --plan", "d2sd-build qwen3-8b --pull --calibrate"]
     covered = [*holding("make demo"), *installs, *run, *downloaded]
     assert sorted(covered) == sorted(command for block in blocks("sh") for command in commands(block))
 

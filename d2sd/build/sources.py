@@ -63,14 +63,15 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
     """
     missing = [
         (source, folder)
-        for source, folder in _downloads(recipe)
-        if not _is_downloaded(folder, weights) and (weights or source.geometry is None)
+        for source, folder in downloads(recipe)
+        if not is_downloaded(folder, weights) and (weights or source.geometry is None)
     ]
     if not missing:
         return
     lines = [line for source, folder in missing for line in _download_lines(source, folder, weights)]
     if not weights:
         lines.append("(config.json is enough to plan; without it after the repository, all files, which a build needs)")
+    lines.append("or all of it by `d2sd pull`, with the recipe, or by --pull of `d2sd build`")
     raise CheckpointError(
         "Models that the recipe names have not been downloaded.",
         where=", ".join(str(folder) for _, folder in missing),
@@ -79,27 +80,37 @@ def check_downloaded(recipe: Recipe, *, weights: bool) -> None:
     )
 
 
-def _downloads(recipe: Recipe) -> list[tuple[Source, Path]]:
+def downloads(recipe: Recipe) -> list[tuple[Source, Path]]:
     """The sources that are downloads of a hub, and their folders."""
     return [(source, recipe.path(source.path)) for source in sources_of(recipe) if source.repo and source.path]
 
 
 def download_lines(recipe: Recipe, source: Source) -> list[str]:
     """The commands that download a model of a hub; none for one that is here."""
-    named = [(folder, one) for one, folder in _downloads(recipe) if one is source and not _is_downloaded(folder, True)]
+    named = [(folder, one) for one, folder in downloads(recipe) if one is source and not is_downloaded(folder, True)]
     return [line for folder, one in named for line in _download_lines(one, folder, weights=True)]
 
 
-def _is_downloaded(folder: Path, weights: bool) -> bool:
+def is_downloaded(folder: Path, weights: bool) -> bool:
+    """Whether a model's config.json is here, and some of its weights."""
     return (folder / "config.json").is_file() and (not weights or has_weights(folder))
 
 
+#: Files of targets that hold their weights a second time, in their makers' own formats.
+OTHERS = ("original/*", "metal/*")
+
+
+def published(source: Source, folder: Path) -> Path:
+    """The folder of a model as it is published; another than the recipe's where that is of what is made of it."""
+    is_converted = isinstance(source, DrafterSource) and source.converted
+    return folder.with_name(f"{folder.name}-published") if is_converted else folder
+
+
 def _download_lines(source: Source, folder: Path, weights: bool) -> list[str]:
-    converted = isinstance(source, DrafterSource) and source.converted
-    into = folder.with_name(f"{folder.name}-published") if converted else folder
+    into = published(source, folder)
+    converted = into != folder
     revision = ["--revision", source.revision] if source.revision else []
-    # some targets hold their weights a second time, in their makers' own formats
-    others = ["--exclude", "original/*", "--exclude", "metal/*"] if isinstance(source, Target) else []
+    others = [word for pattern in OTHERS for word in ("--exclude", pattern)] if isinstance(source, Target) else []
     files = others if weights or converted else ["config.json"]
     lines = [shlex.join(["hf", "download", str(source.repo), *revision, *files, "--local-dir", str(into)])]
     if converted:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
@@ -19,6 +20,9 @@ from d2sd.licence import warning
 from d2sd.modeling.config import DecoderConfig
 from d2sd.recipe import Source
 from d2sd.runtime.request import Limits
+
+if TYPE_CHECKING:
+    from d2sd.build.hub import Pull
 
 
 def show_plan(plan: Plan, output: Path) -> None:
@@ -125,6 +129,17 @@ def kv_lines(plan: Plan) -> Iterator[tuple[str, str]]:
         snapshots = memory.states - 1 - limits.max_batch
         size = f"{memory.states:,} slots of {memory.state_bytes:,} B: {size_text(memory.states * memory.state_bytes)}"
         yield ("states", f"{size}; one a request, one of zeros, {snapshots:,} for snapshots of the prefix cache")
+
+
+def show_pulls(pulls: Sequence[Pull]) -> None:
+    """Print what would be fetched from the hub, and into which folders."""
+    for one in pulls:
+        missing = one.missing
+        line("fetch" if missing else "is here", f"{one.source.repo} at {one.commit}, licence {one.source.licence}")
+        line("", f"into {one.into}" + ("" if one.into == one.folder else f", then converted to {one.folder}"))
+        line("", f"{len(missing)} of {len(one.sizes)} files, {size_text(sum(one.sizes[name] for name in missing))}")
+    if not pulls:
+        line("fetch", "nothing: the recipe names no repository of a hub")
 
 
 def _download(plan: Plan, source: Source) -> Iterator[tuple[str, str]]:

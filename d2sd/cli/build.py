@@ -20,13 +20,14 @@ from d2sd.recipe import load_recipe
 @click.argument("recipe", type=FilePath)
 @click.option("--plan", is_flag=True, help="Print what would be built, with sizes and memory; read no weights.")
 @click.option("--set", "overrides", multiple=True, metavar="A.B=C", help="Override a recipe's value; repeatable.")
+@click.option("--pull", "fetch", is_flag=True, help="Fetch what is missing from the Hugging Face hub, as d2sd pull.")
 @click.option("--out", type=FilePath, help="Folder of the bundle.  [default: bundles/<name>]")
 @click.option("--calibrate", is_flag=True, help="Fit the drafters' confidence like d2sd calibrate, and serve by it.")
 @held_out_option
 @device_option
 @click.option("-v", "--verbose", is_flag=True, help="Print every finished stage and the time, as without a terminal.")
 def build(
-    recipe: Path, plan: bool, overrides: tuple[str, ...], out: Path | None,
+    recipe: Path, plan: bool, overrides: tuple[str, ...], fetch: bool, out: Path | None,
     calibrate: bool, prompts: tuple[Path, ...], device: str, verbose: bool,
 ) -> None:  # fmt: skip
     """Build the serving bundle that RECIPE describes.
@@ -43,6 +44,10 @@ def build(
     if plan:
         show_plan(make_plan(loaded, weights=False), output)
         return
+    if fetch:
+        from d2sd.build.hub import pull
+
+        pull(loaded, bar)
     from d2sd.build import pipeline
     from d2sd.train.confidence.fit import fit_of
 

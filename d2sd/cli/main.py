@@ -21,6 +21,7 @@ COMMANDS = {
     "data": "Fill data/ with the prompt sets that recipes and benchmarks name.",
     "generate": "Generate text from the bundle at BUNDLE.",
     "inspect": "Verify BUNDLE and print what it holds.",
+    "pull": "Fetch the models of RECIPE that it names by repository and revision.",
     "serve": "Serve the bundle at BUNDLE over HTTP, as OpenAI's API.",
     "train": "Train the drafters that RECIPE names.",
     "triton": "Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.",

@@ -26,7 +26,9 @@ FLAGS = {
         *("bundle", "--methods", "--rows", "--prompts", "--temperatures", "--concurrency", "--per-set"),
         *("--max-new-tokens", "--repeat", "--seed", "--device", "--executor", "--out", "--plan", "--compare"),
     },
-    "build": {*("recipe", "--plan", "--set", "--out", "--calibrate", "--prompts", "--device", "-v", "--verbose")},
+    "build": {
+        *("recipe", "--plan", "--set", "--pull", "--out", "--calibrate", "--prompts", "--device", "-v", "--verbose")
+    },
     "data": {"--from", "--to"},
     "generate": {
         *("bundle", "-p", "--prompt", "--policy", "--max-new-tokens", "--temperature", "--top-p", "--top-k", "--seed"),
@@ -39,6 +41,7 @@ FLAGS = {
     },
     "convert": {"source", "--to", "-o", "--out", "--target", "--role"},
     "inspect": {"bundle"},
+    "pull": {"recipe", "--plan", "--set"},
     "serve": {
         *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
         *("--prefix-cache", "--no-prefix-cache"),
