@@ -23,6 +23,9 @@ def offline_transformers() -> ModuleType:
     os.environ["HF_HUB_OFFLINE"] = "1"  # read at import
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     import transformers
+    from huggingface_hub import constants
+
+    constants.HF_HUB_OFFLINE = True  # where `d2sd pull` has imported it before
 
     logging: Any = transformers.utils.logging  # its functions have no types
     logging.disable_progress_bar()

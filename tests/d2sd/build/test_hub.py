@@ -48,6 +48,7 @@ def hub(published: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     with hub_server() as hub:
         for name in ("HF_TOKEN", "HF_HUB_OFFLINE"):
             monkeypatch.delenv(name, raising=False)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)  # another test may have read a checkpoint
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)
         monkeypatch.setattr(
             constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}"
@@ -318,8 +319,10 @@ def test_a_build_pulls_first(hub: Hub, recipe: Path, tmp_path: Path) -> None:
     without = CliRunner().invoke(build, [str(recipe), "--out", str(tmp_path / "bundle")])
     assert without.exit_code == 2
     assert "d2sd pull" in without.stderr
+    constants.HF_HUB_OFFLINE = False  # of a new process
     found = CliRunner().invoke(build, [str(recipe), "--pull", "--out", str(tmp_path / "bundle")])
     assert found.exit_code == 0, found.output
+    assert constants.HF_HUB_OFFLINE, "nothing else asks the hub"
     assert (tmp_path / "bundle" / "manifest.json").exists()
 
 
