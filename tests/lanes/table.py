@@ -12,6 +12,8 @@ SERVED = ("plugins", "modeling", "runtime", "d2sd", ":!d2sd/bench", ":!d2sd/buil
 KERNELS = ("plugins/**/triton/**", "plugins/shared", "tests/ptx", "ptxsim")
 #: Random engines and what they are compared with.
 HARNESS = ("tests/runtime", ":!tests/runtime/*test_*.py")
+#: What `make engines` leaves to other lanes.
+NOT_OF_ENGINES = ("ptx", "cuda", "runtime/test_warm_up.py", "test_readme.py", "lanes")
 #: The page of the results itself is in no lane.
 RESULTS = ":!docs/results/checks.*"  # of git: all but these
 
@@ -115,7 +117,7 @@ LANES = {
     "engines": Lane(
         "what CI samples, whole: TensorRT engines, trees under the interpreter, tokens and exact mode in every case",
         ("engines",),
-        (*PRODUCT, "tests", ":!tests/ptx", ":!tests/cuda", ":!tests/test_readme.py", ":!tests/lanes"),
+        (*PRODUCT, "tests", *(f":!tests/{one}" for one in NOT_OF_ENGINES)),
         minutes=30,
     ),
     "differential": Lane(
