@@ -50,7 +50,7 @@ checks: .venv/dev
 step-files: .venv/dev
 	$(BIN)/python -m benchmarks.step_files
 
-## [30 min] what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
+## [45 min] what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
 	$(PYTEST) -v -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/runtime/test_warm_up.py \

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.code_alone import code_of
+
 ROOT = Path(__file__).parents[2]
 #: The closing line of pytest, or of any program that says so much.
 PYTEST = r"(?=(?:\d+ [a-z]+,? )+in \d[\d.]*s)" + "".join(
@@ -68,11 +70,26 @@ def git(*arguments: str) -> str:
 
 
 def changed(lane: Lane, stamp: Stamp) -> list[str] | None:
-    """Files the lane covers that differ from those of its stamp's commit; None if the commit is unknown."""
+    """Files the lane covers that differ from those of its stamp's commit; None if the commit is unknown.
+
+    Of Python it is code that counts, unless the lane covers documents too.
+    """
     try:
-        return git("diff", "--name-only", stamp.commit, "--", *lane.covers).splitlines()
+        names = git("diff", "--name-only", stamp.commit, "--", *lane.covers).splitlines()
     except subprocess.CalledProcessError:
         return None
+    return names if "." in lane.covers else [name for name in names if _differs(name, stamp.commit)]
+
+
+def _differs(name: str, commit: str) -> bool:
+    file = ROOT / name
+    try:
+        before = git("show", f"{commit}:{name}") if file.suffix == ".py" else ""
+    except subprocess.CalledProcessError:  # it was not there
+        return True
+    if file.suffix != ".py" or not file.exists():
+        return True
+    return code_of(before.encode(), ".py") != code_of(file.read_bytes(), ".py")
 
 
 def state(lane: Lane, stamp: Stamp | None) -> str:

@@ -118,7 +118,7 @@ LANES = {
         "what CI samples, whole: TensorRT engines, trees under the interpreter, tokens and exact mode in every case",
         ("engines",),
         (*PRODUCT, "tests", *(f":!tests/{one}" for one in NOT_OF_ENGINES)),
-        minutes=30,
+        minutes=45,
     ),
     "differential": Lane(
         "random engines with broken weights, each answer against plain decoding alone",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -78,6 +79,27 @@ def test_a_lane_is_stale_when_what_it_covers_has_changed(monkeypatch: pytest.Mon
     files[0] = "README.md\nREADME.txt"
     assert state(lane(), stamp) == "stale: README.md and 1 more"
     assert state(lane(), Stamp(stamp.commit, "2026-11-26", 9, 1, 0, 1)) == "red"
+
+
+def test_words_make_no_lane_stale_that_covers_no_documents(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    told = {"diff": "one.py\nnew.py", "show": '"""Words."""\na = 1  # of it'}
+
+    def git(kind: str, *arguments: str) -> str:
+        if arguments[-1].endswith(":new.py"):
+            raise subprocess.CalledProcessError(128, "git")
+        return told[kind]
+
+    monkeypatch.setattr("tests.lanes.lane.git", git)
+    monkeypatch.setattr("tests.lanes.lane.ROOT", tmp_path)
+    (tmp_path / "one.py").write_text('"""Other words."""\na = 1\n')
+    (tmp_path / "new.py").write_text("a = 1\n")
+    stamp, documents = Stamp("c0ffee", "2026-11-28", 1, 0, 0, 1), replace(lane(), covers=(".",))
+    assert state(lane(), stamp) == "stale: new.py"
+    assert state(documents, stamp) == "stale: one.py and 1 more"
+    (tmp_path / "one.py").write_text("a = 2\n")
+    assert state(lane(), stamp) == "stale: one.py and 1 more"
+    (tmp_path / "one.py").unlink()
+    assert state(lane(), stamp) == "stale: one.py and 1 more"
 
 
 def test_an_unknown_commit_is_stale() -> None:

@@ -14,13 +14,13 @@ import os
 import sys
 import threading
 from dataclasses import asdict, dataclass, field
-from functools import cache
 from inspect import CO_OPTIMIZED
 from pathlib import Path
 from types import CodeType, FrameType
 
 import torch
 
+from tests.code_alone import code_of
 from tests.mutants.mutant import Mutant, Proof
 
 ROOT = Path(__file__).parents[2]
@@ -97,27 +97,12 @@ class Kept:
         found = hashlib.sha256(json.dumps([asdict(mutant), torch.__version__]).encode())
         for name in sorted({mutant.file, *files}):
             file = ROOT / name
-            text = _code(file.read_bytes(), file.suffix) if file.is_file() else b"no such file"
+            text = code_of(file.read_bytes(), file.suffix) if file.is_file() else b"no such file"
             found.update(f"{name}\n".encode() + text)
         return found.hexdigest()[:16]
 
     def holds(self, mutant: Mutant) -> bool:
         return self.mutants.get(mutant.name) == self.key(mutant) is not None
-
-
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-@cache
-def _code(text: bytes, suffix: str) -> bytes:
-    """The text of a file; of Python its code alone, since a comment or a docstring changes nothing that runs."""
-    if suffix != ".py":
-        return text
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node):
-            node.body = node.body[1:] or [ast.Pass()]
-    return ast.unparse(tree).encode()
 
 
 def title(proof: Proof) -> str:
