@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from glob import escape
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -97,7 +98,9 @@ def _download(one: Pull, progress: Progress) -> None:
         for left in (one.into / ".cache").rglob("*.incomplete"):  # of a run that was killed; the lock is ours
             left.unlink()
         with disk_space(one.into, need, f"the download of {repo}"), _explained(one.source):
-            snapshot_download(repo, revision=one.commit, local_dir=one.into, ignore_patterns=_left_out(one.source))
+            # these names alone, which were checked: the library asks the hub for a list of its own
+            names = list(map(escape, one.sizes))
+            snapshot_download(repo, revision=one.commit, local_dir=one.into, allow_patterns=names)
         _check_hashes(one, progress)
 
 
@@ -119,12 +122,8 @@ def _check_hashes(one: Pull, progress: Progress) -> None:
         )
 
 
-def _left_out(source: Source) -> list[str]:
-    return list(OTHERS) if isinstance(source, Target) else []
-
-
 def _is_left_out(source: Source, name: str) -> bool:
-    return any(fnmatch(name, pattern) for pattern in _left_out(source))
+    return isinstance(source, Target) and any(fnmatch(name, pattern) for pattern in OTHERS)
 
 
 def _check_name(source: Source, name: str) -> None:

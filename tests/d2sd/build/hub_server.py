@@ -25,6 +25,9 @@ class Hub:
     token: str | None = None  # that a repository asks for
     cut: int | None = None  # bytes after which a large file's connection ends, once
     stall: float = 0.0  # seconds before a large file's answer
+    hidden: dict[str, bytes] = field(
+        default_factory=dict
+    )  # files that the list alone has from which a client downloads
     wrong: bool = False  # bytes of large files differ from their hash
     url: str = ""
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
@@ -71,10 +74,10 @@ class _Handler(BaseHTTPRequestHandler):
             tree = [
                 {"type": "file", "path": file, "size": len(data), "oid": _sha1(data)}
                 | ({"lfs": _lfs(data)} if len(data) >= LARGE else {})
-                for file, data in files.items()
+                for file, data in (files | hub.hidden).items()
             ]
             return self._json(tree, body)
-        self._file(files, revision.split("/", 1)[1], body)
+        self._file(files | hub.hidden, revision.split("/", 1)[1], body)
 
     def _file(self, files: Mapping[str, bytes], name: str, body: bool) -> None:
         hub = self.hub

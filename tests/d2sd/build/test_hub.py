@@ -261,6 +261,16 @@ def test_a_name_that_leads_out_of_the_folder(hub: Hub, recipe: Path, name: str) 
     assert not loads(hub)
 
 
+def test_a_second_list_with_other_names(hub: Hub, recipe: Path) -> None:
+    """The library asks for one of its own, in which a hub may name what the first did not."""
+    hub.hidden = {"../evil.bin": bytes(2000), "more.bin": bytes(2000)}
+    hub.repos["maker/target"]["odd [1].bin"] = bytes(2000)
+    found = run(recipe)
+    assert found.exit_code == 0, found.output
+    assert not (recipe.parent / "evil.bin").exists()
+    assert names(recipe.parent / "target") == set(hub.repos["maker/target"])
+
+
 def test_another_geometry_than_the_recipes(hub: Hub, tmp_path: Path, published: Path) -> None:
     geometry = json.loads((published / "target" / "config.json").read_text()) | {"num_hidden_layers": 7}
     recipe = write_recipe(tmp_path, published)
