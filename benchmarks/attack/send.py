@@ -7,6 +7,7 @@ import re
 import socket
 import struct
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -48,27 +49,29 @@ class Sent:
 
 
 async def send(
-    url: str, kind: Kind, numbers: range, seed: int, scene: Scene, timeout: float, seconds: float
+    url: str, kind: Kind, cases: Sequence[Case], seed: int, scene: Scene, timeout: float, seconds: float
 ) -> list[Sent]:
     """Send requests of a class, as many at once as it says, for at most `seconds`.
 
-    What the client itself refuses to send is replaced. A request without an answer within `timeout` seconds is left.
+    `cases` are those of the first numbers, made before: a client's own work is another machine's. What the client
+    itself refuses to send is replaced. A request without an answer within `timeout` seconds is left.
     """
     sent: list[Sent] = []
-    source, left, last = count(numbers.start), len(numbers), time.monotonic() + seconds
+    source, left, last = count(), len(cases), time.monotonic() + seconds
 
     async def sender() -> None:
         nonlocal left
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:
             while left > 0 and time.monotonic() < last:
                 left, number = left - 1, next(source)
-                case = await asyncio.to_thread(kind.case, seed, number, scene)
+                made = number < len(cases)
+                case = cases[number] if made else await asyncio.to_thread(kind.case, seed, number, scene)
                 begun = time.monotonic()
                 outcome, answer, fault = await _outcome(client, url, case, timeout)
                 left += outcome == NOT_SENT
                 sent.append(Sent(kind.name, number, case, outcome, time.monotonic() - begun, answer, fault, kind.fills))
 
-    await asyncio.gather(*(sender() for _ in range(min(kind.at_once, len(numbers)))))
+    await asyncio.gather(*(sender() for _ in range(min(kind.at_once, len(cases)))))
     return sent
 
 

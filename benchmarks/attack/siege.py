@@ -117,12 +117,11 @@ class Siege:
 
     def attack(self, kind: Kind, count: int) -> bool:
         """Send requests of a class. Returns whether the server still serves its honest clients afterwards."""
+        plan = self.plan
+        cases = [kind.case(plan.seed, number, self.scene) for number in range(count)]
         phase = Phase(kind, begin=time.monotonic())
         self.phases.append(phase)
-        plan = self.plan
-        phase.sent = asyncio.run(
-            send(self.server.url, kind, range(count), plan.seed, self.scene, plan.timeout, plan.seconds)
-        )
+        phase.sent = asyncio.run(send(self.server.url, kind, cases, plan.seed, self.scene, plan.timeout, plan.seconds))
         serves = self._answered(time.monotonic(), plan.clients, plan.timeout) and self._rests(plan.timeout)
         phase.end, phase.peak = time.monotonic(), self.watch.peak(phase.begin)
         phase.faults += verdicts.of_statuses(phase.sent)

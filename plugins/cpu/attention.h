@@ -27,7 +27,29 @@ struct keys {
 INLINE void score(
     const int size, const int type, const float *q, int heads, const char *k, long stride, long many, float *scores,
     long room, float scale) {
-    for (long j = 0; j < many; j++, k += stride * type_size(type))
+    long j = 0;
+#ifdef __AVX512F__ /* sixteen keys: their products are added across lanes together, which else takes as long as they do */
+    for (; j + LANES <= many; j += LANES, k += LANES * stride * type_size(type)) {
+        f32x16 parts[HEADS][4];
+        for (int b = 0; b < 4; b++) {
+            f32x16 sums[HEADS][4];
+            UNROLL for (int i = 0; i < 4; i++) {
+                const char *key = k + (4 * i + b) * stride * type_size(type);
+                f32x16 x = load16(type, key);
+                UNROLL for (int g = 0; g < heads; g++) sums[g][i] = *(const f32x16 *)(q + g * size) * x;
+                UNROLL for (int d = LANES; d < size; d += LANES) {
+                    x = load16(type, key + d * type_size(type));
+                    UNROLL for (int g = 0; g < heads; g++)
+                        sums[g][i] = fma16(*(const f32x16 *)(q + g * size + d), x, sums[g][i]);
+                }
+            }
+            UNROLL for (int g = 0; g < heads; g++) parts[g][b] = quarters(sums[g]);
+        }
+        UNROLL for (int g = 0; g < heads; g++)
+            *(f32x16 *)(scores + g * room + j) = sums16(parts[g]) * splat(scale);
+    }
+#endif
+    for (; j < many; j++, k += stride * type_size(type))
         for (int g = 0; g < heads; g++) {
             f32x16 sum = *(const f32x16 *)(q + g * size) * load16(type, k);
             UNROLL for (int d = LANES; d < size; d += LANES)
@@ -84,8 +106,14 @@ INLINE void attend(
     float total[HEADS];
     for (int g = 0; g < heads; g++) {
         float *of_head = scores + g * room, most = sinks ? sinks[g] : -INFINITY;
-        for (long j = 0; j < many; j++) most = of_head[j] > most ? of_head[j] : most;
-        f32x16 sum = splat(0);
+        f32x16 largest = splat(most), sum = splat(0);
+        long from = 0;
+        for (; from + LANES <= many; from += LANES) {
+            const f32x16 x = *(f32x16 *)(of_head + from);
+            largest = select16(x > largest, x, largest);
+        }
+        for (int lane = 0; lane < LANES; lane++) most = largest[lane] > most ? largest[lane] : most;
+        for (; from < many; from++) most = of_head[from] > most ? of_head[from] : most;
         for (long j = 0; j < many; j += LANES) { /* lane i adds the positions i, i + 16, ... */
             f32x16 *weights = (f32x16 *)(of_head + j);
             *weights = exp16(*weights - splat(most));

@@ -71,10 +71,39 @@ INLINE float sum16(f32x16 x) {
     return (c[0] + c[2]) + (c[1] + c[3]);
 }
 
+#ifdef __AVX512F__
+/* [a8, b8], where a8 are the lanes of the halves of `a` added: the first step of `sum16`, of two vectors at once. */
+INLINE f32x16 halves(f32x16 a, f32x16 b) {
+    const __m512 x = (__m512)a, y = (__m512)b;
+    return (f32x16)_mm512_shuffle_f32x4(x, y, 0x44) + (f32x16)_mm512_shuffle_f32x4(x, y, 0xEE);
+}
+
+/* [a4, b4, c4, d4]: its first two steps, of four vectors. */
+INLINE f32x16 quarters(const f32x16 x[4]) {
+    const __m512 ab = (__m512)halves(x[0], x[1]), cd = (__m512)halves(x[2], x[3]);
+    return (f32x16)_mm512_shuffle_f32x4(ab, cd, 0x88) + (f32x16)_mm512_shuffle_f32x4(ab, cd, 0xDD);
+}
+
+/* `sum16` of sixteen vectors: lane 4i + j is that of vector i of the four in `quarters` j, to the same bits. */
+INLINE f32x16 sums16(const f32x16 x[4]) {
+    __m512 pair[2];
+    for (int i = 0; i < 2; i++) {
+        const __m512 a = (__m512)x[2 * i], b = (__m512)x[2 * i + 1];
+        pair[i] = (__m512)((f32x16)_mm512_shuffle_ps(a, b, 0x44) + (f32x16)_mm512_shuffle_ps(a, b, 0xEE));
+    }
+    return (f32x16)_mm512_shuffle_ps(pair[0], pair[1], 0x88) + (f32x16)_mm512_shuffle_ps(pair[0], pair[1], 0xDD);
+}
+#endif
+
 /* WIDTH numbers as fp32. */
 INLINE native load_native(int type, const void *at) {
     if (type == F32) return *(const native *)at;
+#if defined(__AVX512F__) /* GCC converts a half at a time */
+    if (type == BF16)
+        return (native)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)at)), 16);
+#else
     if (type == BF16) return (native)(__builtin_convertvector(*(const native_halves *)at, native_bits) << 16);
+#endif
 #if defined(__AVX512F__)
     return (native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 #elif defined(__F16C__)

@@ -48,6 +48,9 @@ from d2sd.runtime.memory import MAX_PENDING_BYTES
 #: Rows, padding included, that fill a queue, if MAX_PENDING_BYTES do not: a row holds n·E numbers, 12 kB for SmolLM2
 #: and 41 kB for Qwen3-8B.
 MAX_PENDING_ROWS = 4096
+#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: its queues are full with 1 / _SHORTER of the
+#: rows, and one that is full injects its oldest rows alone, 1 / _PART of what it holds at a time.
+_SHORTER, _PART = 4, 4
 
 
 class DrafterContext:
@@ -88,7 +91,7 @@ class DrafterContext:
             return
         self._queue_left()
         for queue in self._queues.values():
-            queue.push(rows, self._drops, compact=self._on_cpu)
+            queue.push(rows, self._drops, on_cpu=self._on_cpu)
 
     @torch.inference_mode()
     def inject(self, drafters: Collection[DrafterRole]) -> None:
@@ -214,13 +217,13 @@ class DrafterContext:
         if left is not None and queues:
             copied = left.with_tensors(map(torch.clone, left.tensors))
             for queue in queues:
-                queue.push(copied, self._left_drops, compact=self._on_cpu)
+                queue.push(copied, self._left_drops, on_cpu=self._on_cpu)
 
     def _flush(self, drafters: Collection[DrafterRole]) -> None:
         """QUEUED -> INJECTED, of these drafters."""
         for which, queue in self._queues.items():
             if which in drafters:
-                queue.flush(compact=self._on_cpu)
+                queue.flush(on_cpu=self._on_cpu)
 
 
 class _Queue:
@@ -231,30 +234,28 @@ class _Queue:
         #: With the number of the push, or, on CUDA, of drops before it.
         self._entries: list[tuple[int, CommittedRows | ContextRows]] = []
         self._pushes = 0
-        #: By page table: page -> pushes before it was dropped, for pages dropped since `compact`.
+        #: By page table: page -> pushes before it was dropped, for pages dropped since the queue was empty.
         self._dropped: dict[int, dict[int, int]] = defaultdict(dict)
-        self.rows = 0  # upper bound: padding and rows of dropped pages are counted until `compact`
+        self.rows = 0  # upper bound: with padding and rows of dropped pages
 
     @torch.inference_mode()
-    def push(self, entry: CommittedRows | ContextRows, drops: int, *, compact: bool) -> None:
+    def push(self, entry: CommittedRows | ContextRows, drops: int, *, on_cpu: bool) -> None:
         """Append rows that were committed behind so many drops. A queue that is full is flushed, and one without room
-        before, so that a large entry is not copied into one product with it. With `compact` only rows that will be
-        computed count.
+        before, so that a large entry is not copied into one product with it; on a CPU as far as there is no room.
         """
-        rows = (entry.keep if isinstance(entry, CommittedRows) else entry.positions).numel()
-        most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
-        if self.rows and not self._has_room(rows, most, compact=compact):
-            self.flush(compact=compact)
-        self._entries.append((self._pushes if compact else drops, entry))
+        rows = _size(entry)
+        most = MAX_PENDING_ROWS // _SHORTER if on_cpu else MAX_PENDING_ROWS
+        most = max(1, min(most, MAX_PENDING_BYTES * rows // entry.features.nbytes))
+        self._make_room(most - rows, most, on_cpu=on_cpu)
+        self._entries.append((self._pushes if on_cpu else drops, entry))
         self._pushes += 1
         self.rows += rows
-        if not self._has_room(1, most, compact=compact):
-            self.flush(compact=compact)
+        self._make_room(most - 1, most, on_cpu=on_cpu)
 
-    def _has_room(self, rows: int, most: int, *, compact: bool) -> bool:
-        if self.rows + rows > most and compact:
-            self.compact()
-        return self.rows + rows <= most
+    def _make_room(self, left: int, most: int, *, on_cpu: bool) -> None:
+        """Flush the queue until it has `left` rows at most, or none."""
+        while self.rows > max(left, 0):
+            self.flush(on_cpu=on_cpu, rows=most // _PART if on_cpu else None)
 
     def drop(self, *pages: Sequence[int]) -> None:
         """Note that rows pushed so far for these pages, of each page table, are not to be computed."""
@@ -262,12 +263,20 @@ class _Queue:
             for table, given_up in enumerate(pages):
                 self._dropped[table].update(dict.fromkeys(given_up, self._pushes))
 
-    def flush(self, *, compact: bool) -> None:
-        """Compute the K/V of all rows in one product and write it to the pages, those between two drops at once."""
-        if compact:
-            self.compact()
-        parts = [_together([entry for _, entry in same]) for _, same in groupby(self._entries, key=_number)]
-        self._entries, self.rows = [], 0
+    def flush(self, *, on_cpu: bool, rows: int | None = None) -> None:
+        """Compute the K/V of the oldest entries, of `rows` rows or a few more, in one product, and write it to the
+        pages, those between two drops at once. By default of all.
+        """
+        taken = list[tuple[int, CommittedRows | ContextRows]]()
+        last = 0 if rows is None else max(self.rows - rows, 0)
+        while self._entries and self.rows > last:
+            taken.append(self._entries.pop(0))
+            self.rows -= _size(taken[-1][1])
+        if on_cpu:  # elsewhere reading which rows are to be computed would make the host wait
+            taken = [*self.kept(taken)]
+        if not self._entries:
+            self.rows, self._dropped = 0, defaultdict(dict)
+        parts = [_together([entry for _, entry in same]) for _, same in groupby(taken, key=_number)]
         if not parts:
             return
         features, positions = parts[0].features, parts[0].positions
@@ -281,13 +290,16 @@ class _Queue:
         ):
             self._pool.write_rows(keys, values, part.pages, part.positions)
 
-    def compact(self) -> None:
-        """Replace the queue by the rows that are to be computed. Reads which these are: not on CUDA."""
+    def kept(self, entries: Sequence[tuple[int, CommittedRows | ContextRows]]) -> list[tuple[int, ContextRows]]:
+        """The rows of these that are to be computed: no padding, nothing of pages that were dropped. On a CPU."""
         dropped_at = {table: _dropped_at(self._dropped[table], count) for table, count in self._pool.pages.items()}
-        parts = [_without_dropped(_rows_of(entry), number, dropped_at) for number, entry in self._entries]
-        self.rows = sum(len(part.positions) for part in parts)
-        self._entries = [(self._pushes - 1, _joined(parts))] if self.rows else []
-        self._dropped = defaultdict(dict)
+        parts = [_without_dropped(_rows_of(entry), number, dropped_at) for number, entry in entries]
+        return [(self._pushes - 1, _joined(parts))] if any(len(part.positions) for part in parts) else []
+
+
+def _size(entry: CommittedRows | ContextRows) -> int:
+    """Rows, padding and those of dropped pages included."""
+    return (entry.keep if isinstance(entry, CommittedRows) else entry.positions).numel()
 
 
 def _dropped_at(dropped: Mapping[int, int], count: int) -> Tensor:
