@@ -19,7 +19,8 @@ async def fuzz(url: str, seed: int, requests: int) -> tuple[Counter[str], list[s
     """Send at least so many requests, as many of every class: outcomes by name, and the faults."""
     outcomes, faults = Counter[str](), list[str]()
     for kind in _KINDS:
-        sent = await send(url, kind, range(-(-requests // len(_KINDS))), seed, _SCENE, _TIMEOUT, _SECONDS)
+        cases = [kind.case(seed, number, _SCENE) for number in range(-(-requests // len(_KINDS)))]
+        sent = await send(url, kind, cases, seed, _SCENE, _TIMEOUT, _SECONDS)
         outcomes.update(f"{kind.name}: {one.outcome}" for one in sent)
         faults += of_statuses(sent)
     return outcomes, faults
