@@ -48,9 +48,9 @@ from d2sd.runtime.memory import MAX_PENDING_BYTES
 #: Rows, padding included, that fill a queue, if MAX_PENDING_BYTES do not: a row holds n·E numbers, 12 kB for SmolLM2
 #: and 41 kB for Qwen3-8B.
 MAX_PENDING_ROWS = 4096
-#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: its queues are full with 1 / _SHORTER of the
-#: rows, and one that is full injects its oldest rows alone, 1 / _PART of what it holds at a time.
-_SHORTER, _PART = 4, 4
+#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: a queue that is full injects its oldest rows
+#: alone there, one of so many parts.
+_PARTS = 16
 
 
 class DrafterContext:
@@ -244,8 +244,7 @@ class _Queue:
         before, so that a large entry is not copied into one product with it; on a CPU as far as there is no room.
         """
         rows = _size(entry)
-        most = MAX_PENDING_ROWS // _SHORTER if on_cpu else MAX_PENDING_ROWS
-        most = max(1, min(most, MAX_PENDING_BYTES * rows // entry.features.nbytes))
+        most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
         self._make_room(most - rows, most, on_cpu=on_cpu)
         self._entries.append((self._pushes if on_cpu else drops, entry))
         self._pushes += 1
@@ -255,7 +254,7 @@ class _Queue:
     def _make_room(self, left: int, most: int, *, on_cpu: bool) -> None:
         """Flush the queue until it has `left` rows at most, or none."""
         while self.rows > max(left, 0):
-            self.flush(on_cpu=on_cpu, rows=most // _PART if on_cpu else None)
+            self.flush(on_cpu=on_cpu, rows=-(-most // _PARTS) if on_cpu else None)
 
     def drop(self, *pages: Sequence[int]) -> None:
         """Note that rows pushed so far for these pages, of each page table, are not to be computed."""
