@@ -4,6 +4,10 @@
    Residual stream and sums are fp32. What a linear layer reads is fp32, or bf16 for BF16 weights; keys, values, features
    and the last hidden states have the weights' type. Structures mirror `d2sd.plugins.cpu.library`. */
 
+#if defined(__aarch64__) && !defined(__clang__)
+#pragma GCC optimize("no-gcse") /* on vectors of four registers this pass takes most of a minute, and finds nothing */
+#endif
+
 #include "attention.h"
 #include "copies.h"
 #include "delta.h"

@@ -3,7 +3,7 @@
    W [out, in] is packed in panels of 32 outputs, so that a panel is read from memory in order, once:
 
        F32, F16   [out / 32][in][32]
-       BF16       [out / 32][in / 2][32][2]        pairs, as the dot product of AVX512-BF16 takes them
+       BF16       [out / 32][in / 2][32][2]        pairs, as the dot products of AVX512-BF16 and Arm take them
 
    A tile is as many rows as the registers hold, by one panel. It keeps its sums in registers and adds the inputs in
    their order: so neither the tile's rows nor the panel's thread can change a sum. Rows are fp32, or bf16 for BF16
@@ -70,9 +70,11 @@ static void run_pass(job run, void *arguments, int threads) {
 
 #define PANEL 32
 #define PARTS (PANEL / WIDTH)
-/* Of 32 registers 24 are sums, of 16 twelve. */
-#ifdef __AVX512F__
+/* Of 32 registers 24 are sums, or 16 beside eight of weights where a register holds four; of 16 twelve. */
+#if defined(__AVX512F__)
 #define TILE_ROWS 12
+#elif defined(__aarch64__)
+#define TILE_ROWS 2
 #else
 #define TILE_ROWS 3
 #endif
@@ -117,6 +119,11 @@ INLINE void tile(const int rows, const int type, const char *x, long stride, con
             const __m512bh both = (__m512bh)_mm512_set1_epi32((int)pair);
             UNROLL for (int i = 0; i < PARTS; i++)
                 sums[m][i] = (native)_mm512_dpbf16_ps((__m512)sums[m][i], both, (__m512bh)w[i]);
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+            const bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(pair));
+            UNROLL for (int i = 0; i < PARTS; i++)
+                sums[m][i] = (native)vbfdotq_f32(
+                    (float32x4_t)sums[m][i], vreinterpretq_bf16_u32((uint32x4_t)w[i]), both);
 #else
             const uint32_t bits[2] = {pair << 16, pair & 0xffff0000u};
             float even, odd;

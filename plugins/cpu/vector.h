@@ -7,8 +7,10 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __x86_64__
+#if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #define LANES 16
@@ -25,8 +27,10 @@ typedef float f32x4 __attribute__((vector_size(16), aligned(4), may_alias));
 typedef int32_t i32x16 __attribute__((vector_size(64), aligned(4), may_alias));
 
 /* A register of the processor: GCC keeps wider vectors in memory. */
-#ifdef __AVX512F__
+#if defined(__AVX512F__)
 #define WIDTH 16
+#elif defined(__aarch64__)
+#define WIDTH 4
 #else
 #define WIDTH 8
 #endif
@@ -52,6 +56,8 @@ INLINE native fma_native(native a, native b, native c) {
     return (native)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #elif defined(__FMA__)
     return (native)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+    return (native)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
 #else
     return a * b + c;
 #endif
@@ -108,6 +114,8 @@ INLINE native load_native(int type, const void *at) {
     return (native)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at));
 #elif defined(__F16C__)
     return (native)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)at));
+#elif defined(__aarch64__)
+    return (native)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(at)));
 #else
     native x;
     for (int i = 0; i < WIDTH; i++) x[i] = ((const _Float16 *)at)[i];
