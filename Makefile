@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: help demo test test-slow checks step-files engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack train ablation train-gpu data wheel docs clean
+.PHONY: help demo test test-slow checks step-files engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack arm train ablation train-gpu data wheel docs clean
 
 ## the targets, each with its time on two cores
 help:
@@ -235,6 +235,13 @@ attack: .venv/demo
 	test -d $(BUNDLE) || $(BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack $(BUNDLE) --malformed 5000 --expensive 300 --seed $(SEED) \
 	  --timeout 45 --out build/attack
+
+## [20 min] the CPU library for aarch64, compiled by a cross compiler and executed under emulation; fetches 1 GB into build/arm, and
+## needs Debian's qemu-user and gcc-aarch64-linux-gnu
+arm: .venv/dev
+	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 sh tests/arm/run.sh build/arm python -m pytest -v -p no:cacheprovider -n 0 \
+	  -m "not slow and not full" tests/plugins/cpu/test_linear.py tests/modeling/test_native.py tests/modeling/test_packed.py \
+	  tests/plugins/trees/test_branches.py tests/plugins/delta_rule/test_delta_rule.py tests/runtime/test_exact.py
 
 ## [hours] train a pair from prompts to a measured folder on a CPU, resumable
 TRAINING := training/smollm2-135m

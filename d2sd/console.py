@@ -34,6 +34,8 @@ def show_table(table: Table, console: Console = CONSOLE) -> None:
 def show_settings(recipe: Recipe) -> None:
     """Print precision, tree and limits of a recipe."""
     tree, limits = recipe.tree, recipe.limits
+    for lora in recipe.target.lora:
+        line("merged", f"LoRA {lora.path} x {lora.scale:g}")
     fp8 = recipe.fp8.model_dump(include={"target", "drafters", "kv"}) if recipe.fp8 else {}
     parts = [recipe.precision, *(f"{part} in FP8" for part, enabled in fp8.items() if enabled)]
     line("precision", ", ".join(parts + ["batch-invariant (exact)"] * recipe.exact))

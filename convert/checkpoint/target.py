@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.headers import INDEX, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.lora import Adapter, read_adapters
 from d2sd.convert.checkpoint.nested import text_config, text_name
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
@@ -86,11 +87,13 @@ def write_target(
     *,
     text_side: Path | None = None,
     dequantize: bool = False,
+    adapters: Sequence[tuple[Path, float]] = (),
 ) -> None:
     """Copy a checkpoint in `precision`, shard by shard under its own file names, with tokenizer and stop tokens.
 
     Quantized tensors stay as they are, or are read in `precision` where `dequantize`. Tokenizer and stop tokens are
-    copied from the folder `text_side` if given.
+    copied from the folder `text_side` if given. `adapters` are folders of LoRAs, each with a scale, that are merged in
+    this order.
     """
     raw = text_config(HFConfig.read(source))
     config, quantization = parse_target_config(raw), read_quantization(source, raw)
@@ -103,6 +106,8 @@ def write_target(
     elif quantization is not None:
         layers = _quantized_layers(config, quantization, stored_names)
         files, quantization = _dequantized(files, layers, DTYPES[precision], source), None
+    if adapters:
+        files = _merged(files, read_adapters(source, config, quantization, adapters))
     own_names = {rename(name): text_name(name) for name in stored_names}
     directory.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
@@ -124,6 +129,23 @@ def write_target(
             write_json(directory / FILE, separate)
     write_json(directory / "config.json", fields)
     _copy_text_side(text_side or source, directory)
+
+
+def _merged(files: _Files, adapters: Sequence[Adapter]) -> _Files:
+    """The tensors with all adapters added, each sum in fp32."""
+    for file, tensors in files:
+        for name, weight in tensors.items():
+            added = [(adapter.file, *adapter.parts[name]) for adapter in adapters if name in adapter.parts]
+            total = weight.float() if added else weight
+            for where, a, b, factor in added:
+                down, up = (read_tensor(where, part).float() for part in (a, b))
+                check_values(down, "unquantized", f"{where}: {a}")
+                check_values(up, "unquantized", f"{where}: {b}")
+                total = total + factor * (up @ down)
+            tensors[name] = total.to(weight.dtype)
+            if added:
+                check_values(tensors[name], "unquantized", f"{added[-1][0]}: {added[-1][1]}, merged")
+        yield file, tensors
 
 
 def _dequantized(files: _Files, layers: Mapping[str, QuantizedLinear], dtype: torch.dtype, where: Path) -> _Files:

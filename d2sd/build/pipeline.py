@@ -24,7 +24,7 @@ from d2sd.build.fp8 import Fp8Build
 from d2sd.build.fp8_scales import PACKAGE, load_modelopt
 from d2sd.build.geometry import read_drafter
 from d2sd.build.plan import Part, Plan, make_plan
-from d2sd.build.sources import located, obtained
+from d2sd.build.sources import adapters_of, located, obtained
 from d2sd.build.stage_cache import Run, StageCache
 from d2sd.build.validate.checks import check_bundle
 from d2sd.build.vocabulary import Ranking, narrowed, rank
@@ -32,6 +32,7 @@ from d2sd.bundle.load import CALIBRATION, Bundle, assemble
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.checkpoint.gguf import convert_gguf
+from d2sd.convert.checkpoint.lora import CONFIG, WEIGHTS
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import source_files, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
@@ -169,7 +170,7 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
     common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
     source, need, write = _target(plan, plan.target, work)
     folder, common = plan.target_file, common | {"source": source}
-    if recipe.target.pypi or recipe.target.dequantize:
+    if recipe.target.pypi or recipe.target.dequantize or recipe.target.lora:
         work.stage("plain_target", common, need, write, internal=True)
         folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
@@ -189,20 +190,27 @@ def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]
     file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
     dequantize = plan.recipe.target.dequantize
     assert file is not None
-    need = part.weight_bytes + _SMALL_FILES
+    need, adapters = part.weight_bytes + _SMALL_FILES, adapters_of(plan.recipe)
+    loras = [{"files": hash_files(folder, [CONFIG, WEIGHTS]), "scale": scale} for folder, scale in adapters]
     if not pypi:
         hashes = hash_files(file, source_files(file), work.progress)
-        inputs = {"files": hashes, "dequantize": True} if dequantize else hashes
-        return inputs, need, lambda folder: write_target(file, folder, precision, work.progress, dequantize=dequantize)
+        inputs: dict[str, object] = {"files": hashes, "dequantize": True} if dequantize else dict(hashes)
+        copy = partial(write_target, file, dequantize=dequantize, adapters=adapters)
+        return _with(inputs, loras), need, lambda folder: copy(folder, precision, work.progress)
 
     def write(folder: Path) -> None:
         with work.scratch() as converted:
             with work.progress(f"converting {file.name}"):
                 convert_gguf(file, converted)
-            write_target(converted, folder, precision, work.progress)
+            write_target(converted, folder, precision, work.progress, adapters=adapters)
 
-    wheel = pypi.model_dump(exclude={"local"})
+    wheel = _with(pypi.model_dump(exclude={"local"}), loras)
     return wheel, need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+
+
+def _with(inputs: dict[str, object], loras: list[dict[str, object]]) -> dict[str, object]:
+    """The inputs of a target, and its adapters where it has some."""
+    return {"target": inputs, "lora": loras} if loras else inputs
 
 
 def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:

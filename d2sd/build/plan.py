@@ -11,13 +11,14 @@ from typing import Any, TypeVar
 from d2sd.build.geometry import Place, check_geometry, described, models_of, read_drafter
 from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
 from d2sd.build.refused import refuse
-from d2sd.build.sources import check_downloaded, located
+from d2sd.build.sources import adapters_of, check_downloaded, located
 from d2sd.build.vocabulary import narrowed
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
 from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, has_weights
 from d2sd.convert.checkpoint.hf_config import HFConfig
+from d2sd.convert.checkpoint.lora import read_adapters
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target_shapes import check_target_tensors, target_shapes
 from d2sd.convert.kinds import KINDS, DrafterKind
@@ -316,6 +317,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     published = target_shapes(config, quantization)
     choice, stored = choose(recipe, quantization, published, plain, file / "config.json"), bytes_of(published, _STORED)
     quantization = None if choice is None or choice.dequantize else choice.quantization
+    read_adapters(file, config, quantization, adapters_of(recipe))
     if fp8.target:
         _refuse_fp8_twice(quantization, str(file), "target")
     if quantization is None:  # what the build makes of it

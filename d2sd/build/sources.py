@@ -51,6 +51,12 @@ def located(recipe: RecipeFile, source: Source) -> Path | None:
     return cached_file(source.pypi)
 
 
+def adapters_of(recipe: Recipe) -> list[tuple[Path, float]]:
+    """The folders of the target's LoRA adapters, with their scales."""
+    found = [(located(recipe, Source(path=one.path)), one.scale) for one in recipe.target.lora]
+    return [(folder, scale) for folder, scale in found if folder is not None]
+
+
 def _beside(recipe: RecipeFile, written: str) -> Path:
     """A path relative to the recipe's file: of a recipe by name, to the package, where the shipped drafters are."""
     return Path(os.path.normpath(recipe.home / written))  # home has no symbolic links

@@ -40,10 +40,11 @@ _TRUSTED = frozenset({0})
 def compiler() -> list[str] | None:
     """The command of a C compiler for this processor, or None."""
     setting = os.environ.get(COMMAND)
+    native = "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
     if setting is not None:
-        return [*shlex.split(setting), "-march=native"] if setting.strip() else None
+        return [*shlex.split(setting), native] if setting.strip() else None
     if shutil.which("cc"):
-        return ["cc", "-march=native"]
+        return ["cc", native]
     package = find_spec("ziglang")
     if package is not None and package.origin is not None:
         return [str(Path(package.origin).with_name("zig")), "cc", "-mcpu=native"]
