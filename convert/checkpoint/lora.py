@@ -25,8 +25,8 @@ from d2sd.modeling.config import DecoderConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _NAME = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<part>[AB])\.weight")
-#: Values in addition to null with which a key of peft's config changes no more than these products. A name for how the weights
-#: began stands for a base that was changed as well, but for three.
+#: Values of keys of peft's config, in addition to null, that change no more than these products. A name for how the
+#: weights began stands for a base that was changed as well, but for three.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
