@@ -236,7 +236,7 @@ attack: .venv/demo
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.attack $(BUNDLE) --malformed 5000 --expensive 300 --seed $(SEED) \
 	  --timeout 45 --out build/attack
 
-## [20 min] the CPU library for aarch64, compiled by a cross compiler and executed under emulation; fetches 1 GB into build/arm, and
+## [5 min] the CPU library for aarch64, compiled by a cross compiler and executed under emulation; fetches 1 GB into build/arm, and
 ## needs Debian's qemu-user and gcc-aarch64-linux-gnu
 arm: .venv/dev
 	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 sh tests/arm/run.sh build/arm python -m pytest -v -p no:cacheprovider -n 0 \

@@ -98,7 +98,7 @@ LANES = {
         "the CPU library for aarch64, compiled by a cross compiler and executed under emulation",
         ("arm",),
         ("plugins/cpu", "modeling/native.py", "tests/arm", "constraints/arm.txt", "tests/plugins/cpu/test_linear.py"),
-        minutes=20,
+        minutes=5,
     ),
     "ptx": Lane(
         "the kernels' PTX executed for four architectures, the step on fake CUDA tensors, its launches and bytes",
