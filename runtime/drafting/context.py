@@ -48,9 +48,9 @@ from d2sd.runtime.memory import MAX_PENDING_BYTES
 #: Rows, padding included, that fill a queue, if MAX_PENDING_BYTES do not: a row holds n·E numbers, 12 kB for SmolLM2
 #: and 41 kB for Qwen3-8B.
 MAX_PENDING_ROWS = 4096
-#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: a queue that is full injects its oldest rows
-#: alone there, one of so many parts.
-_PARTS = 16
+#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: its queues are full with 1 / _SHORTER of the
+#: rows, and one that is full injects its oldest rows alone, 1 / _PARTS of what it holds at a time.
+_SHORTER, _PARTS = 4, 4
 
 
 class DrafterContext:
@@ -244,7 +244,8 @@ class _Queue:
         before, so that a large entry is not copied into one product with it; on a CPU as far as there is no room.
         """
         rows = _size(entry)
-        most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
+        most = MAX_PENDING_ROWS // _SHORTER if on_cpu else MAX_PENDING_ROWS
+        most = max(1, min(most, MAX_PENDING_BYTES * rows // entry.features.nbytes))
         self._make_room(most - rows, most, on_cpu=on_cpu)
         self._entries.append((self._pushes if on_cpu else drops, entry))
         self._pushes += 1
