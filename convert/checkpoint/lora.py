@@ -72,12 +72,12 @@ class Adapter:
             pairs.setdefault(found["module"], {})[found["part"]] = name
         if not pairs:
             raise CheckpointError("The adapter is empty.", where=file)
-        parts = {}
+        parts: dict[str, tuple[str, str, float]] = {}
         for module, pair in pairs.items():
             ours = rename(f"{module}.weight")
-            if ours is None or ours not in shapes:
+            if ours is None or ours not in shapes or ours in parts:
                 raise CheckpointError(
-                    "The target has no such layer, or stores it in another way.",
+                    "The target has no such layer, stores it in another way, or the adapter has it twice.",
                     where=f"{file}: {module}",
                     fix="use the target that the adapter was trained on",
                 )
