@@ -275,7 +275,7 @@ class _Queue:
         if on_cpu:  # elsewhere reading which rows are to be computed would make the host wait
             taken = [*self.kept(taken)]
         if not self._entries:
-            self.rows, self._dropped = 0, defaultdict(dict)
+            self._dropped = defaultdict(dict)
         parts = [_together([entry for _, entry in same]) for _, same in groupby(taken, key=_number)]
         if not parts:
             return

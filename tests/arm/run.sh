@@ -24,7 +24,7 @@ if [ ! -e "$work/fetched" ]; then
       -o Dir::State::status="$work/status" -o Dir::Cache="$work/cache" -o APT::Sandbox::User=root "$@"
   }
   apt update
-  libraries=$(echo libc6 libgcc-s1 libstdc++6 libgomp1 libexpat1 zlib1g libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libcrypt1)
+  libraries="libc6 libgcc-s1 libstdc++6 libgomp1 libexpat1 zlib1g libssl3 libffi8 libbz2-1.0 liblzma5 libsqlite3-0 libcrypt1"
   (cd "$work/debs" && apt download python3.11 python3.11-minimal libpython3.11-minimal libpython3.11-stdlib $libraries)
   for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$work/root"; done
   python -m pip install -q --no-deps --target "$work/site" -r "$root/constraints/arm.txt" --only-binary=:all: \
