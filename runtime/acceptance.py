@@ -194,6 +194,17 @@ class RequestAcceptance:
     def __post_init__(self) -> None:
         self.drafts = self.all.drafts
 
+    def worth(self, price: float, most: int) -> float:
+        """Tokens that a copy of up to `most` is expected to bring, each less the `price` in tokens of its row."""
+        odds, reached, found = self.right / self.expected, 1.0, 0.0
+        for ahead in range(most if self.repeats.length else 0):
+            chance = self.all.hits.chance[ENTRIES[min(self.repeats.length + ahead, LONGEST)]]
+            reached *= odds * chance / (1 - chance + odds * chance)
+            if reached <= price:
+                break
+            found += reached - price
+        return found
+
     def read(self, text: Sequence[int]) -> None:
         """Follow the text, and learn from what is new in it; the first time is the prompt, which says nothing of it."""
         begun = self.repeats.read > 0

@@ -287,7 +287,7 @@ class Engine:
             sum(s.request.sampling.temperature for s in sequences) / count,
             sum(s.cached for s in sequences) / count,
             sum(s.remaining for s in sequences) / count,
-            self.runner.context.pending_rows,
+            self.runner.context.pending_of(sequences),
             [s.acceptance for s in sequences],
         )
 
@@ -300,6 +300,8 @@ class Engine:
         late, size = before.step.sequences if before else (), len(step.batch.anchor)
         link = None if graph is None else Link.pack(step.sequences, size, late)
         result = self.steps.run(step.policy, step.batch, step.draft, self.clock.stage, link, graph=graph)
+        for sequence in step.sequences if step.policy.drafters else ():
+            sequence.injected.update(dict.fromkeys(step.policy.drafters, sequence.cached))
         self.scheduler.launched(step.sequences)
         self.served = step.policy
         # A GPU still computes the prompts that were prefilled before the step, and then the step.

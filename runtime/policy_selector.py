@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
+from operator import is_not
+from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -31,9 +33,17 @@ from d2sd.runtime.step_times import CONTEXT, Forecast, RowTimes, StepTimes, curv
 MARGIN = 1.05
 #: The same of a copy. It begins at no cost, but in each step it is found and its tree is cut.
 _COPY_MARGIN = 1.15
+#: Steps without a drafter for which drafters are not considered again while the batch is the same: what speaks for them
+#: changes slowly, and to ask takes longer than all else that the host does in such a step.
+_HOLD = 8
 #: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
 #: speculation against it, which a few steps show.
 _PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
+#: The same for the steps of one policy and batch size, of which one may have been measured in a bad moment.
+_STEP_WINDOW = 16
+#: EMA window in steps for what chosen steps bring of what they promised: the best of many forecasts is most likely one
+#: that errs, and the more policies pay, the less.
+_PROMISE_WINDOW = 32
 #: Largest factor that one step can show: a step during which the machine did something else says nothing.
 _MOST_FACTOR = 2.0
 #: Share of a step's time for which the host waits for its tokens, below which the time is the host's own.
@@ -55,6 +65,7 @@ class Choice(NamedTuple):
     bucket: int  # of its requests
     temperature: float  # their mean
     rows: tuple[int, ...] | None = None  # most nodes of each request's tree; None: those of the policy
+    tokens: float = 1.0  # of each request in the mean, that it should bring
 
 
 class Asked(NamedTuple):
@@ -71,6 +82,7 @@ class Asked(NamedTuple):
 class Plans(NamedTuple):
     """The best step of each policy."""
 
+    tokens: Array  # [P], of each request in the mean
     rates: Array  # [P], tokens of a request a second, by what is known; NaN: not measured, or nothing to copy
     seconds: Array  # [P], that it should take, uncorrected
     rows: Mapping[int, tuple[int, ...]]  # see `Choice`, by the policy's place
@@ -88,11 +100,16 @@ class PolicySelector:
     verify: RowTimes | None = None  # where rows of a copy can be left out, on a CPU: what they cost
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
     plain_scale: float = 1.0  # seconds of a step without a drafter, observed over measured
+    copy_scale: float = 1.0  # the same of copies where no drafter runs, over `plain_scale`
     speculation_scale: float = 1.0  # the same of policies that run a drafter, over `plain_scale`
+    #: Tokens of chosen steps over those that they promised: of copies alone, and where a drafter runs.
+    kept: list[float] = field(default_factory=lambda: [1.0, 1.0])
     host: float = 0.0  # seconds of the host's own work between two steps' ends
     off: Policy = field(init=False)
     copies: bool = field(init=False)  # whether a policy copies, so that texts must be read
     _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
+    _held: int = field(init=False, default=0)  # steps without a drafter for which the choice holds
+    _served: Sequence[RequestAcceptance] = field(init=False, default=())  # of the step before
     _ended: float = field(init=False, default=-inf)  # when the step before it did
     _ahead: bool = field(init=False, default=False)  # whether it was launched before that
     #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
@@ -104,6 +121,9 @@ class PolicySelector:
     _speculates: npt.NDArray[np.bool_] = field(init=False, compare=False)  # [P], whether it runs one
     _gains: dict[float, Gains] = field(init=False, compare=False, default_factory=dict)  # by temperature
     _costs: dict[int, tuple[Array, Array]] = field(init=False, compare=False, default_factory=dict)  # by bucket
+    _errors: dict[int, Array] = field(init=False, compare=False, default_factory=dict)  # [P] by bucket, see `update`
+    #: By bucket: least seconds that a row of a copy adds to a step of plain decoding.
+    _row_seconds: dict[int, float] = field(init=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         (self.off,) = (policy for policy in self.policies if isinstance(policy, Off))
@@ -136,13 +156,41 @@ class PolicySelector:
         batch that takes several steps' time, which the last tokens of an answer do not earn back. `requests` are what
         each has shown: those whose text repeats itself gain from copies, whatever the others do.
         """
-        plans = self.plans(Asked(bucket, temperature, context, remaining, pending, requests))
+        asked = Asked(bucket, temperature, context, remaining, pending, requests)
+        if self._holds(asked):
+            return Choice(self.off, self._plain_seconds(asked), bucket, temperature)
+        plans = self.plans(asked)
         best = self._places[self.off]
         margins = np.where(self._speculates, 1.0 if self._drafts else MARGIN, _COPY_MARGIN)
+        margins /= np.array(self.kept)[self._speculates.astype(int)]
         paying = plans.rates > margins * plans.rates[best]
         if paying.any():
             best = int(np.argmax(np.where(paying, plans.rates, 0.0)))
-        return Choice(self.policies[best], float(plans.seconds[best]), bucket, temperature, plans.rows.get(best))
+        promised = float(plans.tokens[best])
+        return Choice(
+            self.policies[best], float(plans.seconds[best]), bucket, temperature, plans.rows.get(best), promised
+        )
+
+    def _holds(self, asked: Asked) -> bool:
+        """Whether plain decoding remains the choice: drafters were considered for these requests some steps ago, and
+        their copies are not worth their rows.
+        """
+        if self.verify is None or not self._held or len(asked.requests) != len(self._served):
+            return False
+        if any(map(is_not, asked.requests, self._served)) or asked.bucket not in self._row_seconds:
+            return False
+        error = self._errors[asked.bucket][self._places[self.off]]
+        plain = float(self._between_ends(error * self._plain_seconds(asked)))
+        row, count = self.plain_scale * self.copy_scale * self._row_seconds[asked.bucket], len(asked.requests)
+        margin = _COPY_MARGIN / self.kept[0]
+        price = margin * count * row / plain
+        return sum(known.worth(price, self.slots) for known in asked.requests) <= (margin - 1) * count
+
+    def _plain_seconds(self, asked: Asked) -> float:
+        """Of a step of plain decoding."""
+        seconds = self.times.step(self.off, asked.bucket, asked.context)
+        assert seconds is not None, "plain decoding is measured, or guessed, for all batches"
+        return seconds
 
     def plans(self, asked: Asked) -> Plans:
         """The best step of each policy."""
@@ -151,15 +199,21 @@ class PolicySelector:
         tokens = _before_the_end(gains.tokens(shown), asked.remaining).mean(1)
         if asked.bucket not in self._costs:
             self._costs[asked.bucket] = self.times.of_bucket(self.policies, asked.bucket)
+            self._errors.setdefault(asked.bucket, np.ones(len(self.policies)))
+            if self.verify is not None:
+                more = np.arange(1.0, 1 + asked.bucket * self.slots)
+                added = self.verify(asked.bucket + more) - self.times.seconds[self.off, asked.bucket]
+                self._row_seconds[asked.bucket] = float((added / more).min())
         seconds, added = self._costs[asked.bucket]
         added = added * max(0.0, asked.context - CONTEXT)
         seconds = seconds + added
         catch_up = self._uses @ [asked.pending.get(role, 0) * self.times.pending.get(role, 0.0) for role in DrafterRole]
-        # A copy's step is a plain one of more rows.
         scale = np.where(self._speculates, self.speculation_scale, 1.0)
+        scale[self._copying] = self.copy_scale
+        scale *= self._errors[asked.bucket]
         late = self.plain_scale * catch_up / max(1.0, asked.remaining)
         rates = 1 / (self._between_ends(scale * seconds) / tokens + late)
-        plans = Plans(rates, seconds + catch_up, {})
+        plans = Plans(tokens, rates, seconds + catch_up, {})
         if self.verify is None or not self._copying or not asked.requests:
             return plans
         return self._with_shares(plans, self.verify, added, asked, shown)
@@ -169,7 +223,7 @@ class PolicySelector:
 
         Rows are granted the best first, by what they bring; of one request each brings less than the one before it.
         """
-        rates, seconds, rows = plans.rates.copy(), plans.seconds.copy(), dict[int, tuple[int, ...]]()
+        tokens, rates, seconds, rows = *(each.copy() for each in plans[:3]), dict[int, tuple[int, ...]]()
         order = np.argsort(-shown.runs, axis=None, kind="stable")
         chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
         verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
@@ -178,14 +232,15 @@ class PolicySelector:
             nodes = self.policies[place].num_nodes
             fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
             took = (of_rows + added[place] * verified / (asked.bucket * nodes))[: len(fits)]
-            found = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining) / self._between_ends(took)
+            brought = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining)
+            found = brought / self._between_ends(self.copy_scale * took)
             rates[place] = np.nan
             if len(fits) and not np.isnan(plans.rates[place]):
                 best = int(np.argmax(found))
-                rates[place], seconds[place] = found[best], took[best]
+                tokens[place], rates[place], seconds[place] = brought[best], found[best], took[best]
                 granted = np.bincount(request[fits[: best + 1]], minlength=count)
                 rows[place] = tuple((1 + granted).tolist())
-        return Plans(rates, seconds, rows)
+        return Plans(tokens, rates, seconds, rows)
 
     def _between_ends(self, seconds: Array) -> Array:
         """Seconds from the end of a step to that of the next, which takes so many by what was measured."""
@@ -221,6 +276,7 @@ class PolicySelector:
         policy, factor, hidden = choice.policy, None, False
         if policy.drafters or policy is self.off:
             self._drafts = policy is not self.off
+        self._held, self._served = 0 if policy.drafters else (self._held or 1 + _HOLD) - 1, requests
         if not accepted:
             return
         if began is not None:
@@ -234,25 +290,47 @@ class PolicySelector:
                 factor = None if hidden else factor  # the device had ended before
         if factor is not None and choice.rows is None and (policy, choice.bucket) in self._shown:
             self._learn((policy, choice.bucket), factor)
-        elif factor is not None and not policy.drafters:
-            self.plain_scale += (factor - self.plain_scale) / _PLAIN_WINDOW
         elif factor is not None:
-            self.speculation_scale += (factor / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
+            self._correct(choice, factor)
         if policy is self.off or hidden:  # of drafts, nothing is seen
+            self.copy_scale += (1 - self.copy_scale) / _TIME_DECAY_STEPS
             self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
         if policy is self.off:  # the texts may have changed, so decay until drafts are tried again
             self.usual.decay(requests)
+            self.kept = [one + (1 - one) / _TIME_DECAY_STEPS for one in self.kept]
             return
+        kind = int(bool(policy.drafters))
+        self.kept[kind] += (fmean(accepted) / choice.tokens - self.kept[kind]) / _PROMISE_WINDOW
         gain = self._gains_of(choice.temperature).of_one(self._places[policy])
         drafted = [not won for won in copied] or [True] * len(accepted)
         seen = [one - 1 for one in compress(accepted, drafted)]
         self.usual.observe(gain, seen, [*compress(requests, drafted)])
 
+    def _correct(self, choice: Choice, factor: float) -> None:
+        """Correct the times of steps like this one, which took `factor` of what was measured: of all of its kind, and
+        of its policy and batch size by what is left.
+        """
+        policy, place = choice.policy, self._places[choice.policy]
+        errors = self._errors.setdefault(choice.bucket, np.ones(len(self.policies)))
+        scale, error = self._scale_of(policy), errors[place] if choice.rows is None else 1.0
+        if choice.rows is None:
+            errors[place] += error * (factor / (scale * error) - 1) / _STEP_WINDOW
+        if policy is self.off:
+            self.plain_scale += (factor / error - self.plain_scale) / _PLAIN_WINDOW
+        elif policy.drafters:
+            self.speculation_scale += (factor / error / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
+        else:
+            self.copy_scale += (factor / error / self.plain_scale - self.copy_scale) / _SPECULATION_WINDOW
+
+    def _scale_of(self, policy: Policy) -> float:
+        """What corrects the times of all steps of the policy's kind."""
+        own = self.speculation_scale if policy.drafters else self.copy_scale
+        return self.plain_scale * (1.0 if policy is self.off else own)
+
     def _learn(self, step: tuple[Policy, int], factor: float) -> None:
         """Correct the guessed seconds of a step by the mean of what was served, at this speed of the machine."""
         self._shown[step] += 1
-        scale = self.plain_scale * (self.speculation_scale if step[0].drafters else 1.0)
-        seconds = self.times.seconds[step] * (1 + (factor / scale - 1) / self._shown[step])
+        seconds = self.times.seconds[step] * (1 + (factor / self._scale_of(step[0]) - 1) / self._shown[step])
         self.times = replace(self.times, seconds={**self.times.seconds, step: seconds})
         self._costs.pop(step[1], None)
         if self._shown[step] == _SHOWN:

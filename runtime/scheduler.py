@@ -374,6 +374,7 @@ class Scheduler:
             del held[:]
         self.states.release(sequence)
         sequence.keyed_pages, sequence.counts = 0, None
+        sequence.injected.clear()
 
 
 def _held(group: PageGroup, sequence: Sequence) -> array[int]:

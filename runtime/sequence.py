@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from d2sd.errors import D2SDError, GenerationError, UnexpectedError
+from d2sd.policies import DrafterRole
 from d2sd.runtime.grammar.grammar import Matcher, advance
 from d2sd.runtime.pages import page_row
 from d2sd.runtime.request import Request
@@ -72,6 +73,8 @@ class Sequence:
     counts: Any = field(default=None, repr=False)  # `Counts` of its tokens, on the device, while a step needs them
     stats: SequenceStats = field(default_factory=SequenceStats)
     acceptance: Any = field(default=None, repr=False)  # a `RequestAcceptance`; set and changed where `auto` chooses
+    #: Leading tokens whose features have gone to a drafter, at least; set by the engine, cleared by the scheduler.
+    injected: dict[DrafterRole, int] = field(default_factory=dict, repr=False)
     carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: SequenceOf[TokenLogprobs] = ()  # of the prompt after its first token, if asked

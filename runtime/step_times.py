@@ -36,6 +36,9 @@ LIMIT = 10.0
 #: The part of it for steps; the rest is for what context adds to them.
 _STEPS = 0.7
 _REPEATS, _FEW_REPEATS = 5, 2
+#: On a CPU the steps of a batch are timed in so many turns, with few runs in each: other work that comes for part of
+#: a second slows one turn, and of plain decoding, with which all is compared, that would mislead every choice.
+_TURNS = 2
 #: On a GPU an engine launches a step while the one before it runs: so many are timed together, without a wait between.
 _IN_A_ROW, _ROWS = 4, 2
 #: Context tokens of the requests that are timed. On a GPU, which reads it once for all rows, a longer context adds the
@@ -159,18 +162,23 @@ def time_steps(
         sizes.sort(key=lambda size: (size != power_of_two(size), size))
     for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
         batch = _dummy_batch(runner, limits, bucket, context)
-        pruned: list[Policy] = []
+        pruned, fresh = list[Policy](), list[Policy]()
         for policy in (off, *(policy for policy in policies if policy is not off)):
             if any(one.name == policy.name and one.num_branches <= policy.num_branches for one in pruned):
                 continue
             if (policy, bucket) not in measured:
-                found = _time(runner, policy, batch, steps, clock, end=end if measured else inf)
+                repeats = _REPEATS if end == inf else _FEW_REPEATS
+                found = _time(runner, policy, batch, steps, clock, repeats, end if measured else inf)
                 measured |= {} if found is None else {(policy, bucket): found}
+                fresh += [] if found is None else [policy]
             seconds = measured.get((policy, bucket)) or _guess(measured, policy, bucket)
             if seconds is not None:
                 times[policy, bucket] = seconds
                 if seconds > _most(policy, forecast, runner.block_size) * times[off, bucket]:
                     pruned.append(policy)
+        for policy in [] if end == inf else fresh * (_TURNS - 1):
+            found = _time(runner, policy, batch, steps, clock, _FEW_REPEATS, end)
+            measured[policy, bucket] = times[policy, bucket] = min(found or inf, measured[policy, bucket])
         advance(1)
     return times
 

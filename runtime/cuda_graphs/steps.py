@@ -99,7 +99,7 @@ class DecodeSteps:
         host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         if graph is None:
             with timer("commit"):
-                self._runner.context.inject(policy.drafters)
+                self._runner.context.inject(policy.drafters, batch.where)
             device = self._runner.device
             if self._runner.capture is not None:
                 batch = self._as_captured(batch)

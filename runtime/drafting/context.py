@@ -39,8 +39,10 @@ from torch import Tensor
 
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool
+from d2sd.modeling.where import Where
 from d2sd.policies import DrafterRole
 from d2sd.runtime.memory import MAX_PENDING_BYTES
+from d2sd.runtime.sequence import Sequence as Decoding
 
 # Shape letters: B requests, T rows of each, G block size γ, M pages a request, R rows of all requests, n auxiliary
 # layers, E hidden.
@@ -48,9 +50,11 @@ from d2sd.runtime.memory import MAX_PENDING_BYTES
 #: Rows, padding included, that fill a queue, if MAX_PENDING_BYTES do not: a row holds n·E numbers, 12 kB for SmolLM2
 #: and 41 kB for Qwen3-8B.
 MAX_PENDING_ROWS = 4096
-#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: its queues are full with 1 / _SHORTER of the
-#: rows, and one that is full injects its oldest rows alone, 1 / _PARTS of what it holds at a time.
-_SHORTER, _PARTS = 4, 4
+#: A CPU takes 40 us for a row of SmolLM2, and everyone waits meanwhile: a queue that is full injects its oldest rows
+#: alone, 1 / _PARTS of what it holds at a time.
+_PARTS = 16
+#: Entries of a CPU's queue that stay when others are injected, above which they become one.
+_MOST_ENTRIES = 64
 
 
 class DrafterContext:
@@ -68,6 +72,7 @@ class DrafterContext:
         #: Page tables that any drafter's layers have, of those of `Where`: rows come with the pages of these.
         self.tables = 1 + max((table for pool in self._pools for table in pool.pages), default=0)
         self._on_cpu = all(pool.device.type == "cpu" for pool in self._pools)
+        self._ready: frozenset[DrafterRole] = frozenset()  # those that `inject` was called for since the last `add`
         self._memory: CommittedRows | None = None  # of the captured steps, G rows a request
         self._left: CommittedRows | None = None  # rows LEFT in that memory
         self._drops = self._left_drops = 0  # pages were dropped so often on CUDA, and before the rows LEFT
@@ -80,6 +85,13 @@ class DrafterContext:
         """Rows QUEUED for each drafter; an upper bound."""
         return {role: queue.rows for role, queue in self._queues.items()}
 
+    def pending_of(self, sequences: Sequence[Decoding]) -> dict[DrafterRole, int]:
+        """Rows QUEUED for each drafter that it must inject before it drafts for these sequences; an upper bound."""
+        if not self._on_cpu:
+            return self.pending_rows
+        behind = {role: sum(s.cached - s.injected.get(role, 0) for s in sequences) for role in self._queues}
+        return {role: min(queue.rows, behind[role]) for role, queue in self._queues.items()}
+
     def add(self, rows: CommittedRows | ContextRows) -> None:
         """Queue the rows for all drafters. In a captured step, `end` leaves them in the graphs' memory.
 
@@ -90,23 +102,26 @@ class DrafterContext:
             self._committed = rows
             return
         self._queue_left()
+        self._ready = frozenset()
         for queue in self._queues.values():
             queue.push(rows, self._drops, on_cpu=self._on_cpu)
 
     @torch.inference_mode()
-    def inject(self, drafters: Collection[DrafterRole]) -> None:
-        """Inject all rows of these drafters, which are about to run without a graph.
+    def inject(self, drafters: Collection[DrafterRole], where: Where | None = None) -> None:
+        """Inject all rows of these drafters, which are about to run without a graph; on a CPU those of the pages of
+        `where` alone, if it is given, because the requests of the others may end before a drafter runs for them.
 
         Other drafters stay behind until their queues are full: one product for many steps reads their weights once.
         """
         self._queue_left()
-        self._flush(drafters)
+        self._flush(drafters, where if self._on_cpu else None)
+        self._ready = frozenset(drafters)
 
     def take(self, drafter: DrafterRole) -> CommittedRows | None:
         """Rows that the pass of a drafter must inject: of its first pass in a captured step; otherwise None."""
         if self._to_inject is not None:
             return self._to_inject.pop(drafter, None)
-        assert not self._queues[drafter].rows, "call inject first"
+        assert drafter in self._ready or not self._queues[drafter].rows, "call inject first"
         assert self._left is None, "call inject first"
         return None
 
@@ -219,10 +234,12 @@ class DrafterContext:
             for queue in queues:
                 queue.push(copied, self._left_drops, on_cpu=self._on_cpu)
 
-    def _flush(self, drafters: Collection[DrafterRole]) -> None:
-        """QUEUED -> INJECTED, of these drafters."""
+    def _flush(self, drafters: Collection[DrafterRole], where: Where | None = None) -> None:
+        """QUEUED -> INJECTED, of these drafters; of all pages, or of those of `where`."""
         for which, queue in self._queues.items():
-            if which in drafters:
+            if which in drafters and where is not None:
+                queue.flush_pages(where)
+            elif which in drafters:
                 queue.flush(on_cpu=self._on_cpu)
 
 
@@ -244,8 +261,7 @@ class _Queue:
         before, so that a large entry is not copied into one product with it; on a CPU as far as there is no room.
         """
         rows = _size(entry)
-        most = MAX_PENDING_ROWS // _SHORTER if on_cpu else MAX_PENDING_ROWS
-        most = max(1, min(most, MAX_PENDING_BYTES * rows // entry.features.nbytes))
+        most = max(1, min(MAX_PENDING_ROWS, MAX_PENDING_BYTES * rows // entry.features.nbytes))
         self._make_room(most - rows, most, on_cpu=on_cpu)
         self._entries.append((self._pushes if on_cpu else drops, entry))
         self._pushes += 1
@@ -272,8 +288,31 @@ class _Queue:
         while self._entries and self.rows > last:
             taken.append(self._entries.pop(0))
             self.rows -= _size(taken[-1][1])
-        if on_cpu:  # elsewhere reading which rows are to be computed would make the host wait
-            taken = [*self.kept(taken)]
+        self._inject(self.kept(taken) if on_cpu else taken)  # on a GPU the host would wait to read what is kept
+
+    def flush_pages(self, where: Where) -> None:
+        """The same of all rows of these requests' pages, and of padding; on a CPU."""
+        wanted = dict[int, Tensor]()
+        for table, count in self._pool.pages.items():
+            wanted[table] = torch.zeros(count, dtype=torch.bool)
+            wanted[table][where.tables[table]] = wanted[table][0] = True
+        taken, left = list[tuple[int, ContextRows]](), list[tuple[int, CommittedRows | ContextRows]]()
+        for number, entry in self._entries:
+            rows = _rows_of(entry)
+            mine = torch.stack([of_table[rows.pages[table]] for table, of_table in wanted.items()]).any(0)
+            if (count := int(mine.sum())) == len(mine):
+                taken.append((number, rows))
+            elif count:
+                taken.append((number, _chosen(rows, mine)))
+                left.append((number, _chosen(rows, ~mine)))
+            else:
+                left.append((number, entry))
+        self._entries = left if len(left) <= _MOST_ENTRIES else [*self.kept(left)]
+        self.rows = sum(_size(entry) for _, entry in self._entries)
+        self._inject(self.kept(taken))
+
+    def _inject(self, taken: Sequence[tuple[int, CommittedRows | ContextRows]]) -> None:
+        """Compute the K/V of these in one product, and write it to the pages; the queue has others."""
         if not self._entries:
             self._dropped = defaultdict(dict)
         parts = [_together([entry for _, entry in same]) for _, same in groupby(taken, key=_number)]
@@ -315,7 +354,12 @@ def _without_dropped(rows: ContextRows, number: int, dropped_at: Mapping[int, Te
     for table, at in dropped_at.items():
         pages[table] = torch.where(at[pages[table]] <= number, pages[table], 0)
     (chosen,) = torch.stack([pages[table] for table in dropped_at]).amax(0).nonzero(as_tuple=True)
-    return ContextRows(rows.features[chosen], rows.positions[chosen], tuple(own[chosen] for own in pages))
+    return _chosen(rows._replace(pages=tuple(pages)), chosen)
+
+
+def _chosen(rows: ContextRows, which: Tensor) -> ContextRows:
+    """Some of the rows, by their numbers or a mask."""
+    return ContextRows(rows.features[which], rows.positions[which], tuple(own[which] for own in rows.pages))
 
 
 def _joined(parts: Sequence[ContextRows]) -> ContextRows:

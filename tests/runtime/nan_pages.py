@@ -21,7 +21,7 @@ class NaNScratch(ModelRunner):
 
     def allocate(self, sizes: PoolSizes) -> None:
         super().allocate(sizes)
-        afterwards(self.context, "inject", lambda drafters: poison(self, 0))
+        afterwards(self.context, "inject", lambda *given: poison(self, 0))
 
     def prefill(
         self, tokens: Tensor, lengths: Sequence[int], where: Where, following: Tensor | None = None

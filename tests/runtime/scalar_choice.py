@@ -15,8 +15,8 @@ from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.repeats import ENTRIES
 from d2sd.runtime.step_times import RowTimes
 
-#: Tokens of a request a second, seconds of the step, nodes of each request's tree.
-Plan = tuple[float, float, tuple[int, ...] | None]
+#: Tokens of a request a second, seconds of the step, nodes of each request's tree, tokens of a request.
+Plan = tuple[float, float, tuple[int, ...] | None, float]
 
 
 def another(gain: Gain, factor: float) -> float:
@@ -70,9 +70,12 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
     if own.verify is None or policy.first_pass is not FirstPass.PROMPT_LOOKUP or not asked.requests:
         each = [tokens_of(known, gain) for known in asked.requests] or [1 + accepted(gain, own.usual.drafts)]
         tokens = fmean(before_the_end(one, asked.remaining) for one in each)
-        scale = own.speculation_scale if policy.drafters else 1.0
+        kind = own.copy_scale if policy.first_pass is FirstPass.PROMPT_LOOKUP else 1.0
+        scale = own.speculation_scale if policy.drafters else kind
+        if asked.bucket in own._errors:
+            scale *= float(own._errors[asked.bucket][list(own.policies).index(policy)])
         late = own.plain_scale * catch_up / max(1.0, asked.remaining)
-        return 1 / (between_ends(own, scale * seconds) / tokens + late), seconds + catch_up, None
+        return 1 / (between_ends(own, scale * seconds) / tokens + late), seconds + catch_up, None, tokens
     context = seconds - own.times.seconds[policy, asked.bucket]
     runs = [run(known, policy.num_nodes - 1) for known in asked.requests]
     shares = sorted(((-chance, request) for request, one in enumerate(runs) for chance in one))
@@ -82,9 +85,10 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
         tokens -= chance / count
         verified = asked.bucket + granted
         took = seconds_of(own.verify, verified) + context * verified / (asked.bucket * policy.num_nodes)
-        rate = before_the_end(tokens, asked.remaining) / between_ends(own, took)
+        brought = before_the_end(tokens, asked.remaining)
+        rate = brought / between_ends(own, own.copy_scale * took)
         if best is None or rate > best[0]:
-            best = rate, took, tuple(rows)
+            best = rate, took, tuple(rows), brought
     return best
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from d2sd.policies import DrafterRole
-from d2sd.runtime.policy_selector import Asked, PolicySelector
+from d2sd.runtime.policy_selector import _COPY_MARGIN, Asked, PolicySelector
 from d2sd.runtime.request import bucket
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import RowTimes, StepTimes
@@ -49,6 +49,9 @@ def selector(dice: random.Random) -> PolicySelector:
     own.usual.hits.chance = [dice.uniform(0.01, 0.99) for _ in own.usual.hits.chance]
     own.plain_scale, own.speculation_scale = dice.uniform(0.5, 2), dice.uniform(0.5, 2)
     own.host, own._ahead = dice.choice((0.0, dice.uniform(0, 9))), verify is None and dice.random() < 0.5
+    others = random.Random(own.plain_scale)
+    own.copy_scale, own.kept = others.uniform(0.5, 2), [others.uniform(0.5, 1.5) for _ in "ab"]
+    own._errors = {size: np.array([others.uniform(0.8, 1.2) for _ in POLICIES]) for size in sizes}
     return own
 
 
@@ -80,14 +83,54 @@ def test_a_batch_is_planned_as_its_requests_say(seed: int) -> None:
             if one is None:
                 assert np.isnan(found.rates[place])
                 continue
-            rate, seconds, rows = one
+            rate, seconds, rows, tokens = one
+            assert found.tokens[place] == pytest.approx(tokens, rel=1e-9)
             assert found.rates[place] == pytest.approx(rate, rel=1e-9)
             assert found.seconds[place] == pytest.approx(seconds)
             assert found.rows.get(place) == rows
         chosen = own.choose(*batch)
         place = POLICIES.index(chosen.policy)
         assert told[place] is not None
-        assert chosen[1:] == (found.seconds[place], batch.bucket, batch.temperature, found.rows.get(place))
+        assert chosen[1:] == (
+            found.seconds[place],
+            batch.bucket,
+            batch.temperature,
+            found.rows.get(place),
+            found.tokens[place],
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_plain_decoding_holds_where_no_copy_would_be_chosen(seed: int) -> None:
+    """What a row costs is bounded from below, so that a copy that pays is never passed over."""
+    dice, held, chosen = random.Random(seed), 0, 0
+    for _ in range(20):
+        own = selector(dice)
+        batch = asked(dice, own)._replace(context=0.0, remaining=math.inf)
+        if not batch.requests:
+            continue
+        own.verify, own.copy_scale, own._errors = RowTimes.of(own.times), 1.0, {}
+        own._ahead, own._held, own._served = False, 1, list(batch.requests)
+        assert not own._holds(batch), "these requests were not asked about before"
+        found, off = own.plans(batch), own._places[own.off]
+        pays = found.rates[own._copying] * own.kept[0] > _COPY_MARGIN * found.rates[off]
+        held += own._holds(batch)
+        chosen += bool(pays.any())
+        assert not (pays.any() and own._holds(batch))
+        own._served = [*batch.requests[:-1], own.usual.request()]
+        assert not own._holds(batch), "another request has joined"
+    assert held
+    assert chosen
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_a_copy_is_worth_is_what_its_rows_bring_above_the_price(seed: int) -> None:
+    dice = random.Random(seed)
+    own = selector(dice)
+    for known in asked(dice, own).requests:
+        for price in (0.0, 0.2, 0.7):
+            expected = sum(max(0.0, chance - price) for chance in scalar_choice.run(known, 5))
+            assert known.worth(price, 5) == pytest.approx(expected)
 
 
 def test_a_choice_leaves_no_trace() -> None:

@@ -279,7 +279,7 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     runner.context.inject((SECOND,))
     second, other_second = (e.draft_second(batch, branches, SECOND, WIDTH) for e in (runner, settled))
     assert torch.equal(second.tokens, other_second.tokens)
-    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 256)  # a quarter of it on a CPU
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each
         runner.prefill(torch.zeros(8, dtype=torch.long), [8], Where(TABLE[2:], torch.tensor([0])))
         runner.context.inject(())

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.trees import Accepted
-from d2sd.policies import PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.model_runner import ModelRunner, Verified
@@ -128,7 +128,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_debts_stay_small_and_are_paid_in_parts(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     """Of a long answer 16 rows wait, and 4 are paid at a time, so that no step takes long; a short one never pays."""
-    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)  # a quarter of it on a CPU
+    monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
+    monkeypatch.setattr(module, "_PARTS", 4)
     runner = runner_of(*copies()[:3])
     engine = make_engine(runner, "off", max_batch=1, prefix_cache=False)
     for length in (12, 40, 12):
@@ -136,6 +137,46 @@ def test_debts_stay_small_and_are_paid_in_parts(monkeypatch: pytest.MonkeyPatch,
         assert engine.step() == []
         assert owed(runner) == [0, 0]
     assert seen == [4] * 7 * 2
+
+
+def test_rows_of_requests_that_do_not_draft_wait(seen: list[int]) -> None:
+    """One of two is drafted for: its rows alone are computed, and those of the other when its turn comes, if any."""
+    runner = runner_of(*copies()[:3])
+    engine = make_engine(runner, "off", max_batch=2, prefix_cache=False)
+    first, second = (engine.submit(Request((seed, 3, 5), 12, SamplingParams(seed=seed))) for seed in (1, 2))
+    for _ in range(4):
+        engine.step()
+    engine.policy, sequences = Chain(BLOCK), engine.admit()
+    assert runner.context.pending_of(sequences) == dict.fromkeys(runner.drafters, first.cached + second.cached)
+    engine.collect(engine.launch(engine.prepare([second]), None, None))
+    drafted = seen[0]
+    assert seen == [drafted]
+    assert drafted == second.injected[DrafterRole.FIRST] < second.cached
+    committed = second.cached - drafted
+    assert runner.context.pending_of([second])[DrafterRole.FIRST] == committed
+    assert owed(runner) == [first.cached + committed, first.cached + second.cached]
+    engine.cancel(first)
+    while engine.busy:
+        engine.step()
+    assert max(seen[1:]) <= BLOCK, "the first's were not computed with those of a step"
+
+
+def test_many_rows_that_wait_become_one_entry(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
+    monkeypatch.setattr(module, "_MOST_ENTRIES", 2)
+    runner = runner_of(*copies()[:3])
+    engine = make_engine(runner, "off", max_batch=2, prefix_cache=False)
+    first, second = (engine.submit(Request((seed, 3, 5), 30, SamplingParams(seed=seed))) for seed in (1, 2))
+    for _ in range(6):
+        engine.step()
+    engine.policy = Chain(BLOCK)
+    engine.admit()
+    engine.collect(engine.launch(engine.prepare([second]), None, None))
+    (queue, _) = runner.context._queues.values()
+    assert len(queue._entries) == 2, "the first request's rows, and those of the step"
+    while engine.busy:
+        engine.step()
+    for sequence in (first, second):
+        assert sequence.answer == expected(sequence.request)
 
 
 def test_padding_and_rejected_rows_are_not_computed(seen: list[int]) -> None:
