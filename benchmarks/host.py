@@ -50,6 +50,9 @@ _POLICIES: tuple[Policy, ...] = (Off(1), DDTree(16), DDTree(32))
 _CURVE = [1 + rows / (4 + rows) for rows in range(32)]
 
 
+_CAUGHT_UP = dict.fromkeys(DrafterRole, 0)  # rows that drafters must catch up with
+
+
 @dataclass
 class Idle:
     """A runner that computes nothing."""
@@ -62,7 +65,9 @@ class Idle:
     capture: None = None
     longest_window: None = None
     text_pages: None = None
-    context: Any = field(default_factory=lambda: SimpleNamespace(pending_rows=dict.fromkeys(DrafterRole, 0)))
+    context: Any = field(
+        default_factory=lambda: SimpleNamespace(pending_of=lambda sequences: dict.fromkeys(DrafterRole, 0))
+    )
 
     def page_bytes(self, page_size: int) -> int:
         return page_size

@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
-from operator import is_not
 from statistics import fmean
 from types import MappingProxyType
 from typing import NamedTuple
@@ -33,8 +32,8 @@ from d2sd.runtime.step_times import CONTEXT, Forecast, RowTimes, StepTimes, curv
 MARGIN = 1.05
 #: The same of a copy. It begins at no cost, but in each step it is found and its tree is cut.
 _COPY_MARGIN = 1.15
-#: Steps without a drafter for which drafters are not considered again while the batch is the same: what speaks for them
-#: changes slowly, and to ask takes longer than all else that the host does in such a step.
+#: Steps without a drafter for which drafters are not considered again while the batch does not shrink: what speaks for
+#: them changes slowly, and to ask takes longer than all else that the host does in such a step.
 _HOLD = 8
 #: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
 #: speculation against it, which a few steps show.
@@ -109,7 +108,7 @@ class PolicySelector:
     copies: bool = field(init=False)  # whether a policy copies, so that texts must be read
     _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
     _held: int = field(init=False, default=0)  # steps without a drafter for which the choice holds
-    _served: Sequence[RequestAcceptance] = field(init=False, default=())  # of the step before
+    _served: int = field(init=False, default=0)  # requests of the step before
     _ended: float = field(init=False, default=-inf)  # when the step before it did
     _ahead: bool = field(init=False, default=False)  # whether it was launched before that
     #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
@@ -172,12 +171,12 @@ class PolicySelector:
         )
 
     def _holds(self, asked: Asked) -> bool:
-        """Whether plain decoding remains the choice: drafters were considered for these requests some steps ago, and
-        their copies are not worth their rows.
+        """Whether plain decoding remains the choice: drafters were considered some steps ago for as many requests or
+        fewer, and no copies are worth their rows.
         """
-        if self.verify is None or not self._held or len(asked.requests) != len(self._served):
+        if self.verify is None or not self._held or not 0 < self._served <= len(asked.requests):
             return False
-        if any(map(is_not, asked.requests, self._served)) or asked.bucket not in self._row_seconds:
+        if asked.bucket not in self._row_seconds:
             return False
         error = self._errors[asked.bucket][self._places[self.off]]
         plain = float(self._between_ends(error * self._plain_seconds(asked)))
@@ -202,7 +201,7 @@ class PolicySelector:
             self._errors.setdefault(asked.bucket, np.ones(len(self.policies)))
             if self.verify is not None:
                 more = np.arange(1.0, 1 + asked.bucket * self.slots)
-                added = self.verify(asked.bucket + more) - self.times.seconds[self.off, asked.bucket]
+                added = self.verify(asked.bucket + more) - self.verify(np.array([float(asked.bucket)]))
                 self._row_seconds[asked.bucket] = float((added / more).min())
         seconds, added = self._costs[asked.bucket]
         added = added * max(0.0, asked.context - CONTEXT)
@@ -227,7 +226,11 @@ class PolicySelector:
         order = np.argsort(-shown.runs, axis=None, kind="stable")
         chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
         verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
-        of_rows = verify(verified)
+        plain, off = verify(np.array([float(asked.bucket)])), self._places[self.off]
+        own = (
+            self._errors[asked.bucket][off] * self._costs[asked.bucket][0][off]
+        )  # of plain decoding, and what rows add
+        of_rows = own + verify(verified) - plain
         for place in self._copying:
             nodes = self.policies[place].num_nodes
             fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
@@ -276,7 +279,7 @@ class PolicySelector:
         policy, factor, hidden = choice.policy, None, False
         if policy.drafters or policy is self.off:
             self._drafts = policy is not self.off
-        self._held, self._served = 0 if policy.drafters else (self._held or 1 + _HOLD) - 1, requests
+        self._held, self._served = 0 if policy.drafters else (self._held or 1 + _HOLD) - 1, len(requests)
         if not accepted:
             return
         if began is not None:

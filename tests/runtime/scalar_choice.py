@@ -80,11 +80,16 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
     runs = [run(known, policy.num_nodes - 1) for known in asked.requests]
     shares = sorted(((-chance, request) for request, one in enumerate(runs) for chance in one))
     rows, tokens, best = [1] * count, 1.0, None
+    plain = own.times.seconds[own.off, asked.bucket] - seconds_of(own.verify, asked.bucket)
+    if asked.bucket in own._errors:
+        plain += (float(own._errors[asked.bucket][list(own.policies).index(own.off)]) - 1) * own.times.seconds[
+            own.off, asked.bucket
+        ]
     for granted, (chance, request) in enumerate(shares, 1):
         rows[request] += 1
         tokens -= chance / count
         verified = asked.bucket + granted
-        took = seconds_of(own.verify, verified) + context * verified / (asked.bucket * policy.num_nodes)
+        took = plain + seconds_of(own.verify, verified) + context * verified / (asked.bucket * policy.num_nodes)
         brought = before_the_end(tokens, asked.remaining)
         rate = brought / between_ends(own, own.copy_scale * took)
         if best is None or rate > best[0]:
