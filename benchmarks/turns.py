@@ -36,7 +36,7 @@ _OTHERS = ("translation", "summarization", "qa", "rag")
 
 @dataclass
 class Turns:
-    """What is measured, and how often."""
+    """A measurement: who answers, how much, how often."""
 
     bundle: Bundle
     temperature: float

@@ -186,7 +186,7 @@ class PolicySelector:
         return sum(known.worth(price, self.slots) for known in asked.requests) <= (margin - 1) * count
 
     def _plain_seconds(self, asked: Asked) -> float:
-        """Of a step of plain decoding."""
+        """Seconds of a step of plain decoding."""
         seconds = self.times.step(self.off, asked.bucket, asked.context)
         assert seconds is not None, "plain decoding is measured, or guessed, for all batches"
         return seconds
@@ -326,7 +326,7 @@ class PolicySelector:
             self.copy_scale += (factor / error / self.plain_scale - self.copy_scale) / _SPECULATION_WINDOW
 
     def _scale_of(self, policy: Policy) -> float:
-        """What corrects the times of all steps of the policy's kind."""
+        """Observed over measured seconds of all steps of the policy's kind."""
         own = self.speculation_scale if policy.drafters else self.copy_scale
         return self.plain_scale * (1.0 if policy is self.off else own)
 

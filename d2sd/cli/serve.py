@@ -31,6 +31,13 @@ from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_em
 @click.option("--allow-host", "hosts", type=Host, multiple=True, help="Name of this host for clients; repeatable.")
 @click.option("--allow-origin", "origins", type=Origin, multiple=True, help="Origin of web pages (CORS); repeatable.")
 @click.option("--allow-priority", "priorities", is_flag=True, help="Serve requests of a lower `priority` first.")
+@click.option(
+    "--metrics-prefix",
+    type=click.Choice(["d2sd", "vllm"]),
+    default="d2sd",
+    show_default=True,
+    help="Of the metrics that vLLM has too, for dashboards made for it.",
+)
 @options.engine_options
 def serve(bundle: Path, host: str, port: int, engine: EngineOptions, **settings: Any) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.

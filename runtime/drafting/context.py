@@ -291,7 +291,7 @@ class _Queue:
         self._inject(self.kept(taken) if on_cpu else taken)  # on a GPU the host would wait to read what is kept
 
     def flush_pages(self, where: Where) -> None:
-        """The same of all rows of these requests' pages, and of padding; on a CPU."""
+        """Compute and write all rows of these requests' pages, and forget padding; on a CPU."""
         wanted = dict[int, Tensor]()
         for table, count in self._pool.pages.items():
             wanted[table] = torch.zeros(count, dtype=torch.bool)

@@ -65,7 +65,7 @@ class Server:
         self.bundle, self.settings = bundle, settings
         engine.choices = choices(bundle, engine)
         self.engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
-        self.metrics = Metrics(engine, settings.model)
+        self.metrics = Metrics(engine, settings.model, settings.metrics_prefix)
         self.created = int(time.time())
         files = ",".join(f"{name}={digest}" for name, digest in sorted(bundle.manifest.files.items()))
         self.fingerprint = f"d2sd-{version('d2sd')}-{hashlib.sha256(files.encode()).hexdigest()[:12]}"

@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server: vLLM's names behind `d2sd_`, and what speculation adds."""
+"""Prometheus metrics of one server: vLLM's names behind `d2sd_` or its own `vllm:`, and what speculation adds."""
 
 from __future__ import annotations
 
@@ -12,16 +12,27 @@ from d2sd.runtime.stats import COPY, FIRST_DRAFT, EngineStats
 if TYPE_CHECKING:
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.sequence import Output, Sequence
+    from d2sd.serve.openai.settings import MetricsPrefix
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+#: Names that vLLM 0.10 to 0.32 give the same figures (https://docs.vllm.ai/en/stable/usage/metrics).
+_SHARED = frozenset({
+    "num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc", "prefix_cache_queries",
+    "prefix_cache_hits", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
+    "e2e_request_latency_seconds", "request_queue_time_seconds", "request_prefill_time_seconds",
+    "request_decode_time_seconds", "request_inference_time_seconds", "prompt_tokens", "generation_tokens",
+    "request_prompt_tokens", "request_generation_tokens", "spec_decode_num_drafts", "spec_decode_num_draft_tokens",
+    "spec_decode_num_accepted_tokens",
+})  # fmt: skip
 
 
 class Metrics:
     """The metrics of one engine, in a registry of their own."""
 
-    def __init__(self, engine: Engine, model: str) -> None:
+    def __init__(self, engine: Engine, model: str, prefix: MetricsPrefix = "d2sd") -> None:
         self.registry = CollectorRegistry()
-        self._engine, self._model = engine, model
+        self._engine, self._model, self._prefix = engine, model, prefix
         self._state: EngineStats = engine.stats  # as of the last `refresh`
         self._gauge("num_requests_running", "Requests in the running batch.", lambda: self._state.running)
         self._gauge("num_requests_waiting", "Requests that wait for the batch.", lambda: self._state.waiting)
@@ -44,7 +55,7 @@ class Metrics:
             self._counter("num_preemptions", "Requests preempted for lack of K/V pages."): "preemptions",
         }
         self._in_force = Gauge(
-            "d2sd_policy_in_force",
+            self._name("policy_in_force"),
             "1 for the policy of the last step.",
             ["model_name", "policy"],
             registry=self.registry,
@@ -79,7 +90,7 @@ class Metrics:
         self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
         self._copies = self._counter("spec_decode_copies", "Steps won by a copy of earlier text.")
         self._ended = Counter(
-            "d2sd_request_success",
+            self._name("request_success"),
             "Requests that ended, by reason.",
             ["model_name", "finished_reason"],
             registry=self.registry,
@@ -119,15 +130,18 @@ class Metrics:
         self._rescues.inc(sum(n for branch, n in stats.accepted_branches.items() if branch > FIRST_DRAFT))
         self._copies.inc(stats.accepted_branches[COPY])
 
+    def _name(self, name: str) -> str:
+        return f"vllm:{name}" if self._prefix == "vllm" and name in _SHARED else f"d2sd_{name}"
+
     def _gauge(self, name: str, text: str, read: Any) -> None:
-        gauge = Gauge(f"d2sd_{name}", text, ["model_name"], registry=self.registry)
+        gauge = Gauge(self._name(name), text, ["model_name"], registry=self.registry)
         gauge.labels(self._model).set_function(read)
 
     def _counter(self, name: str, text: str) -> Counter:
-        return Counter(f"d2sd_{name}", text, ["model_name"], registry=self.registry).labels(self._model)
+        return Counter(self._name(name), text, ["model_name"], registry=self.registry).labels(self._model)
 
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
-        histogram = Histogram(f"d2sd_{name}", text, ["model_name"], buckets=buckets, registry=self.registry)
+        histogram = Histogram(self._name(name), text, ["model_name"], buckets=buckets, registry=self.registry)
         return histogram.labels(self._model)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
+from typing import Literal
 
 from d2sd.errors import D2SDError
 
+#: The prefix of metrics that vLLM has too; others are behind `d2sd_` whatever it is.
+MetricsPrefix = Literal["d2sd", "vllm"]
 #: A key that an `Authorization` header can carry. An empty one would equal a missing one.
 _KEY = re.compile(r"[!-~]+", re.ASCII)
 
@@ -26,6 +29,7 @@ class ServerSettings:
     drain_timeout: float = 30.0  # wait for running requests at shutdown
     hosts: tuple[str, ...] = ()  # names that clients may call the server by; none: any
     origins: tuple[str, ...] = ()  # web pages that may use the server (CORS); "*" is any
+    metrics_prefix: MetricsPrefix = "d2sd"
 
     def __post_init__(self) -> None:
         if not all(map(_KEY.fullmatch, self.api_keys)):
