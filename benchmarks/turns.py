@@ -23,6 +23,7 @@ from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
+from d2sd.option_types import Listed
 from d2sd.progress import bar
 from d2sd.prompts import read_rows
 from d2sd.recipe import Method
@@ -83,21 +84,28 @@ def _spread(texts: Sequence[str], count: int) -> list[str]:
 @click.command(cls=Reporting)
 @click.argument("bundle", type=FilePath)
 @click.option("--out", type=FilePath, required=True, help="Markdown file of the table.")
-@click.option("--in-flight", default="1,2,4,8", show_default=True, metavar="LIST")
+@click.option("--in-flight", type=Listed(click.IntRange(1)), default="1,2,4,8", show_default=True)
 @click.option("--prompts", default=4, show_default=True, type=click.IntRange(1), help="Of each set, at least.")
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0))
 @click.option("--data", default="data/eval", show_default=True, type=FilePath)
 def main(
-    bundle: Path, out: Path, in_flight: str, prompts: int, rounds: int, max_tokens: int, temperature: float, data: Path
+    bundle: Path,
+    out: Path,
+    in_flight: list[int],
+    prompts: int,
+    rounds: int,
+    max_tokens: int,
+    temperature: float,
+    data: Path,
 ) -> None:
     """Measure `auto` of BUNDLE against plain decoding on a CPU."""
     turns = Turns(load_bundle(bundle, progress=bar), temperature, max_tokens, rounds)
     sets = sets_of(data)
     lines = ["| in flight | " + " | ".join(sets) + " | mean | least | tokens/s, plain and `auto` |"]
     lines.append("|---" * (len(sets) + 4) + "|")
-    for size in map(int, in_flight.split(",")):
+    for size in in_flight:
         engines = {
             name: make_engine(turns.bundle, policy=name, max_batch=size, prefix_cache=False) for name in POLICIES
         }
