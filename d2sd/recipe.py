@@ -176,7 +176,9 @@ class Lora(Part):
 
 
 def _as_list(value: object) -> object:
-    """Read one adapter as a list of it, and a string as {path: string}."""
+    """Read one adapter as a list of it, null as none, and a string as {path: string}."""
+    if value is None:
+        return []
     return [_path_alone(one) for one in (value if isinstance(value, list) else [value])]
 
 

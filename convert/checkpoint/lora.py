@@ -105,6 +105,12 @@ def read_adapters(
 def _config(folder: Path) -> dict[str, Any]:
     """The config of an adapter. Raises CheckpointError where it is more than a LoRA."""
     where = folder / CONFIG
+    if not folder.is_dir():
+        raise CheckpointError(
+            "The folder of a LoRA adapter does not exist.",
+            where=folder,
+            fix="correct target.lora, or download the adapter there",
+        )
     config = read_json(where, error=CheckpointError)
     if not isinstance(config, dict):
         raise CheckpointError("The adapter's config is not a mapping.", where=where, found=config)

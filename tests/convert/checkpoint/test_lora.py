@@ -19,7 +19,7 @@ from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import Family
-from d2sd.recipe import load_recipe
+from d2sd.recipe import Target, load_recipe
 from tests.convert.helpers import edit_json, edit_tensors, write_project, write_target_dir
 from tests.d2sd.build.helpers import run
 from tests.tiny import tiny_decoder
@@ -162,6 +162,11 @@ def test_folders_without_an_adapter_are_refused(tmp_path: Path, target: Path) ->
         with pytest.raises(CheckpointError, match="adapter"):
             write_target(target, tmp_path / "out", "fp32", adapters=[(adapter, 1.0)])
         file.write_bytes(before)
+    missing = tmp_path / "none"
+    with pytest.raises(CheckpointError, match="does not exist") as caught:
+        write_target(target, tmp_path / "out", "fp32", adapters=[(missing, 1.0)])
+    assert caught.value.where == missing
+    assert "target.lora" in str(caught.value)
 
 
 def with_lora(recipe: Path, lora: object) -> None:
@@ -201,3 +206,8 @@ def test_a_plan_refuses_an_adapter(tmp_path: Path, fault: str) -> None:
     with pytest.raises(CheckpointError):
         run(recipe, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("written", [None, [], ()])
+def test_no_adapter_may_be_written_as_null(written: Any) -> None:
+    assert Target.model_validate({"path": "x", **({} if written == () else {"lora": written})}).lora == []
