@@ -35,8 +35,9 @@ PUBLISHED = {
     "qwen3.5-9b": (8_953_803_264, "17.91 GB"),
     "qwen3.6-27b": (26_895_998_464, "53.79 GB"),
     "qwen3.6-35b-a3b": (34_660_610_688, "69.32 GB"),
+    "qwen3.8-27b": (26_895_998_464, "53.79 GB"),
 }
-#: Reported GiB of published drafters.
+#: Reported GiB of published drafters; of the last its 1.92 billion numbers.
 DRAFTERS = {
     "gpt-oss-20b": 1.46,
     "qwen3-4b": 1.00,
@@ -45,6 +46,7 @@ DRAFTERS = {
     "qwen3-coder-30b-a3b": 0.88,
     "qwen3.5-4b": 1.18,
     "qwen3.5-9b": 2.41,
+    "qwen3.8-27b": 3.58,
 }
 #: Bytes of recurrent state of a request: of each gated delta net 128 x 128 numbers of fp32 a value head, and three
 #: inputs of its convolution in bf16.
@@ -53,6 +55,7 @@ STATES = {
     "qwen3.5-9b": 24 * (32 * 65_536 + 3 * 2 * 8_192),
     "qwen3.6-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
     "qwen3.6-35b-a3b": 30 * (32 * 65_536 + 3 * 2 * 8_192),
+    "qwen3.8-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
 }
 SMALL = [
     "limits.max_batch=2",
