@@ -161,6 +161,21 @@ def test_rows_of_requests_that_do_not_draft_wait(seen: list[int]) -> None:
     assert max(seen[1:]) <= BLOCK, "the first's were not computed with those of a step"
 
 
+def test_a_request_that_is_preempted_owes_its_context_again() -> None:
+    runner = runner_of(*copies()[:3])
+    engine = make_engine(runner, "chain", max_batch=1)
+    sequence = engine.submit(Request((1, 3, 5), 20, SamplingParams(seed=1)))
+    for _ in range(3):
+        engine.step()
+    assert 0 < sequence.injected[DrafterRole.FIRST] <= sequence.cached
+    engine.scheduler._preempt(sequence)
+    assert sequence.injected == {}
+    assert runner.context.pending_of([sequence])[DrafterRole.FIRST] == 0, "nothing of it is committed"
+    while engine.busy:
+        engine.step()
+    assert sequence.answer == expected(sequence.request)
+
+
 def test_many_rows_that_wait_become_one_entry(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
     monkeypatch.setattr(module, "_MOST_ENTRIES", 2)
     runner = runner_of(*copies()[:3])
