@@ -26,7 +26,15 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import Block, ModelRunner, Verified
-from d2sd.runtime.policy_selector import MARGIN, PolicySelector, _before_the_end, forecast_gain, forecast_tau
+from d2sd.runtime.policy_selector import (
+    MARGIN,
+    Asked,
+    Choice,
+    PolicySelector,
+    _before_the_end,
+    forecast_gain,
+    forecast_tau,
+)
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
@@ -285,6 +293,33 @@ def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> 
     own = selector({OFF: 1.0})
     serve(own, [1], factor)
     assert own.plain_scale == pytest.approx(1 + (limit - 1) / 32)
+
+
+def test_each_kind_of_step_corrects_its_own_kind() -> None:
+    copy = Lookup(4)
+    times = StepTimes.of({(OFF, 1): 1.0, (copy, 1): 1.0, (CHAIN, 1): 1.0})
+    for policy, name in ((OFF, "plain_scale"), (copy, "copy_scale"), (CHAIN, "speculation_scale")):
+        own = PolicySelector([OFF, copy, CHAIN], times, FORECAST, watch := Watch())
+        choice = Choice(policy, 1.0, 1, 0.0)
+        watch.now = 1.5
+        own.update(choice, [1], began=0.0)
+        scales = {one: getattr(own, one) for one in ("plain_scale", "copy_scale", "speculation_scale")}
+        assert scales.pop(name) > 1.01
+        assert max(scales.values()) == 1.0
+
+
+def test_drafters_are_considered_again_after_eight_plain_steps_or_a_draft() -> None:
+    times = StepTimes.of({(OFF, 1): 1.0, (Lookup(4), 1): 1.0, (CHAIN, 1): 1.0})
+    own = PolicySelector([OFF, Lookup(4), CHAIN], times, FORECAST, Watch(), verify=RowTimes.of(times))
+    request, held = own.usual.request(), list[bool]()
+    asked = Asked(1, 0.0, 0.0, math.inf, {}, [request])
+    own.plans(asked)
+    for _ in range(20):
+        held.append(own._holds(asked))
+        own.update(Choice(OFF, 1.0, 1, 0.0), [1], requests=[request])
+    assert held == [step % 9 != 0 for step in range(20)]
+    own.update(Choice(CHAIN, 1.0, 1, 0.0), [1], requests=[request])
+    assert not own._holds(asked)
 
 
 def test_the_time_of_catching_up_is_expected() -> None:
