@@ -51,6 +51,7 @@ FLAGS = {
             "--allow-host",
             "--allow-origin",
             "--allow-priority",
+            "--metrics-prefix",
             "--policy",
             "--device",
             "--tensor-parallel",
