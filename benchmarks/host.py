@@ -50,9 +50,6 @@ _POLICIES: tuple[Policy, ...] = (Off(1), DDTree(16), DDTree(32))
 _CURVE = [1 + rows / (4 + rows) for rows in range(32)]
 
 
-_CAUGHT_UP = dict.fromkeys(DrafterRole, 0)  # rows that drafters must catch up with
-
-
 @dataclass
 class Idle:
     """A runner that computes nothing."""

@@ -226,11 +226,9 @@ class PolicySelector:
         order = np.argsort(-shown.runs, axis=None, kind="stable")
         chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
         verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
-        plain, off = verify(np.array([float(asked.bucket)])), self._places[self.off]
-        own = (
-            self._errors[asked.bucket][off] * self._costs[asked.bucket][0][off]
-        )  # of plain decoding, and what rows add
-        of_rows = own + verify(verified) - plain
+        off, alone = self._places[self.off], verify(np.array([float(asked.bucket)]))
+        plain = self._errors[asked.bucket][off] * self._costs[asked.bucket][0][off]
+        of_rows = plain + verify(verified) - alone  # a step of plain decoding, and what rows add to it
         for place in self._copying:
             nodes = self.policies[place].num_nodes
             fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
@@ -316,8 +314,9 @@ class PolicySelector:
         policy, place = choice.policy, self._places[choice.policy]
         errors = self._errors.setdefault(choice.bucket, np.ones(len(self.policies)))
         scale, error = self._scale_of(policy), errors[place] if choice.rows is None else 1.0
+        errors += (1 - errors) / _TIME_DECAY_STEPS  # others are forgotten, so that they are tried again
         if choice.rows is None:
-            errors[place] += error * (factor / (scale * error) - 1) / _STEP_WINDOW
+            errors[place] = error + (factor / scale - error) / _STEP_WINDOW
         if policy is self.off:
             self.plain_scale += (factor / error - self.plain_scale) / _PLAIN_WINDOW
         elif policy.drafters:

@@ -308,6 +308,18 @@ def test_each_kind_of_step_corrects_its_own_kind() -> None:
         assert max(scales.values()) == 1.0
 
 
+def test_what_one_step_lost_is_forgotten_while_others_run() -> None:
+    """A step that was slow in a bad moment is not served again, so that it can show nothing itself."""
+    own = selector({OFF: 1.0, CHAIN: 1.0})
+    for policy, took, steps in ((CHAIN, 2.0, 8), (OFF, 1.0, 1500)):
+        for _ in range(steps):
+            own.clock.now += took  # type: ignore[attr-defined]
+            own.update(Choice(policy, 1.0, 1, 0.0), [1], began=own.clock() - took)
+        (errors,) = own._errors.values()
+        assert (errors[1] > 1.1) == (policy is CHAIN)
+    assert errors[1] == pytest.approx(1.0, abs=0.01)
+
+
 def test_drafters_are_considered_again_after_eight_plain_steps_or_a_draft() -> None:
     times = StepTimes.of({(OFF, 1): 1.0, (Lookup(4), 1): 1.0, (CHAIN, 1): 1.0})
     own = PolicySelector([OFF, Lookup(4), CHAIN], times, FORECAST, Watch(), verify=RowTimes.of(times))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _SECONDS = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-#: Names that vLLM 0.10 to 0.32 give the same figures (https://docs.vllm.ai/en/stable/usage/metrics).
+#: Names that vLLM has for the same figures (https://docs.vllm.ai/en/stable/usage/metrics).
 _SHARED = frozenset({
     "num_requests_running", "num_requests_waiting", "num_preemptions", "kv_cache_usage_perc", "prefix_cache_queries",
     "prefix_cache_hits", "request_success", "time_to_first_token_seconds", "inter_token_latency_seconds",
