@@ -39,7 +39,7 @@ test: .venv/dev
 
 ## [16 min] the other tests that CI runs: real models, engines of three architectures, whole commands
 test-slow: .venv/dev
-	$(PYTEST) -m "slow and not full" --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda
+	$(PYTEST) -m "slow and not full" --ignore=tools/ptxsim --ignore=tests/ptx --ignore=tests/cuda
 
 ## [hours] every lane of checks that is red, stale or was never run (tests/lanes), resumable; LANES="ptx kernels" runs those,
 ## LANES=--list says what state each is in. Results: docs/results/checks.md
@@ -53,7 +53,7 @@ step-files: .venv/dev
 ## [45 min] what CI samples, whole: TensorRT engines of all layers of SmolLM2 in fp16 and FP8 for any GPU and two architectures,
 ## kernels of trees, tokens and exact mode in every case, forty exact answers of every policy
 engines: .venv/dev
-	$(PYTEST) -v -m full --ignore=ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/runtime/test_warm_up.py \
+	$(PYTEST) -v -m full --ignore=tools/ptxsim --ignore=tests/ptx --ignore=tests/cuda --ignore=tests/runtime/test_warm_up.py \
 	  --ignore=tests/test_readme.py
 
 ## [25 min] the README's commands as they are written, in new environments of every CPython found: a gigabyte each
@@ -99,12 +99,12 @@ kernels: .venv/dev
 ## tensors, its launches, and whole days of requests that find every kernel compiled. Two versions of Triton that
 ## miscompile are installed to see them fail. Executions are kept in build/ptx: those of unchanged kernels are not run again
 ptx: .venv/dev build/triton-3.6.0 build/triton-3.7.0
-	PTXSIM_KEPT=$(abspath build/ptx) $(PYTEST) -v -m "" ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
+	PTXSIM_KEPT=$(abspath build/ptx) $(PYTEST) -v -m "" tools/ptxsim tests/ptx tests/cuda tests/runtime/test_warm_up.py
 
-## [45 min] does a test notice? Each mutant of a table (tests/mutants), of every kernel and of the graphs' code, in a copy of this
+## [45 min] does a test notice? Each mutant of a table (tools/mutants), of every kernel and of the graphs' code, in a copy of this
 ## checkout; MUTANTS="layer_ops H3" runs those with a part of this name or file
 mutants: .venv/dev
-	$(BIN)/python -m tests.mutants $(MUTANTS)
+	$(BIN)/python -m tools.mutants $(MUTANTS)
 
 build/triton-%: | .venv/dev
 	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$*
@@ -217,7 +217,7 @@ soak: $(FACE_READY)
 	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)
 
 ## [12 min] 100,000 decode steps of tiny models whose host is one step late, under random load (docs/design.md);
-## then 500 on a stand-in for CUDA's runtime (tests/cuda/runtime)
+## then 500 on a stand-in for CUDA's runtime (tools/cuda/runtime)
 STEPS := 100000
 soak-steps: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.soak $(STEPS)

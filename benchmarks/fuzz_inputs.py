@@ -42,9 +42,9 @@ import click
 import torch
 from click.testing import CliRunner
 
-from benchmarks.fuzz_places import OBSTACLES, PLACES, WORK, contents, put
 from d2sd.cli.main import main
 from d2sd.io import MARKER, claim, remove
+from tools.hostile.places import OBSTACLES, PLACES, WORK, contents, put
 
 HANG = 20  # seconds
 #: What is written in place of a value: valid in JSON, in YAML, or in neither.

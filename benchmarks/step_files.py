@@ -22,8 +22,10 @@ from d2sd.runtime.cuda_graphs import capture
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
-from tests.cuda import fake, guard
+from tests.cuda import models
 from tests.runtime import fake_cuda, helpers
+from tools.cuda import guard
+from tools.cuda.fake import Watch, fake_gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Most files on a CPU and captured: whoever reads a step reads as many.
@@ -46,7 +48,7 @@ def run_through(files: set[Path], run: Any) -> Any:
 
 def third_step(engine: Engine, files: set[Path]) -> set[Path]:
     """Adds the files of the third step of a greedy and a sampled request; the first one captures the graph."""
-    for params in fake.GREEDY, fake.NARROW:
+    for params in models.GREEDY, models.NARROW:
         engine.submit(Request((1, 2), 55, params))
     for step in range(3):
         run_through(files if step == 2 else set(), engine.step)
@@ -74,12 +76,12 @@ def on_cuda(folder: Path) -> set[Path]:
         def __call__(self, run: Any) -> Any:
             return run() and run_through(files, run), lambda: None
 
-    with fake.fake_gpu(fake.Watch()), patch.object(StepResult, "unpack", fake_cuda.unpack):
+    with fake_gpu(Watch()), patch.object(StepResult, "unpack", fake_cuda.unpack):
         JITFunction.run = lambda kernel, *_, **__: files.update(kernel_files(kernel))
         torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
         with patch.object(model_runner, "CudaGraphs", Captures):
-            runner = fake.runner(2, 2, fp8=False)
-        policy = fake.policy_of("hybrid", lookup=True)
+            runner = models.runner(2, 2, fp8=False)
+        policy = models.policy_of("hybrid", lookup=True)
         return third_step(Engine(runner, policy, Limits(4, 256, 16, 64), str), files)
 
 

@@ -27,7 +27,7 @@ LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)|\bsrc(?:set)?=\"([^\"]+)\"")
 #: Written by docs/generate.py from the schemas, whose prose tests/test_words.py checks.
 GENERATED = DOCS / "reference"
 #: A file or folder of the repository in backticks.
-FOLDERS = "benchmarks|convert|d2sd|deploy|docs|examples|modeling|models|plugins|ptxsim|recipes|runtime|tests|train"
+FOLDERS = "benchmarks|convert|d2sd|deploy|docs|examples|modeling|models|plugins|recipes|runtime|tests|tools|train"
 PATH = re.compile(rf"`((?:{FOLDERS})/[\w./-]*)`")
 
 

@@ -39,7 +39,7 @@ TOP_ROOMS = ("plugins", "modeling", "runtime", "convert", "train")
 PURE = (*FOUNDATION, "runtime.scheduler", "runtime.pages", "runtime.sequence")
 HEAVY = {"torch", "numpy", "triton", "tensorrt", "tensorrt_rtx", "transformers"}
 #: What no wheel has.
-DEVELOPMENT = ("tests", "benchmarks", "ptxsim")
+DEVELOPMENT = ("tools", "tests", "benchmarks")
 TOP_LEVEL = {
     "pyproject.toml",
     "README.md",
@@ -201,11 +201,14 @@ def test_layers_pure_modules_need_no_torch(module: str) -> None:
 
 
 @pytest.mark.slow
-def test_the_executor_of_ptx_stands_alone() -> None:
-    """A tool for tests: the product does not need it, and it knows nothing of the product."""
+def test_tools_are_above_the_package_and_below_tests() -> None:
+    """The product needs none of them. The executor of PTX knows nothing of the product."""
     assert not [module for module in files() for i in imports(module) if room_of(i.name) in DEVELOPMENT]
-    ours = {"d2sd", *DEVELOPMENT} - {"ptxsim"}
-    assert not [path for path in (ROOT / "ptxsim").rglob("*.py") for i in imports_of(path) if room_of(i.name) in ours]
+    tools = {path: imports_of(path) for path in (ROOT / "tools").rglob("*.py")}
+    assert not [path for path, found in tools.items() for i in found if room_of(i.name) in ("tests", "benchmarks")]
+    executor = [i.name for path, found in tools.items() if "ptxsim" in path.parts for i in found]
+    assert not [name for name in executor if room_of(name) == "d2sd"]
+    assert not [name for name in executor if name.startswith("tools.") and not name.startswith("tools.ptxsim")]
 
 
 def test_layers_top_level_is_what_the_layout_says() -> None:

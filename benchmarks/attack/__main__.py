@@ -21,7 +21,6 @@ from typing import Any
 import click
 
 from benchmarks.attack import plain, verdicts
-from benchmarks.attack.case import Kind, Scene
 from benchmarks.attack.plan import Plan, shares
 from benchmarks.attack.siege import Siege
 from benchmarks.attack.verdicts import Delays
@@ -32,6 +31,7 @@ from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import read_text, write_text
+from tools.hostile.case import Kind, Scene
 
 #: Tokens of an honest answer, and questions of the honest clients before a server that replaces another is attacked.
 _TOKENS, _REPLACED = 8, 12

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.attack import malformed, sockets
-from benchmarks.attack.case import Scene
 from benchmarks.attack.send import send
 from benchmarks.attack.verdicts import of_statuses
+from tools.hostile import malformed, sockets
+from tools.hostile.case import Scene
 
 _KINDS = (*malformed.KINDS, *sockets.KINDS)
 _SCENE = Scene(vocab=100, context=256)

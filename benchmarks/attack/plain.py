@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from benchmarks.attack.case import CHAT
 from benchmarks.attack.send import Sent
 from benchmarks.attack.verdicts import of_answer
 from benchmarks.load.server import Server
+from tools.hostile.case import CHAT
 
 #: A server that decodes plainly, one answer at a time.
 PLAIN = ("--policy", "off", "--no-prefix-cache", "--max-batch", "1", "--max-waiting", "1000")

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.attack import grammars, malformed, prompts, sampling, sockets
-from benchmarks.attack.case import Kind
 from d2sd.errors import D2SDError
+from tools.hostile import grammars, malformed, prompts, sampling, sockets
+from tools.hostile.case import Kind
 
 #: All classes. Those that cost are sent first: afterwards the server must still be sound for the malformed ones.
 EXPENSIVE = (*prompts.KINDS, *sampling.KINDS, *grammars.KINDS)

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from benchmarks.attack.case import Case, Kind, Scene
 from benchmarks.load.client import error_of
+from tools.hostile.case import Case, Kind, Scene
 
 #: A request that httpx itself refuses to send.
 NOT_SENT = "not sent"

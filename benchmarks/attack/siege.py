@@ -15,7 +15,6 @@ from typing import Any
 import httpx
 
 from benchmarks.attack import verdicts
-from benchmarks.attack.case import CHAT, Case, Kind, Scene
 from benchmarks.attack.neighbours import Neighbours, Visit
 from benchmarks.attack.plan import Plan
 from benchmarks.attack.send import Sent, send
@@ -24,6 +23,7 @@ from benchmarks.attack.watch import Watch, kill
 from benchmarks.load.health import bad_lines, idle_pages
 from benchmarks.load.server import Server
 from d2sd.errors import D2SDError
+from tools.hostile.case import CHAT, Case, Kind, Scene
 
 #: Series of /metrics that appear with the first request of their kind.
 _NEW_SERIES = 40

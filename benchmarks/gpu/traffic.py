@@ -29,9 +29,8 @@ from d2sd.modeling import fp8, product
 from d2sd.plugins import cascade_attention, dispatch
 from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
 from tests.plugins.cases import kernels
+from tools.cuda.launches import launches, storage_of
 
-#: Make tensors without running anything on the device, or are shapes only.
-FREE = ("aten.empty", "aten.new_empty", "aten.expand", "aten._unsafe_view", "prim.")
 #: Multiprocessors, by which attention splits its context. B200's 148 give the same splits for all that is counted here.
 PROCESSORS = 132
 WEIGHTS, KV, STATES, LOGITS, ACTIVATIONS = "weights", "K/V", "states", "logits", "activations"
@@ -86,7 +85,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def known(self, role: str, *tensors: Tensor) -> None:
         """Note that these tensors are K/V pages, states, or inputs of the step."""
-        self._roles.update({_storage(tensor): role for tensor in tensors})
+        self._roles.update({storage_of(tensor): role for tensor in tensors})
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -103,9 +102,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         out = kwargs["out"] if no_meta_kernel else func(*args, **kwargs)
         given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         made = [x for x in tree_leaves(out) if isinstance(x, Tensor)]
-        storages = {_storage(x) for x in given}
+        storages = {storage_of(x) for x in given}
         for tensor in made:
-            if _storage(tensor) not in storages:
+            if storage_of(tensor) not in storages:
                 self.known(LOGITS if tensor.dim() and tensor.shape[-1] in self._vocabularies else ACTIVATIONS, tensor)
         if launches(func, given, made):
             reads, writes = operator_bytes(func, args, kwargs, made)
@@ -123,7 +122,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record(self, name: str, reads: Bytes, writes: Bytes, flops: int, fp8: bool) -> None:
         read, written = (
             tuple(
-                Access(self._roles.get(_storage(x), WEIGHTS), _storage(x), x.untyped_storage().nbytes(), count)
+                Access(self._roles.get(storage_of(x), WEIGHTS), storage_of(x), x.untyped_storage().nbytes(), count)
                 for x, count in part
                 if count
             )
@@ -134,13 +133,6 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 #: Tensors, each with the bytes of it that are touched.
 Bytes = list[tuple[Tensor, int]]
-
-
-def launches(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-    """Whether an operator runs something on the device."""
-    storages = {_storage(x) for x in given}
-    view = all(_storage(x) in storages for x in made) and not func._schema.is_mutable
-    return not view and not str(func).startswith(FREE)
 
 
 def whole(tensor: Tensor) -> int:
@@ -189,11 +181,6 @@ def kernel_bytes(name: str, values: dict[str, Any], context: int) -> tuple[Bytes
     reads = [pair for key, pair in sized if key not in rule.writes]
     reads += [pair for key, pair in sized if key in rule.reads_back]
     return reads, [pair for key, pair in sized if key in rule.writes], flops
-
-
-def _storage(tensor: Tensor) -> int:
-    found: int = tensor.untyped_storage()._cdata
-    return found
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import pytest
 
 from benchmarks.attack import verdicts
 from benchmarks.attack.__main__ import attack
-from benchmarks.attack.case import Case, Kind, Scene
 from benchmarks.attack.neighbours import Visit
 from benchmarks.attack.plan import EXPENSIVE, MALFORMED, Plan, shares
 from benchmarks.attack.send import NO_ANSWER, NOT_SENT, Sent
@@ -28,6 +27,7 @@ from tests.d2sd.serve.conftest import TEMPLATE, build_tiny
 from tests.d2sd.serve.http import serving
 from tests.runtime.grammar.tokens import tokenizer, vocab_size
 from tests.tiny import tiny_decoder
+from tools.hostile.case import Case, Kind, Scene
 
 SCENE = Scene(vocab=300, context=256)
 KINDS = [*EXPENSIVE, *MALFORMED]

@@ -22,6 +22,7 @@ from benchmarks.gpu import steps, traffic
 from benchmarks.machine_code import DEVICES, EXCEPTIONS, Streamed, arguments_of_lines, order_faults, streams
 from benchmarks.sass import UnknownCode, disassemble, loops, parse
 from tests.plugins.cases import kernels, some
+from tools.cuda.launches import storage_of
 
 #: Bytes of an argument that a step reads, below which it may be anywhere.
 SMALL = 1 << 20
@@ -225,7 +226,7 @@ def test_what_a_step_reads_from_memory_is_checked() -> None:
             for name, value in given.items():
                 if isinstance(value, Tensor) and name not in rule.writes:
                     large = part.get(name, traffic.whole(value)) > SMALL
-                    role = self._roles.get(traffic._storage(value), traffic.WEIGHTS)
+                    role = self._roles.get(storage_of(value), traffic.WEIGHTS)
                     if large and role != traffic.ACTIVATIONS:
                         read[kernel.__name__].add(name)
             super().kernel(kernel, *args, **options)

@@ -26,11 +26,12 @@ from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import DrafterRole
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.staging import Staging
-from tests.cuda import guard
 from tests.cuda.budget import COPIES, DRAFTER_LAYERS, LAUNCHES, LAYERS, MOST
-from tests.cuda.fake import GREEDY, HOT, NARROW, Watch, fake_gpu, runner, steps
+from tests.cuda.models import GREEDY, HOT, NARROW, runner, steps
 from tests.tiny import CASES as EVERY
 from tests.tiny import HEADS
+from tools.cuda import guard
+from tools.cuda.fake import Watch, fake_gpu
 
 SAMPLED = GREEDY, HOT, NARROW
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import Once
-from tests.cuda import guard
+from tools.cuda import guard
 
 FOLDER = Path(__file__).parent
 

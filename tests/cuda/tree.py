@@ -14,8 +14,9 @@ from d2sd.integrations.trtllm import tree_drafters
 from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
 from d2sd.integrations.trtllm.tree_worker import tree_worker
 from d2sd.policies import PolicyName
-from tests.cuda import guard
-from tests.cuda.fake import BLOCK, NODES, Watch, fake_gpu, policy_of, runner
+from tests.cuda.models import BLOCK, NODES, policy_of, runner
+from tools.cuda import guard
+from tools.cuda.fake import Watch, fake_gpu
 
 SLOTS, REQUESTS, LENGTH = 8, 3, 256
 pytestmark = pytest.mark.slow

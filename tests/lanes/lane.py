@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.code_alone import code_of
+from tools.code_alone import code_of
 
 ROOT = Path(__file__).parents[2]
 #: The closing line of pytest, or of any program that says so much.

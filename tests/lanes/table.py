@@ -9,7 +9,7 @@ PRODUCT = ("d2sd", "plugins", "modeling", "runtime", "convert", "train", "recipe
 ENGINE = ("plugins", "modeling", "runtime", "d2sd/policies.py", "d2sd/calibration.py")
 TOOLS = ("pyproject.toml", "constraints", "tests/conftest.py", "tests/tiny.py", "tests/convert/helpers.py")
 SERVED = ("plugins", "modeling", "runtime", "d2sd", ":!d2sd/bench", ":!d2sd/build", ":!d2sd/viz", ":!d2sd/cli")
-KERNELS = ("plugins/**/triton/**", "plugins/shared", "tests/ptx", "ptxsim")
+KERNELS = ("plugins/**/triton/**", "plugins/shared", "tests/ptx", "tools/ptxsim")
 #: Random engines and what they are compared with.
 HARNESS = ("tests/runtime", ":!tests/runtime/*test_*.py")
 #: What `make engines` leaves to other lanes.
@@ -30,7 +30,7 @@ LANES = {
     "step-files": Lane(
         "the files that one decode step runs through stay below their limit",
         ("step-files",),
-        (*ENGINE, "benchmarks/step_files.py", "tests/cuda", "tests/runtime"),
+        (*ENGINE, "benchmarks/step_files.py", "tools/cuda", "tests/cuda", "tests/runtime"),
         counts=r"(?P<passed>\d+) files in a step",
         unit="files",
         minutes=1,
@@ -81,7 +81,15 @@ LANES = {
     "attack": Lane(
         "hostile requests beside honest clients",
         ("attack",),
-        ("d2sd/serve", ":!d2sd/serve/triton", ":!d2sd/serve/dynamo", "d2sd/bundle", "runtime", "benchmarks/attack"),
+        (
+            "d2sd/serve",
+            ":!d2sd/serve/triton",
+            ":!d2sd/serve/dynamo",
+            "d2sd/bundle",
+            "runtime",
+            "benchmarks/attack",
+            "tools/hostile",
+        ),
         counts=r"(?P<passed>\d+) requests sent, (?P<failed>\d+) faults",
         unit="requests",
         minutes=15,
@@ -89,7 +97,7 @@ LANES = {
     "soak-steps": Lane(
         "engines whose host is one step late, under random load, and 500 steps on a stand-in for CUDA's runtime",
         ("soak-steps",),
-        (*ENGINE, *HARNESS, ":!tests/runtime/differential.py", "tests/cuda/runtime"),
+        (*ENGINE, *HARNESS, ":!tests/runtime/differential.py", "tools/cuda", "tests/cuda/runtime"),
         counts=r"(?P<passed>\d+) steps, (?P<failed>\d+) differ",
         unit="steps",
         minutes=12,
@@ -103,7 +111,15 @@ LANES = {
     "ptx": Lane(
         "the kernels' PTX executed for four architectures, the step on fake CUDA tensors, its launches and bytes",
         ("ptx",),
-        (*ENGINE, "ptxsim", "tests/ptx", "tests/cuda", "tests/runtime/test_warm_up.py", "tests/runtime/fake_day.py"),
+        (
+            *ENGINE,
+            "tools/ptxsim",
+            "tools/cuda",
+            "tests/ptx",
+            "tests/cuda",
+            "tests/runtime/test_warm_up.py",
+            "tests/runtime/fake_day.py",
+        ),
         minutes=60,
     ),
     "dynamo-test": Lane(
@@ -148,7 +164,8 @@ LANES = {
         (
             *KERNELS,
             "runtime/cuda_graphs",
-            "tests/mutants",
+            "tools/mutants",
+            "tools/cuda",
             "tests/cuda/runtime",
             "tests/plugins/kernels",
             "tests/plugins/test_dependent_launch.py",

@@ -27,8 +27,8 @@ from d2sd.modeling.scaled_fp8 import BlockFp8Linear, ScaledFp8Linear
 from d2sd.modeling.scheme import Scheme
 from d2sd.plugins import dispatch
 from tests.convert.checkpoint.published import E2M1, e4m3, nearest_e2m1
-from tests.cuda.fake import Watch, fake_gpu
 from tests.tiny import full_logits, random_tokens, tiny_decoder
+from tools.cuda.fake import Watch, fake_gpu
 
 DRAW = torch.Generator().manual_seed(11)
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import kept
-from tests.mutants.__main__ import ROOT, holds, list_of
-from tests.mutants.mutant import Mutant, interpreted, run
+from tools.mutants import kept
+from tools.mutants.__main__ import ROOT, holds, list_of
+from tools.mutants.mutant import Mutant, interpreted, run
 
 PROOF = run("tests/test_it.py")
 MUTANT = Mutant("one", "runtime/it.py", "a", "b", PROOF)

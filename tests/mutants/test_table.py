@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from tests.mutants.__main__ import ROOT
-from tests.mutants.table import MUTANTS
+from tools.mutants.__main__ import ROOT
+from tools.mutants.table import MUTANTS
 
 
 def test_every_mutant_changes_one_place() -> None:

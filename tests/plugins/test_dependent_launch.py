@@ -15,10 +15,10 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from d2sd.plugins.handover.triton.kernel import begin_triton
 from d2sd.plugins.shared import dependent_launch
 from d2sd.plugins.shared.dependent_launch import NO_DEPENDENT_LAUNCH, DependentKernel, without_dependent_launch
-from ptxsim.launch import Edit, Launch, executed_as_ptx
-from ptxsim.order import Fault
 from tests.plugins.cases import checks, kernels
 from tests.plugins.kernels import calls
+from tools.ptxsim.launch import Edit, Launch, executed_as_ptx
+from tools.ptxsim.order import Fault
 
 WAIT, LET_IN = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from ptxsim.launch import Edit, Launch, executed_as_ptx
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.cases import TYPES
 from tests.plugins.kernels.calls import in_fp8, read_back
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, make, steps
+from tools.ptxsim.launch import Edit, Launch, executed_as_ptx
 
 #: A100, L4 and L40, H100 and H200, RTX 50 and RTX PRO. B200, 100, is in test_blackwell.py.
 CAPABILITIES = (80, 89, 90, 120)

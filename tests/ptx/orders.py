@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ptxsim import machine
+from tools.ptxsim import machine
 
 #: How likely a block runs in a turn: some come when others have waited and left, and some leave late.
 PACES = (0.02, 0.2, 1.0)

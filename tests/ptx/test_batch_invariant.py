@@ -13,12 +13,12 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import products
-from ptxsim.launch import executed_as_ptx
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, numbers
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, causal, make
 from tests.ptx.cases import CAPABILITIES
+from tools.ptxsim.launch import executed_as_ptx
 
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 #: (capability, type): what `make test` runs, what CI runs in addition, and all.

@@ -10,10 +10,10 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from ptxsim.parse import Unsupported
 from tests.plugins.cascade_attention.cases import Attention, executed
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import run
+from tools.ptxsim.parse import Unsupported
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.trees import Branches, Draft, Source
 from d2sd.plugins.trees.triton import launch as trees
-from ptxsim.launch import executed_as_ptx
+from tools.ptxsim.launch import executed_as_ptx
 
 #: The boost clock of an H100 SXM under load.
 MEGAHERTZ = 1755

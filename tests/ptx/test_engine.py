@@ -19,10 +19,10 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
-from ptxsim.launch import executed_as_ptx
 from tests.plugins.on_kernels import run_kernels
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter
+from tools.ptxsim.launch import executed_as_ptx
 
 #: Seeds without a near tie, which bf16 may decide otherwise in another order of sums.
 KINDS = SamplingParams(), SamplingParams(temperature=1.0, seed=4), SamplingParams(temperature=0.7, top_p=0.95, seed=2)

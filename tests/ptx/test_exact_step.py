@@ -9,8 +9,8 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.layer_ops.triton import products
-from ptxsim.launch import executed_as_ptx
 from tests.plugins.exact_step import check_step
+from tools.ptxsim.launch import executed_as_ptx
 
 
 @pytest.fixture(autouse=True)

@@ -17,14 +17,14 @@ from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
-from ptxsim.launch import executed_as_ptx
-from ptxsim.order import Fault
 from tests.plugins.batch_invariance import attended
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget, read_back
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, causal, make
 from tests.plugins.test_kv_pages import KEEP, POSITIONS, TABLE
 from tests.ptx.cases import call_of
+from tools.ptxsim.launch import executed_as_ptx
+from tools.ptxsim.order import Fault
 
 _NO_RESERVE = 0x4000  # MAP_NORESERVE: addresses alone
 

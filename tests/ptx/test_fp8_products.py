@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import products
 from d2sd.plugins.shared.fp8 import to_pages
-from ptxsim.launch import executed_as_ptx
-from ptxsim.order import Fault
 from tests.plugins.batch_invariance import check_rows_alone, numbers
+from tools.ptxsim.launch import executed_as_ptx
+from tools.ptxsim.order import Fault
 
 ONE = torch.tensor(1.0)
 CAPABILITIES = (89, 90, 120)

@@ -12,13 +12,13 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from ptxsim.launch import Edit, Launch, executed_as_ptx
-from ptxsim.order import Fault
-from ptxsim.tests.test_instructions import ELSEWHERE, TESTED
 from tests.plugins.cases import checks, kernels
 from tests.plugins.kernels import attention, calls, choices
 from tests.plugins.kernels.trees import specification, stable_topk
 from tests.ptx.cases import CAPABILITIES
+from tools.ptxsim.launch import Edit, Launch, executed_as_ptx
+from tools.ptxsim.order import Fault
+from tools.ptxsim.tests.test_instructions import ELSEWHERE, TESTED
 
 __all__ = ["specification", "stable_topk"]
 #: Of FP8, which needs compute capability 8.9; the last where it is asked to.

@@ -13,11 +13,11 @@ import pytest
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from ptxsim.order import Fault
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import SMALL, run
 from tests.ptx.orders import in_order
+from tools.ptxsim.order import Fault
 
 SYNCHRONISATION = re.compile(r"\s*(bar\.sync|cp\.async\.wait_group|fence\.proxy\.async|wgmma\.(?:wait_group|fence))")
 #: An infinite loop ends here: the kernels need less than a tenth.

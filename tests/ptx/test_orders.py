@@ -20,11 +20,11 @@ from d2sd.plugins.cascade_attention.triton.kernel import _shares
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.pair_scores.reference import conditioned_reference
 from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton
-from ptxsim.launch import executed_as_ptx
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels import pairs
 from tests.ptx.cases import call_of
 from tests.ptx.orders import in_order
+from tools.ptxsim.launch import executed_as_ptx
 
 ORDERS = ("first", "last", *range(4))
 

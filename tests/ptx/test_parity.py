@@ -16,12 +16,12 @@ from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.kv_pages.reference import write_pages_reference
 from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
 from d2sd.plugins.shared.fp8 import to_pages
-from ptxsim import transfers
-from ptxsim.launch import Launch, executed_as_ptx
-from ptxsim.order import Fault
 from tests.plugins.cascade_attention.cases import Attention, executed
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import CAPABILITIES, MIDDLE, SMALL, call_of, least_capability, run
+from tools.ptxsim import transfers
+from tools.ptxsim.launch import Launch, executed_as_ptx
+from tools.ptxsim.order import Fault
 
 
 def assert_right(capability: int, case: Attention) -> list[Launch]:

@@ -15,10 +15,10 @@ from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import products
 from d2sd.plugins.layer_ops.triton.products import LinearTile
 from d2sd.plugins.shared.fp8 import to_pages
-from ptxsim.launch import executed_as_ptx
 from tests.plugins.batch_invariance import check_rows_alone, numbers
 from tests.ptx.orders import in_order
 from tests.ptx.test_fp8_products import ONE, waited_for
+from tools.ptxsim.launch import executed_as_ptx
 
 
 class Kind(NamedTuple):

@@ -6,10 +6,10 @@ import sys
 
 import triton  # type: ignore[import-untyped]
 
-from ptxsim.order import Fault
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget
 from tests.ptx.cases import run
+from tools.ptxsim.order import Fault
 
 
 def main() -> None:

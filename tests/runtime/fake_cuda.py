@@ -4,7 +4,7 @@
 
 Prints a JSON line for each policy and kind of sampling: operators of the captured step, and every operator on tensors
 of both host and device, of the capture and of a step that replays it. FOLDER has the device guard of
-tests/cuda/guard.py, which other tests' processes must not load. tests/cuda counts launches; this shows what the engine
+tools/cuda/guard.py, which other tests' processes must not load. tests/cuda counts launches; this shows what the engine
 does around a graph.
 """
 
@@ -37,8 +37,8 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
-from tests.cuda import guard
 from tests.tiny import of_case, policy_name, runner_of
+from tools.cuda import guard
 
 T = TypeVar("T")
 BLOCK, BRANCHES, NODES, STEPS = 8, 3, 16, 4

@@ -5,7 +5,7 @@
 KIND is one of `KINDS` of models. Prints a JSON line for each policy and kind: how many specialisations of Triton's
 kernels the warm-up asks for, and those that only requests ask for, which would be compiled while they wait. A
 specialisation is what Triton makes of a launch's arguments (`specialisations.py`). FOLDER has the device guard of
-tests/cuda/guard.py, which other tests' processes must not load.
+tools/cuda/guard.py, which other tests' processes must not load.
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.cuda import fake, guard
+from tests.cuda import models
 from tests.runtime.fake_cuda import Captures, unpack
 from tests.runtime.soak import Thirds
 from tests.runtime.specialisations import Specialisations, launched
+from tools.cuda import guard
+from tools.cuda.fake import Watch, fake_gpu
 
-#: Kinds of models, as arguments of `fake.runner`.
+#: Kinds of models, as arguments of `models.runner`.
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {},
     "fp8": {"fp8": True},
@@ -47,7 +49,7 @@ LIMITS = Limits(max_batch=6, max_context=1024, page_size=16, prefill_chunk=128)
 def request(dice: random.Random, started: list[tuple[int, ...]]) -> Request:
     """Prompts of any length, some of which begin alike; parameters of every kind that the engine has."""
     length = dice.choice((1, 2, 5, dice.randrange(1, 40), dice.randrange(1, 200), dice.randrange(1, 900)))
-    prompt = tuple(dice.randrange(fake.VOCABULARY - 1) for _ in range(length))
+    prompt = tuple(dice.randrange(models.VOCABULARY - 1) for _ in range(length))
     if started and dice.random() < 0.3:
         prompt = (dice.choice(started) + prompt)[:900]
     started.append(prompt)
@@ -92,16 +94,16 @@ def main(folder: str, seed: str, *runs: str) -> None:
     for name, kind in zip(runs[::2], runs[1::2], strict=True):
         asked = Specialisations()
         with (
-            fake.fake_gpu(fake.Watch()),
+            fake_gpu(Watch()),
             patch.object(model_runner, "CudaGraphs", Captures),
             patch.object(StepResult, "unpack", unpack),
             patch.object(StepGrammar, "of", lambda sequences: NoGrammar()),
             patch.object(JITFunction, "run", partialmethod(launched, asked)),
         ):
-            policy = fake.policy_of(cast("PolicyName", name))
-            runner = fake.runner(2, 1, roles=policy.drafters, **({"fp8": False} | KINDS[kind]))
+            policy = models.policy_of(cast("PolicyName", name))
+            runner = models.runner(2, 1, roles=policy.drafters, **({"fp8": False} | KINDS[kind]))
             engine = Engine(runner, policy, LIMITS)
-            with fake.Watch():  # has the one operator without a fake form
+            with Watch():  # has the one operator without a fake form
                 engine.warm_up()
                 asked.phase = "day"
                 seen = day(engine, random.Random(seed), 60)

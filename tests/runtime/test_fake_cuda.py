@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from tests.conftest import Once
-from tests.cuda import guard
+from tools.cuda import guard
 
 ROOT = Path(__file__).parents[2]
 #: Every number of passes, a draft of the host, and every kind of sampling.

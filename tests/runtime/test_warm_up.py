@@ -21,11 +21,11 @@ from d2sd.runtime.request import Limits, Request, power_of_two
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.warm_up import PrefillShape, prefill_shapes
 from tests.conftest import Once
-from tests.cuda import guard
 from tests.runtime.helpers import expected, free_pages, honest, make_engine, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.runtime.soak import Thirds
 from tests.tiny import HEADS
+from tools.cuda import guard
 
 ROOT = Path(__file__).parents[2]
 #: Every kind of model, every number of passes; the others are `full`.

@@ -3,7 +3,7 @@
     python -m tests.train.fake_cuda FOLDER KIND ...
 
 Prints a JSON line for each kind of drafter: operators of a step without its backward pass, which needs a device, and
-those on tensors of both host and device. FOLDER has the device guard of tests/cuda/guard.py.
+those on tensors of both host and device. FOLDER has the device guard of tools/cuda/guard.py.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from d2sd.train.objectives import head as head_module
 from d2sd.train.objectives.head import Head
 from d2sd.train.objectives.loss import Candidates
 from d2sd.train_recipe import SecondSettings, TrainSettings
-from tests.cuda import guard
 from tests.runtime.fake_cuda import Watch, models
+from tools.cuda import guard
 
 HIDDEN, VOCAB = 64, 512
 SETTINGS: dict[str, Any] = {

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.conftest import Once
-from tests.cuda import guard
+from tools.cuda import guard
 
 ROOT = Path(__file__).parents[2]
 

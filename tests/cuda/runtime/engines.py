@@ -29,12 +29,12 @@ from d2sd.runtime.product_times import products_of
 from d2sd.runtime.request import Request, powers_of_two
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import default_scores
-from tests.cuda import guard
-from tests.cuda.runtime import Cuda, cuda_on_cpu
-from tests.cuda.runtime.streams import Event
 from tests.runtime.helpers import BLOCK, copies, expected, make_engine, placed, run_staggered, some_requests
 from tests.runtime.soak import Poisoned, Soak, pool
 from tests.tiny import runner_of
+from tools.cuda import guard
+from tools.cuda.runtime import Cuda, cuda_on_cpu
+from tools.cuda.runtime.streams import Event
 
 
 @pytest.fixture(autouse=True)

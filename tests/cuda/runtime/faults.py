@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cuda import guard
-from tests.cuda.runtime import Cuda, Fault, cuda_on_cpu
-from tests.cuda.runtime.tensors import Held
+from tools.cuda import guard
+from tools.cuda.runtime import Cuda, Fault, cuda_on_cpu
+from tools.cuda.runtime.tensors import Held
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,181 @@
+"""Decode steps on fake CUDA tensors: shapes, types and devices are those of a GPU, and there are no numbers.
+
+tools/cuda/fake.py counts what they launch. What kernels compute is in tests/ptx.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import fields, replace
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.head_configs import HeadConfig
+from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.layers import Rotary
+from d2sd.modeling.prepare import prepare_for_inference
+from d2sd.modeling.where import Where
+from d2sd.plugins.trees import Draft
+from d2sd.policies import DrafterRole, DraftUse
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.cuda_graphs.steps import Handover, captured_step
+from d2sd.runtime.drafting.window import Window
+from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.speculation.calibration import Calibration
+from d2sd.runtime.speculation.policy import Policy, make_policy
+from tests.tiny import of_case, policy_name
+from tools.cuda.fake import Watch, fake_gpu
+
+BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
+
+GREEDY, HOT, NARROW = (
+    SamplingParams(),
+    SamplingParams(temperature=1.0, seed=1),
+    SamplingParams(temperature=0.7, top_p=0.9, top_k=20, min_p=0.01, seed=2),
+)
+
+
+def runner(
+    layers: int,
+    drafter_layers: int,
+    *,
+    fp8: bool,
+    exact: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+    roles: Collection[DrafterRole] = tuple(DrafterRole),
+    case: str = "",
+    scored: HeadConfig | None = None,
+    **changes: Any,
+) -> ModelRunner:
+    """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
+
+    `scored`: a head of both drafters. `case`: in place of the first a FlexDraft head, if it is one of `FLEX_CASES`.
+    `changes` are of the target's body, without a FlexDraft head.
+    """
+    body = BodyConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_layers=layers,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(1e6),
+        max_positions=4096,
+        qk_norm=True,
+        qkv_bias=False,
+        o_bias=False,
+    )
+
+    def drafter(role: Role) -> Drafter:
+        return Drafter(
+            DrafterConfig(
+                body=replace(body, num_layers=drafter_layers),
+                vocab_size=VOCABULARY,
+                block_size=BLOCK,
+                mask_token_id=VOCABULARY - 1,
+                target_layer_ids=(0, layers - 1),
+                num_target_layers=layers,
+                role=role,
+                prefix_weight_base=None if role == "first" else 0.9,
+                head=scored,
+            )
+        )
+
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("cuda"):
+            target = Decoder(DecoderConfig("qwen3", replace(body, **changes), VOCABULARY, False))
+            deep = replace(body, num_layers=min(drafter_layers, layers - 1))
+            head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
+            drafting: list[DraftModel] = [drafter("first"), drafter("variable_prefix"), head]
+            for model in (target, *drafting):
+                linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
+                if fp8 and model is not head:
+                    make_fp8(model, linears, cache=False)
+                for part in model.modules():  # frequencies are made on the CPU and follow their model
+                    if isinstance(part, Rotary):
+                        part.to("cuda")
+                model.eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    if not changes:
+        head.join(target)
+    if scored is not None:
+        for one in drafting[:2]:
+            cast("Drafter", one).join(target)
+    drafters = {
+        role: drafter
+        for role, drafter in zip(DrafterRole, of_case(case, *drafting), strict=True)
+        if drafter and role in roles
+    }
+    prepare_for_inference(target, drafters.values(), exact=exact)
+    return ModelRunner(target, drafters, block_size=BLOCK)
+
+
+def batch_of(size: int, kinds: tuple[SamplingParams, ...], *, states: bool = False) -> Batch:
+    """Requests of 100 tokens in up to 16 pages; with `states`, of a target that has some."""
+    params = [kinds[row % len(kinds)] for row in range(size)]
+    batch = Batch.dummy(Where.scratch(size, 16, 100, states=states), VOCABULARY, "cuda")
+    return replace(batch, sampling=Sampling.pack(params, VOCABULARY, "cuda")).to("cuda")
+
+
+def policy_of(name: str, *, lookup: bool = False) -> Policy:
+    return make_policy(policy_name(name), block_size=BLOCK, branches=BRANCHES, row_budget=NODES, lookup=lookup)
+
+
+def steps(
+    name: str,
+    kinds: tuple[SamplingParams, ...],
+    *,
+    size: int = 3,
+    layers: int = 2,
+    drafter_layers: int = 2,
+    fp8: bool = False,
+    exact: bool = False,
+    calibrated: bool = False,
+    lookup: bool = False,
+    window: Window | None = None,
+    **changes: Any,
+) -> Watch:
+    """The second of two decode steps: the first one moves tables of positions to the device, once.
+
+    As a graph holds them: with what takes the state of the step before and leaves it to the next, under "handover".
+    """
+    watch = Watch()
+    with fake_gpu(watch):
+        policy, calibration = policy_of(name, lookup=lookup), None
+        made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, case=name, **changes)
+        made.allocate(PoolSizes(64, 16, states=1 + size))
+        made.window = window
+        if policy.copies:
+            made.keep_text()
+        if calibrated:
+            shape = 2, len(DraftUse), BLOCK - 1, 2
+            slope, offset = torch.ones(shape), torch.zeros(shape)
+            calibration = Calibration(slope, offset).to(made.device)
+        batch, draft = batch_of(size, kinds, states=made.state_bytes > 0), None
+        if policy.drafts_on_host:
+            draft = policy.host_draft(made, [], size)
+            draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
+        handover, packed = Handover(size, made.device), Link.pack([], size)
+        link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
+        requests, pages = batch.where.pages.shape
+        made.context.reserve(requests, pages, BLOCK)
+        for _ in range(2):
+            with watch:
+                watch.launches.clear()
+                watch.copies.clear()
+                captured_step(made, policy, batch, link, handover, calibration, draft, watch.stage)
+    return watch
