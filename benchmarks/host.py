@@ -117,7 +117,7 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
     gc.collect()
     for step in range(STEPS + WARM_UPS):
         with watch.part("schedule"):
-            assert engine.scheduler.has_pages_ahead()
+            assert engine.scheduler.make_room_ahead()
             sequences = engine.scheduler.schedule().decode
         assert len(sequences) == requests
         with watch.part("choose"):

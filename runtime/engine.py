@@ -16,6 +16,7 @@ from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
+from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import Choice, PolicySelector
@@ -93,7 +94,8 @@ class Engine:
         self.allow([policy])
         self.steps = make_steps(runner, limits, self.calibration)
         pages = self.memory.pool_pages, self.memory.windowed_pool_pages or 0
-        self.scheduler = Scheduler(limits, runner.block_size, *pages, window, self.memory.states)
+        kv_cache = KVCacheManager(limits, runner.block_size, *pages, window, self.memory.states)
+        self.scheduler = Scheduler(limits, kv_cache)
 
     def enable_auto(
         self,
@@ -148,7 +150,7 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise RequestError if this engine can never serve the request."""
         self.limits.check(request, self.runner.vocab_size)
-        self.scheduler.check(request)
+        self.scheduler.kv_cache.check(request)
         if request.stop and self._decode is None:
             raise RequestError(
                 "stop strings need a tokenizer",
@@ -220,7 +222,7 @@ class Engine:
         for a step without a graph, for a draft that it makes or carries, and for a trace, whose tensors the next step
         overwrites.
         """
-        if before is not None and not self.scheduler.has_pages_ahead():
+        if before is not None and not self.scheduler.make_room_ahead():
             return None, self.collect(before)
         sequences = self.admit()
         if not sequences:

@@ -213,12 +213,12 @@ def run_staggered(
 
 
 def free_pages(engine: Engine) -> int:
-    return sum(group.pages.free for group in engine.scheduler.groups)
+    return sum(group.pages.free for group in engine.scheduler.kv_cache.groups)
 
 
 def all_pages(engine: Engine) -> int:
     """Pages that may be handed out."""
-    return sum(group.pages.count - 1 for group in engine.scheduler.groups)
+    return sum(group.pages.count - 1 for group in engine.scheduler.kv_cache.groups)
 
 
 class OneTable(ModelRunner):
@@ -229,7 +229,7 @@ class OneTable(ModelRunner):
 
 def windowed_bound(engine: Engine) -> int:
     """Most pages that a request may have of layers with a window."""
-    windows = [group.window for group in engine.scheduler.groups if group.window is not None]
+    windows = [group.window for group in engine.scheduler.kv_cache.groups if group.window is not None]
     return engine.limits.pages_within(windows[0], BLOCK) if windows else 0
 
 
@@ -280,7 +280,7 @@ def poison_what_is_given_up(runner: ModelRunner) -> None:
 def poison_free_slots(engine: Engine) -> None:
     """Fill the slots of recurrent state with NaN that neither a running request nor a snapshot has."""
     states = engine.runner.target_pool.states
-    free = [] if states is None else list(engine.scheduler.states._pool._free)
+    free = [] if states is None else list(engine.scheduler.kv_cache.states._pool._free)
     for tensor in () if states is None else states.tensors:
         tensor[:, free] = torch.nan
 

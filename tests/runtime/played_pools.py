@@ -72,18 +72,18 @@ class Pools:
         self.late = self.restored = self.snapshots = 0  # steps read late, and copies of states other than zero
 
     def write(self, one: Sequence, positions: range, tokens: list[int]) -> None:
-        for group, position in product(self.scheduler.groups, positions):
+        for group, position in product(self.scheduler.kv_cache.groups, positions):
             page = held(group, one)[position // self.page_size]
             assert group.pages._references[page] == 1, "a shared page is never written"
             self.holds[group.window, page, position % self.page_size] = tuple(tokens[: position + 1])
-        if self.scheduler.states.count:
+        if self.scheduler.kv_cache.states.count:
             assert one.state_id, "the zero state is never written"
             assert self.states[one.state_id] == tuple(tokens[: positions.start])
             self.states[one.state_id] = tuple(tokens[: positions.stop])
 
     def check(self, one: Sequence) -> None:
         """Every token that the next row sees is there."""
-        for group in self.scheduler.groups:
+        for group in self.scheduler.kv_cache.groups:
             first = 0 if group.window is None else max(0, one.cached - group.window + 1)
             for position in range(first, min(one.cached, len(one.tokens))):
                 place = held(group, one)[position // self.page_size], position % self.page_size
@@ -92,11 +92,12 @@ class Pools:
     def step(self, dice: random.Random, *, late: bool = False) -> None:
         """Step as the engine does, with tokens 0 and 1 as answers; `late`: the next step reads them."""
         before = self.launched
-        if before and not (late and self.scheduler.has_pages_ahead()):
+        if before and not (late and self.scheduler.make_room_ahead()):
             self._collect(before)
             before = []
         schedule = self.scheduler.schedule()
-        for group, pages in zip(self.scheduler.groups, schedule.discarded, strict=True):  # before anything is written
+        groups = self.scheduler.kv_cache.groups
+        for group, pages in zip(groups, schedule.discarded, strict=True):  # before anything is written
             for page, slot in product(pages, range(self.page_size)):
                 self.holds.pop((group.window, page, slot), None)
         self._compute(schedule)
@@ -148,7 +149,7 @@ class Pools:
 
     def check_slots(self) -> None:
         """No slot is lost or has two owners, and each snapshot is of the prefix by which it is found."""
-        states, running = self.scheduler.states, self.scheduler.running
+        states, running = self.scheduler.kv_cache.states, self.scheduler.running
         if not states.count:
             return
         pool, own = states._pool, [one.state_id for one in running]

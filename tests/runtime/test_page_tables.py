@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.runtime.batch import Batch, pack_where
+from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.pages import page_row
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Scheduler
@@ -68,7 +69,8 @@ def test_a_long_context_costs_the_host_a_copy() -> None:
 def serving(pages: int) -> Scheduler:
     """A scheduler of requests that decode, with so many pages each."""
     tokens = (pages - 2) * PAGE
-    scheduler = Scheduler(Limits(REQUESTS, pages * PAGE, PAGE, REQUESTS * tokens), BLOCK, 1 + REQUESTS * pages)
+    limits = Limits(REQUESTS, pages * PAGE, PAGE, REQUESTS * tokens)
+    scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, 1 + REQUESTS * pages))
     everybody = [add(scheduler, number, [number] * tokens) for number in range(REQUESTS)]
     while any(one.pending for one in everybody):
         for one, count in scheduler.schedule().prefill:
@@ -77,7 +79,7 @@ def serving(pages: int) -> Scheduler:
 
 
 def packed(scheduler: Scheduler) -> Batch:
-    assert scheduler.has_pages_ahead()
+    assert scheduler.make_room_ahead()
     return Batch.pack(scheduler.schedule().decode, 64, "cuda")
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from d2sd.errors import RequestError
+from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.pages import PageAllocator, extend_keys
 from d2sd.runtime.request import Limits
 from d2sd.runtime.scheduler import Scheduler
@@ -148,7 +149,9 @@ class SharedPrefixes(RuleBasedStateMachine):
         most = 1 + -(-(16 + 9 + BLOCK) // page_size)
         windowed = 1 + self.limits.pages_within(window or 0, BLOCK) + windowed_spare
         slots = 0 if snapshots is None else 1 + batch + snapshots
-        self.scheduler = Scheduler(self.limits, BLOCK, most + spare, windowed, window, slots)
+        self.scheduler = Scheduler(
+            self.limits, KVCacheManager(self.limits, BLOCK, most + spare, windowed, window, slots)
+        )
         self.pools = Pools(self.scheduler, page_size)
         self.everybody: list[Sequence] = []
 
@@ -186,7 +189,7 @@ class SharedPrefixes(RuleBasedStateMachine):
     @invariant()
     def pages_have_their_owners(self) -> None:
         running = self.scheduler.running
-        for group in self.scheduler.groups:
+        for group in self.scheduler.kv_cache.groups:
             pages, own = group.pages, [[page for page in held(group, one) if page] for one in running]
             owned = [page for one in own for page in one]
             assert all(pages._references[page] == owned.count(page) for page in range(pages.count))
@@ -231,7 +234,7 @@ class SharedPrefixes(RuleBasedStateMachine):
                     break
                 self.pools.step(random.Random(step))
             assert all(one.finish is not None for one in self.everybody)
-            assert all(group.pages.free == group.pages.count - 1 for group in self.scheduler.groups)
+            assert all(group.pages.free == group.pages.count - 1 for group in self.scheduler.kv_cache.groups)
 
 
 SharedPrefixes.TestCase.settings = STEADY
@@ -248,7 +251,7 @@ def made(
 ) -> tuple[Scheduler, Callable[[], None]]:
     """A scheduler, and a function that steps until it is idle."""
     limits = Limits(max_batch, 64, 4, chunk, None, prefix_cache)
-    scheduler = Scheduler(limits, BLOCK, 1 + pages, 1 + windowed, window)
+    scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, 1 + pages, 1 + windowed, window))
     pools, dice = Pools(scheduler, 4), random.Random(0)
 
     def run() -> None:
@@ -335,7 +338,7 @@ def test_a_prefix_is_known_as_far_as_its_window_is_cached() -> None:
     prompt = list(range(21))
     add(scheduler, 0, prompt, 1)
     run()
-    _, group = scheduler.groups
+    _, group = scheduler.kv_cache.groups
     keys = keys_of(prompt)
     for lost, hits in (([], 20), ([4], 16), ([3], 12), ([0], 12), ([1], 0)):
         for index in lost:
@@ -344,9 +347,9 @@ def test_a_prefix_is_known_as_far_as_its_window_is_cached() -> None:
             assert group.pages.cache.evict() == page
             group.pages._free.append(page)
         again = add(scheduler, 1, prompt, 1)
-        assert scheduler._known(scheduler._prefix_keys(again)) == hits // 4
+        assert scheduler.kv_cache._known(scheduler.kv_cache.prefix_keys(again)) == hits // 4
         scheduler.remove(again)
-    assert len(scheduler.pages.cache.match(keys)) == 5, "pages of the other layers are cached all the while"
+    assert len(scheduler.kv_cache.pages.cache.match(keys)) == 5, "pages of the other layers are cached all the while"
     again = add(scheduler, 2, prompt, 1)
     run()
     assert again.stats.cached_tokens == 0

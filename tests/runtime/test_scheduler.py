@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from d2sd.errors import RequestError
+from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Schedule, Scheduler
 from d2sd.runtime.sequence import Sequence
@@ -23,7 +24,8 @@ def scheduler_of(
     max_batch: int = 4, page_size: int = 4, prefill_chunk: int = 8, pages: int = 80, prefix_cache: bool = True
 ) -> Scheduler:
     """With `pages` that requests can own; 80 hold everything that is asked for here."""
-    return Scheduler(Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache), BLOCK, 1 + pages)
+    limits = Limits(max_batch, 64, page_size, prefill_chunk, None, prefix_cache)
+    return Scheduler(limits, KVCacheManager(limits, BLOCK, 1 + pages))
 
 
 def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0, client: str = "") -> Sequence:
@@ -151,7 +153,7 @@ def test_the_one_that_grows_may_be_the_youngest_itself() -> None:
     assert ids(list(scheduler.waiting)) == [1]
     assert young.stats.preemptions == 1
     assert not young.pages
-    assert scheduler.pages.free == 2
+    assert scheduler.kv_cache.pages.free == 2
 
 
 def test_a_request_that_can_never_fit_is_refused() -> None:
@@ -166,19 +168,19 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
 
 def test_removal_from_either_queue_frees_what_it_held() -> None:
     scheduler = scheduler_of(max_batch=1)
-    everything = scheduler.pages.free
+    everything = scheduler.kv_cache.pages.free
     first, second = sequence(0), sequence(1)
     scheduler.add(first)
     scheduler.add(second)
     scheduler.schedule()
-    assert scheduler.pages.free < everything
+    assert scheduler.kv_cache.pages.free < everything
     scheduler.remove(second)
     assert not scheduler.waiting
     assert scheduler.running == [first]
     scheduler.remove(first)
     scheduler.remove(first)  # it is gone: nothing is freed twice
     assert scheduler.running == []
-    assert scheduler.pages.free == everything
+    assert scheduler.kv_cache.pages.free == everything
     assert not first.pages
 
 
@@ -211,15 +213,15 @@ def test_a_new_client_takes_a_place_of_one_with_several() -> None:
         scheduler.add(sequence(number, prompt=1, client="a"))
     assert ids(scheduler.schedule().decode) == [0, 1, 2]
     scheduler.add(sequence(5, prompt=1, client="b"))
-    assert not scheduler.has_pages_ahead()  # the step that runs is read first
+    assert not scheduler.make_room_ahead()  # the step that runs is read first
     assert ids(scheduler.schedule().decode) == [0, 1, 5]
     assert ids(scheduler.waiting) == [2, 3, 4]  # it is the next one
     scheduler.add(sequence(6, prompt=1, client="b"))
-    assert scheduler.has_pages_ahead()
+    assert scheduler.make_room_ahead()
     scheduler.add(sequence(7, prompt=1, client="c"))
     assert ids(scheduler.schedule().decode) == [0, 5, 7]  # each client has one: nobody gives way any more
     scheduler.add(sequence(8, prompt=1, client="d"))
-    assert scheduler.has_pages_ahead()
+    assert scheduler.make_room_ahead()
     assert ids(scheduler.schedule().decode) == [0, 5, 7]
 
 
@@ -232,9 +234,9 @@ def test_a_request_gives_way_after_the_tokens_of_its_launched_step_are_read() ->
     scheduler.launched(running)
     for number, client in ((3, "b"), (4, "c")):
         scheduler.add(sequence(number, prompt=1, client=client))
-    assert scheduler.has_pages_ahead()
+    assert scheduler.make_room_ahead()
     assert ids(scheduler.schedule().decode) == [0, 2, 1, 3]
-    assert not scheduler.has_pages_ahead()
+    assert not scheduler.make_room_ahead()
     scheduler.collected(running)
     scheduler.schedule()
     assert ids(scheduler.running) == [0, 2, 3, 4]
@@ -326,7 +328,7 @@ def test_tight_pages_always_drain(seed: int) -> None:
         play(scheduler, scheduler.schedule(), dice)
         assert (oldest.cached, len(oldest.tokens)) > before
     assert all(s.finish == "length" for s in everybody)
-    assert scheduler.pages.free == 30
+    assert scheduler.kv_cache.pages.free == 30
 
 
 def test_tight_pages_do_preempt() -> None:
@@ -348,7 +350,7 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
         largest = -(-(10 + 12 + BLOCK) // page_size)
         self.limits = Limits(batch, 64, page_size, chunk)
-        self.scheduler = Scheduler(self.limits, BLOCK, 1 + largest + spare)
+        self.scheduler = Scheduler(self.limits, KVCacheManager(self.limits, BLOCK, 1 + largest + spare))
         self.everybody: list[Sequence] = []
 
     @rule(prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1), client=st.sampled_from("aab"))
@@ -379,9 +381,9 @@ class AnyOrder(RuleBasedStateMachine):
     def every_page_has_one_owner(self) -> None:
         owned = [page for one in self.everybody for page in one.pages]
         assert len(owned) == len(set(owned))
-        assert all(0 < page < self.scheduler.page_count for page in owned)
-        pages = self.scheduler.pages
-        assert sorted([*owned, *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.page_count))
+        assert all(0 < page < self.scheduler.kv_cache.page_count for page in owned)
+        pages = self.scheduler.kv_cache.pages
+        assert sorted([*owned, *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.kv_cache.page_count))
 
     @invariant()
     def queues_are_in_the_order_of_priority_turn_and_arrival(self) -> None:

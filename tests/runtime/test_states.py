@@ -12,6 +12,7 @@ from collections import Counter
 
 import pytest
 
+from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.scheduler import Schedule, Scheduler
@@ -30,7 +31,7 @@ def made(
     window: int | None = None,
 ) -> tuple[Scheduler, Pools]:
     limits = Limits(max_batch, 200, SIZE, chunk, None, prefix_cache)
-    scheduler = Scheduler(limits, BLOCK, 1 + pages, 200, window, 1 + max_batch + snapshots)
+    scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, 1 + pages, 200, window, 1 + max_batch + snapshots))
     return scheduler, Pools(scheduler, SIZE)
 
 
@@ -65,7 +66,7 @@ def test_a_prompt_stops_at_its_last_full_page_and_the_same_one_goes_on_from_ther
     scheduler, pools = made()
     add(scheduler, 0, prompt(15, 0, 0))  # 14 tokens and the anchor
     assert chunks_of(scheduler, pools) == [[(0, 12)], [(0, 2)]]
-    assert scheduler.states.cached == 1
+    assert scheduler.kv_cache.states.cached == 1
     again = add(scheduler, 1, prompt(15, 0, 0))
     assert chunks_of(scheduler, pools) == [[(1, 2)]]
     assert again.stats.cached_tokens == 12
@@ -98,7 +99,7 @@ def test_chunks_of_a_long_prompt_end_at_full_pages() -> None:
     scheduler, pools = made(chunk=10)
     add(scheduler, 0, prompt(31, 0, 0))
     assert chunks_of(scheduler, pools) == [[(0, 8)], [(0, 8)], [(0, 8)], [(0, 4)], [(0, 2)]]
-    assert scheduler.states.cached == 4
+    assert scheduler.kv_cache.states.cached == 4
     scheduler, pools = made(chunk=3)  # shorter than a page
     add(scheduler, 0, prompt(11, 0, 0))
     assert chunks_of(scheduler, pools) == [[(0, 3)], [(0, 1)], [(0, 3)], [(0, 1)], [(0, 2)]]
@@ -110,7 +111,7 @@ def test_nothing_is_cut_where_no_snapshot_is_taken(case: str) -> None:
     asked = SamplingParams(prompt_logprobs=0) if case == "prompt logprobs" else SamplingParams()
     add(scheduler, 0, prompt(15, 0, 0), sampling=asked)
     assert chunks_of(scheduler, pools) == [[(0, 14)]]
-    assert scheduler.states.cached == 0
+    assert scheduler.kv_cache.states.cached == 0
 
 
 def test_a_prefix_is_known_as_far_as_there_is_a_snapshot() -> None:
@@ -118,16 +119,16 @@ def test_a_prefix_is_known_as_far_as_there_is_a_snapshot() -> None:
     tokens = prompt(23, 0, 0)
     add(scheduler, 0, tokens)
     chunks_of(scheduler, pools)  # snapshots behind 2, 4 and 5 pages
-    pool, keys = scheduler.states._pool, keys_of(tokens)
+    pool, keys = scheduler.kv_cache.states._pool, keys_of(tokens)
     for lost, known in ((None, 5), (5, 4), (4, 2), (2, 0)):
         if lost is not None:
             (slot,) = pool.cache.match(keys[lost - 1 : lost])
             pool.cache.idle.move_to_end(slot, last=False)
             pool.give_back(pool.take(1 + len(pool._free)) or ())
         again = add(scheduler, 1, tokens)
-        assert scheduler._known(scheduler._prefix_keys(again)) == known
+        assert scheduler.kv_cache._known(scheduler.kv_cache.prefix_keys(again)) == known
         scheduler.remove(again)
-    assert len(scheduler.pages.cache.match(keys)) == 5, "its pages are cached all the while"
+    assert len(scheduler.kv_cache.pages.cache.match(keys)) == 5, "its pages are cached all the while"
 
 
 def test_a_prefix_needs_its_window_and_a_snapshot_at_one_place() -> None:
@@ -136,15 +137,15 @@ def test_a_prefix_needs_its_window_and_a_snapshot_at_one_place() -> None:
     tokens = prompt(23, 0, 0)
     add(scheduler, 0, tokens, 1)
     chunks_of(scheduler, pools)
-    keys, group = keys_of(tokens), scheduler.groups[1]
-    (slot,) = scheduler.states._pool.cache.match(keys[3:4])
-    scheduler.states._pool.cache.idle.move_to_end(slot, last=False)
-    scheduler.states._pool.cache.evict()
+    keys, group = keys_of(tokens), scheduler.kv_cache.groups[1]
+    (slot,) = scheduler.kv_cache.states._pool.cache.match(keys[3:4])
+    scheduler.kv_cache.states._pool.cache.idle.move_to_end(slot, last=False)
+    scheduler.kv_cache.states._pool.cache.evict()
     (page,) = group.pages.cache.match(keys[4:5])
     group.pages.cache.idle.move_to_end(page, last=False)
     group.pages.cache.evict()
     again = add(scheduler, 1, tokens)
-    assert scheduler._known(scheduler._prefix_keys(again)) == 2
+    assert scheduler.kv_cache._known(scheduler.kv_cache.prefix_keys(again)) == 2
 
 
 @pytest.mark.parametrize("chunk", [16, 64, 999])
@@ -181,7 +182,7 @@ def test_a_prompt_does_not_stop_where_its_state_is_kept() -> None:
     scheduler, pools = made()
     add(scheduler, 0, prompt(15, 0, 0), 1)
     chunks_of(scheduler, pools)
-    scheduler.pages.give_back(scheduler.pages.take(scheduler.pages.free) or [])
+    scheduler.kv_cache.pages.give_back(scheduler.kv_cache.pages.take(scheduler.kv_cache.pages.free) or [])
     add(scheduler, 1, prompt(15, 0, 0), 1)
     assert chunks_of(scheduler, pools) == [[(1, 14)]]
     add(scheduler, 2, prompt(15, 0, 0), 1)
@@ -218,28 +219,28 @@ def test_running_requests_take_the_slots_of_snapshots_least_recently_used_first(
     for number in range(3):
         add(scheduler, number, prompt(0, 7, number), 1)
         chunks_of(scheduler, pools)
-    assert scheduler.states.cached == 3
+    assert scheduler.kv_cache.states.cached == 3
     add(scheduler, 3, prompt(0, 7, 0), 1)  # found again: now used last
     chunks_of(scheduler, pools)
     for number in range(10, 13):
         add(scheduler, number, [7], 1)
     scheduler.schedule()
-    held = [scheduler.states._pool.cache.holds(keys_of(prompt(0, 7, number))[0]) for number in range(3)]
-    assert (scheduler.states.used, held) == (3, [True, False, False])
+    held = [scheduler.kv_cache.states._pool.cache.holds(keys_of(prompt(0, 7, number))[0]) for number in range(3)]
+    assert (scheduler.kv_cache.states.used, held) == (3, [True, False, False])
 
 
 def test_the_snapshot_in_the_last_slot_becomes_the_requests_own() -> None:
     scheduler, pools = made(max_batch=2, snapshots=0)
     add(scheduler, 0, prompt(0, 7, 0), 1)
     chunks_of(scheduler, pools)
-    (snapshot,) = scheduler.states._pool.cache.idle
+    (snapshot,) = scheduler.kv_cache.states._pool.cache.idle
     add(scheduler, 1, [7], 8)
     pools.step(random.Random(0))
     again = add(scheduler, 2, prompt(0, 7, 0), 1)
     schedule = scheduler.schedule()
     assert (again.state_id, again.cached, schedule.restored) == (snapshot, 4, [])
     assert pools.states[again.state_id] == tuple(again.tokens[:4])
-    assert scheduler.states.cached == 0
+    assert scheduler.kv_cache.states.cached == 0
 
 
 def test_a_slot_that_changes_hands_within_a_schedule_is_written_once() -> None:
@@ -255,7 +256,8 @@ def test_a_slot_that_changes_hands_within_a_schedule_is_written_once() -> None:
 
 
 def test_dense_targets_have_no_slots() -> None:
-    scheduler = Scheduler(Limits(2, 64, SIZE, 16), BLOCK, 50)
+    limits = Limits(2, 64, SIZE, 16)
+    scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, 50))
     one = add(scheduler, 0, prompt(15, 0, 0))
     schedule = scheduler.schedule()
     assert (schedule.restored, schedule.snapshots, one.state_id) == ([], [], 0)
@@ -275,7 +277,7 @@ class Traffic:
         pages = 1 + -(-(40 + BLOCK) // size) + dice.choice([0, 4, 30])
         windowed = 1 + limits.pages_within(window or 0, BLOCK) + dice.choice([0, 9])
         slots = 1 + batch + dice.choice([0, 1, 3, 12])
-        self.scheduler = Scheduler(limits, BLOCK, pages, windowed, window, slots)
+        self.scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, pages, windowed, window, slots))
         self.pools = Pools(self.scheduler, size)
         self.everybody: list[Sequence] = []
         self.counts: Counter[str] = Counter()

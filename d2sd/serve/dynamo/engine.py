@@ -50,7 +50,7 @@ class DynamoEngine:
     async def start(self, worker_id: int) -> Any:
         """Load the models; afterwards `generate` may be called."""
         self._bundle, engine = await asyncio.to_thread(self._load)
-        limits, pages = engine.limits, engine.scheduler.page_count - 1
+        limits, pages = engine.limits, engine.scheduler.kv_cache.page_count - 1
         context = capacity(limits.max_context, pages, limits.page_size, engine.runner.block_size)
         self._reader = RequestReader(self._bundle, context)
         self._metrics = Metrics(engine, self._settings.model)

@@ -34,7 +34,7 @@ class KVReporter:
     def _start(self, publisher: Any) -> None:
         """Nothing is cached yet: Dynamo calls this before it sends the first request."""
         self._publisher = publisher
-        self._engine.scheduler.pages.cache.events = self._events
+        self._engine.scheduler.kv_cache.pages.cache.events = self._events
 
     def report(self) -> None:
         """Publish what has happened since the last call."""

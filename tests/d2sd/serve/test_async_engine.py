@@ -51,7 +51,7 @@ async def served(engine: Engine, **options: Any) -> AsyncIterator[AsyncEngine]:
         await service.stop()
         if service.health == "The engine is not running.":  # not after a failure
             assert not engine.busy
-            assert engine.scheduler.pages.free == engine.scheduler.page_count - 1
+            assert engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
 
 
 async def answer(service: AsyncEngine, request: Request, **options: Any) -> tuple[list[int], str]:

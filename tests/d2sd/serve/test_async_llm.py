@@ -26,7 +26,7 @@ async def opened(bundle: Path, **options: Any) -> AsyncIterator[AsyncLLM]:
         _, engine = llm._session.open()
         yield llm
         await until(lambda: not engine.busy)
-        assert engine.scheduler.pages.free == engine.scheduler.page_count - 1
+        assert engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
 
 
 async def test_many_calls_at_once_share_the_batch_and_equal_serial_ones(tiny_bundle: Path) -> None:

@@ -32,7 +32,7 @@ def llm(tiny_bundle: Path) -> LLM:
 def idle(llm: LLM) -> bool:
     """Whether nothing is queued and every page is free."""
     _, engine = llm._session.open()
-    return not engine.busy and engine.scheduler.pages.free == engine.scheduler.page_count - 1
+    return not engine.busy and engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
 
 
 def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, length: int) -> list[list[int]]:

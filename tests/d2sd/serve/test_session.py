@@ -84,7 +84,7 @@ def test_eight_threads_get_the_answers_of_serial_calls(tiny_bundle: Path, policy
         assert llm.stats.steps == serial * 2 + sum(llm.generate(*one)[0].stats.steps for one in requests[::10]) * 2
         assert held.steps < serial * 0.6  # they share the batch
         assert not held.engine.busy
-        assert held.engine.scheduler.pages.free == held.engine.scheduler.page_count - 1
+        assert held.engine.scheduler.kv_cache.pages.free == held.engine.scheduler.kv_cache.page_count - 1
 
 
 @pytest.fixture(params=[1, 2])

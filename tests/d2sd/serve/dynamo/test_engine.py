@@ -95,7 +95,7 @@ async def test_registration_tells_the_capacity(bundle: Bundle, engine: Engine) -
     assert vars(config.llm) == {
         "context_length": limits.max_context,
         "kv_cache_block_size": limits.page_size,
-        "total_kv_blocks": engine.scheduler.page_count - 1,
+        "total_kv_blocks": engine.scheduler.kv_cache.page_count - 1,
         "max_num_seqs": limits.max_batch,
         "max_num_batched_tokens": limits.prefill_chunk,
     }
@@ -165,7 +165,7 @@ async def test_a_request_whose_client_left_is_cancelled(bundle: Bundle, engine: 
         done = len(steps)
         await until(lambda: not engine.busy)
         assert len(steps) <= done + 1
-        assert engine.scheduler.pages.used == 0
+        assert engine.scheduler.kv_cache.pages.used == 0
 
 
 async def test_abort_ends_a_stream_that_waits_for_a_step(bundle: Bundle, engine: Engine) -> None:
@@ -300,7 +300,7 @@ async def test_a_moved_stream_has_the_text_it_would_have_had(
 @pytest.mark.slow
 async def test_kv_events_tell_the_router_what_is_cached(bundle: Bundle, engine: Engine) -> None:
     async with worker(bundle, engine) as made:
-        publisher, cache = fakes.Publisher(), engine.scheduler.pages.cache
+        publisher, cache = fakes.Publisher(), engine.scheduler.kv_cache.pages.cache
         made.attach_snapshot_publisher(publisher)
         (source,) = await made.kv_event_sources()
         source.on_ready(publisher)
@@ -320,14 +320,14 @@ async def test_kv_events_tell_the_router_what_is_cached(bundle: Bundle, engine: 
         assert publisher.removed
         assert len(publisher.blocks) == len(cache._page_of)
         await until(lambda: publisher.snapshots[-1].kv_used_blocks == 0)
-        assert publisher.snapshots[-1].kv_total_blocks == engine.scheduler.page_count - 1
+        assert publisher.snapshots[-1].kv_total_blocks == engine.scheduler.kv_cache.page_count - 1
 
 
 async def test_without_kv_events_nothing_is_recorded(bundle: Bundle, engine: Engine) -> None:
     async with worker(bundle, engine, kv_events=False) as made:
         assert await made.kv_event_sources() == []
         await chunks(made, message([5] * 40, 4))
-        assert engine.scheduler.pages.cache.events is None
+        assert engine.scheduler.kv_cache.pages.cache.events is None
 
 
 def test_options_of_the_command_reach_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
