@@ -121,7 +121,7 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
             sequences = engine.scheduler.schedule().decode
         assert len(sequences) == requests
         with watch.part("choose"):
-            choice = engine.choose(selector, sequences)
+            choice = selector.choose_for(sequences, engine.runner.context.pending_of(sequences))
         with watch.part("pack"):
             batch = Batch.pack(sequences, VOCABULARY, "meta")
         inputs = inputs or StaticInputs(batch, None, power_of_two(pages), "meta")

@@ -72,7 +72,7 @@ class Engine:
         """
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
-        self._choices: Mapping[PolicyName, Policy] = {}
+        self.choices: Mapping[PolicyName, Policy] = {}  # that requests may make; see `offer`
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
@@ -120,15 +120,10 @@ class Engine:
         served += [(policy, 1) for policy in self.choices.values()]
         warm_up(self.runner, self.steps, self.limits, dict.fromkeys(served), progress)
 
-    @property
-    def choices(self) -> Mapping[PolicyName, Policy]:
-        """The policies that requests may choose; of the runner's models."""
-        return self._choices
-
-    @choices.setter
-    def choices(self, policies: Mapping[PolicyName, Policy]) -> None:
+    def offer(self, policies: Mapping[PolicyName, Policy]) -> None:
+        """Let requests choose among these policies of the runner's models."""
         self.allow(policies.values())
-        self._choices = policies
+        self.choices = policies
 
     def allow(self, policies: Iterable[Policy]) -> None:
         """Prepare to serve these policies: keep what requests say, if one of them copies from it."""
@@ -170,10 +165,6 @@ class Engine:
         if sequence.finish is None:
             sequence.finish, sequence.error = "error" if error else "cancelled", error
             self.scheduler.remove(sequence)
-
-    def close(self) -> None:
-        """End the other processes of the engine, if it has any; it cannot step afterwards."""
-        self.runner.close()
 
     @property
     def stats(self) -> EngineStats:
@@ -243,20 +234,13 @@ class Engine:
             self.runner.drop(*schedule.discarded)
             self.runner.copy_states(schedule.restored)
             if schedule.prefill:
-                self._prefill(schedule.prefill)
+                inputs = prefill_inputs(schedule.prefill, exact=self.runner.device == "cpu")
+                add_prompt_logprobs(schedule.prefill, self.steps.prefills.run(inputs), self.runner)
+                self._prefilled = self._interrupted = True
+            for sequence, count in schedule.prefill:
+                sequence.cached += count
             self.runner.copy_states(schedule.snapshots)
         return schedule.decode
-
-    def _prefill(self, chunks: SequenceOf[tuple[Sequence, int]]) -> None:
-        hidden, following = self.steps.prefills.run(prefill_inputs(chunks, exact=self.runner.device == "cpu"))
-        start = 0
-        for sequence, count in chunks:
-            if sequence.needs_prompt_rows and following is not None:
-                rows = slice(start, start + count)
-                add_prompt_logprobs(sequence, hidden[rows], following[rows], self.runner)
-            sequence.cached += count
-            start += count
-        self._prefilled = self._interrupted = True
 
     def prepare(self, sequences: list[Sequence]) -> Prepared:
         """Select the policy of a step over `sequences`, and pack its inputs; it need not be launched.
@@ -267,7 +251,7 @@ class Engine:
         name, choice = sequences[0].request.policy if alone else None, None
         policy = self.policy if name is None else self.choices[name]
         if self.selector is not None and name is None:
-            choice = self.choose(self.selector, sequences)
+            choice = self.selector.choose_for(sequences, self.runner.context.pending_of(sequences))
             policy = choice.policy
         rows = None if choice is None else choice.rows
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
@@ -276,22 +260,6 @@ class Engine:
         with self.clock.stage("draft_first"):
             draft = policy.host_draft(self.runner, sequences, len(batch.anchor))
         return Prepared(sequences, policy, batch, draft, choice)
-
-    def choose(self, selector: PolicySelector, sequences: list[Sequence]) -> Choice:
-        """Read what is new of the texts, and choose the policy of a step over them."""
-        count = len(sequences)
-        for s in sequences:
-            s.acceptance = s.acceptance or selector.usual.request()
-            if selector.copies:
-                s.acceptance.read(s.tokens)
-        return selector.choose(
-            bucket(count),
-            sum(s.request.sampling.temperature for s in sequences) / count,
-            sum(s.cached for s in sequences) / count,
-            sum(s.remaining for s in sequences) / count,
-            self.runner.context.pending_of(sequences),
-            [s.acceptance for s in sequences],
-        )
 
     def launch(self, step: Prepared, graph: Graph | None, before: Launched | None) -> Launched:
         """Begin a decode step; it replays `graph`, if that is not None.

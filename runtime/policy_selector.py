@@ -9,7 +9,8 @@ grammars, penalties and sampling add to a step. If no tree pays, plain decoding 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from math import inf
@@ -22,6 +23,8 @@ import numpy.typing as npt
 
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
 from d2sd.runtime.acceptance import Acceptance, Array, Gain, Gains, RequestAcceptance, Shown
+from d2sd.runtime.request import bucket as bucket_of
+from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import CONTEXT, Forecast, RowTimes, StepTimes, curves_of
 
@@ -75,7 +78,7 @@ class Asked(NamedTuple):
     context: float
     remaining: float
     pending: Mapping[DrafterRole, int]
-    requests: Sequence[RequestAcceptance]
+    requests: SequenceOf[RequestAcceptance]
 
 
 class Plans(NamedTuple):
@@ -91,7 +94,7 @@ class Plans(NamedTuple):
 class PolicySelector:
     """Chooses a policy for every step; plain decoding is among them."""
 
-    policies: Sequence[Policy]
+    policies: SequenceOf[Policy]
     times: StepTimes
     forecast: Forecast
     clock: Callable[[], float] = time.perf_counter  # seconds
@@ -139,6 +142,19 @@ class PolicySelector:
         """A selector by the same measurements that has seen no step."""
         return PolicySelector(self.policies, self._measured, self.forecast, self.clock, self.slots, self.verify)
 
+    def choose_for(self, sequences: SequenceOf[Sequence], pending: Mapping[DrafterRole, int]) -> Choice:
+        """Read what is new of the requests' texts, and choose the policy of a step over them; see `choose`."""
+        count = len(sequences)
+        for one in sequences:
+            one.acceptance = one.acceptance or self.usual.request()
+            if self.copies:
+                one.acceptance.read(one.tokens)
+        temperature = sum(one.request.sampling.temperature for one in sequences) / count
+        context = sum(one.cached for one in sequences) / count
+        remaining = sum(one.remaining for one in sequences) / count
+        shown = [one.acceptance for one in sequences]
+        return self.choose(bucket_of(count), temperature, context, remaining, pending, shown)
+
     def choose(
         self,
         bucket: int,
@@ -146,7 +162,7 @@ class PolicySelector:
         context: float = 0,
         remaining: float = inf,
         pending: Mapping[DrafterRole, int] = MappingProxyType({}),
-        requests: Sequence[RequestAcceptance] = (),
+        requests: SequenceOf[RequestAcceptance] = (),
     ) -> Choice:
         """The policy with the most tokens a second for a batch of `bucket` requests; nothing changes by asking.
 
@@ -260,9 +276,9 @@ class PolicySelector:
     def update(
         self,
         choice: Choice,
-        accepted: Sequence[int],
-        copied: Sequence[bool] = (),
-        requests: Sequence[RequestAcceptance] = (),
+        accepted: SequenceOf[int],
+        copied: SequenceOf[bool] = (),
+        requests: SequenceOf[RequestAcceptance] = (),
         began: float | None = None,
         waited: float | None = None,
     ) -> None:
@@ -368,7 +384,7 @@ def forecast_tau(forecast: Forecast, policy: Policy, temperature: float) -> floa
     return 1 + _at(copying or curves_of(forecast, policy), policy.num_nodes, temperature)
 
 
-def _at(curves: tuple[Sequence[float], Sequence[float]] | None, nodes: int, temperature: float) -> float:
+def _at(curves: tuple[SequenceOf[float], SequenceOf[float]] | None, nodes: int, temperature: float) -> float:
     if curves is None:
         return 0.0
     greedy, sampled = (curve[min(nodes, len(curve)) - 1] - 1 for curve in curves)

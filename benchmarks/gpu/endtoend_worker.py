@@ -169,7 +169,7 @@ def main() -> None:
         except Exception as error:
             worker.say(error=f"{type(error).__name__}: {error}"[:500])
     engine: Engine = worker.engine
-    engine.close()
+    engine.runner.close()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Protocol, overload
 import torch
 from torch import Tensor
 
+from d2sd.runtime.batch import Prefilled
 from d2sd.runtime.sequence import Sequence, TokenLogprobs
 
 # Shape letters: R rows, W most likely tokens of a row, V vocabulary.
@@ -107,10 +108,22 @@ class Head(Protocol):
         """Begin to copy a tensor to the host; the function returned waits for it."""
 
 
-def add_prompt_logprobs(sequence: Sequence, hidden: Tensor, following: Tensor, head: Head) -> None:
+def add_prompt_logprobs(chunks: SequenceOf[tuple[Sequence, int]], rows: Prefilled, head: Head) -> None:
+    """Report the tokens behind the `rows` of a prefill, of which each (sequence, count) has the next `count`, to the
+    sequences that ask for them. Nothing waits for the device.
+    """
+    start = 0
+    for sequence, count in chunks:
+        if sequence.needs_prompt_rows and rows.following is not None:
+            own = slice(start, start + count)
+            _add_prompt_logprobs(sequence, rows.hidden[own], rows.following[own], head)
+        start += count
+
+
+def _add_prompt_logprobs(sequence: Sequence, hidden: Tensor, following: Tensor, head: Head) -> None:
     """Report the tokens `following` [R] the rows `hidden` [R, E] of `sequence`, the first one at position `cached`.
 
-    Tokens that were reported before, ahead of a preemption, are left out. Nothing waits for the device.
+    Tokens that were reported before, ahead of a preemption, are left out.
     """
     width, prompt_logprobs = sequence.request.sampling.prompt_logprobs, sequence.prompt_logprobs
     assert width is not None

@@ -811,7 +811,7 @@ def test_a_request_chooses_its_policy_while_it_is_alone(monkeypatch: pytest.Monk
     own = engine.policy
     with pytest.raises(RequestError, match="not available"):
         engine.submit(replace(requests[0], policy="hybrid"))
-    engine.choices = {"hybrid": wished}
+    engine.offer({"hybrid": wished})
     if auto:
         scripted(monkeypatch, engine, {(CHAIN, 1): 1.0, (CHAIN, 2): 1.0, (OFF, 1): 9.0, (OFF, 2): 9.0})
         own = CHAIN

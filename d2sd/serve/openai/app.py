@@ -63,7 +63,7 @@ class Server:
 
     def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
         self.bundle, self.settings = bundle, settings
-        engine.choices = choices(bundle, engine)
+        engine.offer(choices(bundle, engine))
         self.engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
         self.metrics = Metrics(engine, settings.model, settings.metrics_prefix)
         self.created = int(time.time())

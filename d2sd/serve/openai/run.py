@@ -120,7 +120,7 @@ def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, opt
 
         engine.runner.on_failure(stop)
         server.run([listener])
-        engine.close()
+        engine.runner.close()
         if lost:
             raise lost[0]
         if server.ended_by == signal.SIGINT:

@@ -96,7 +96,7 @@ class TritonPythonModel:
             time.sleep(0.01)
         self._publisher.cancel()
         self._wait(self._engine.stop())
-        self._engine.engine.close()
+        self._engine.engine.runner.close()
         self._closed = True
         self._loop.call_soon_threadsafe(self._loop.stop)
         for thread in self._threads:
