@@ -141,7 +141,7 @@ class Session:
         if service is not None:
             service[1]()
         if opened is not None and not self._refused:
-            opened[1].close()
+            opened[1].runner.close()
 
     def open(self) -> tuple[Bundle, Engine]:
         """The bundle and the engine. Raises `RequestError` after `close`, and in forks that cannot have them."""

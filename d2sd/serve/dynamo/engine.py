@@ -80,7 +80,7 @@ class DynamoEngine:
             if self._watch is not None:
                 self._watch.cancel()  # first: a stopped engine looks like a failed one
             await self._service.stop()
-            await asyncio.to_thread(self._service.engine.close)
+            await asyncio.to_thread(self._service.engine.runner.close)
             self._service = None
 
     async def _report(self, service: AsyncEngine) -> None:
