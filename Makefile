@@ -260,6 +260,7 @@ train-gpu:
 docs: .venv/demo
 	$(PIP_INSTALL) --editable ".[docs]"
 	$(BIN)/python docs/generate.py --check
+	$(BIN)/python -m docs.support --check
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:

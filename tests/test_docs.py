@@ -16,6 +16,7 @@ import yaml
 
 from d2sd.cli.main import main as cli
 from d2sd.recipe import Recipe
+from docs import support
 from tests.test_words import BANNED
 
 ROOT = Path(__file__).parents[1]
@@ -52,6 +53,12 @@ def test_generated_pages_are_current() -> None:
     pages = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
     for name, text in pages.items():
         assert (DOCS / "reference" / name).read_text("utf-8") == text, f"{name}: run python docs/generate.py"
+
+
+def test_support_names_proofs_that_are_there() -> None:
+    """Dates are left out: a lane that runs again changes nothing but them."""
+    date = re.compile(r"\d{4}-\d\d-\d\d(, red)?")
+    assert date.sub("", support.page()) == date.sub("", support.PAGE.read_text("utf-8")), "run python -m docs.support"
 
 
 @pytest.mark.parametrize("path", WRITTEN, ids=ids)

@@ -7,7 +7,7 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.recipe import Recipe
 
 #: What is done without for a target with these, and why.
-_REFUSED = {
+REFUSED = {
     "experts": {
         "engines": "Experts are not exported to TensorRT engines.",
         "fp8.target": "d2sd does not quantize experts to FP8.",
@@ -19,7 +19,7 @@ _REFUSED = {
     },
 }
 #: What is done without for a target with `BodyConfig.beyond_fused`.
-_UNFUSED = {
+UNFUSED = {
     "engines": "Layers of this family are not exported to TensorRT engines.",
     "exact": "On CUDA the batch-invariant step is fused layers, which this family does not have.",
 }
@@ -30,8 +30,8 @@ def refuse(recipe: Recipe, body: BodyConfig, found: str, *, target: bool) -> Non
     fp8 = recipe.fp8 is not None and recipe.fp8.target
     asked = {"engines": recipe.engines is not None, "fp8.target": fp8 and target, "exact": recipe.exact and target}
     for feature in body.beyond_llama:
-        unknown = _UNFUSED if feature in body.beyond_fused else {}
-        for key, reason in _REFUSED.get(feature, unknown).items():
+        unknown = UNFUSED if feature in body.beyond_fused else {}
+        for key, reason in REFUSED.get(feature, unknown).items():
             if asked[key]:
                 fix = f"set {key} to false" if key == "fp8.target" else f"remove {key} from the recipe"
                 raise RecipeError(reason, where=f"recipe: {key}", found=found, fix=fix)
