@@ -21,7 +21,7 @@ root=$PWD
 # The code is this checkout's: packages are top-level folders here, and inside d2sd when installed.
 tree=$(mktemp -d)
 trap 'rm -rf "$tree"' EXIT
-cp -r d2sd tests benchmarks plugins recipes models pyproject.toml "$tree/"
+cp -r d2sd tools tests benchmarks plugins recipes models pyproject.toml "$tree/"
 [ ! -d data ] || cp -r data "$tree/"
 for package in plugins modeling convert runtime train; do
     rm -rf "$tree/d2sd/$package" && cp -r $package "$tree/d2sd/$package"
