@@ -1,16 +1,12 @@
 """The kernels from logits to tokens and of trees: equal to the PyTorch functions of the runtime, timed beside them.
 
-    python -m benchmarks.gpu.choices [--only TEXT]
+    sh benchmarks/gpu_suite.sh --parts choices
 
 Each is checked at the very inputs it is timed at, and on some made to trip it: ties, -inf, NaN, padding.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields
@@ -21,10 +17,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import timing
 from benchmarks.gpu.call import Wrong
-from benchmarks.gpu.cases import Case, Note, said
-from benchmarks.gpu.evidence import refusal
+from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.timing import Times
 from d2sd.plugins import choice, dispatch, trees
 from d2sd.plugins.choice import candidates
@@ -260,34 +254,3 @@ def measure(make: Sequence[Callable[[Inputs], Both]], batch: int, _: Note, devic
 def _run(both: Both, on: bool) -> Any:
     with on_kernels(on):
         return both.run()
-
-
-def main(arguments: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    chosen = parser.parse_args(arguments)
-    if reason := refusal():
-        print(f"refused: {reason}")
-        return 1
-    timing.ROUNDS = 1  # a look; the suite times three
-    failed = 0
-    for key, run in cases():
-        if chosen.only not in key:
-            continue
-        begun = time.time()
-        try:
-            row = run(lambda **_: None)
-        except Exception as error:
-            failed += 1
-            print(f"{key:<44} FAILED {said(error)}", flush=True)
-            continue
-        times = {name: found["ms"] * 1e3 for name, found in row.pop("times").items()}
-        shown = "us " + "  ".join(f"{name} {us:9.1f}" for name, us in times.items())
-        print(f"{key:<44} {shown}  {json.dumps(row) if row else ''}  ({time.time() - begun:.1f} s)", flush=True)
-        torch.cuda.empty_cache()
-    print(f"{failed} failed")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

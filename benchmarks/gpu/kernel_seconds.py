@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from benchmarks.gpu.traffic import Launch
 
 MICRO = 1e-6
-#: By stage and batch, one launch; of `python -m benchmarks.gpu.attention_time`.
+#: By stage and batch, one launch.
 ATTENTION: dict[str, dict[int, float]] = {
     "draft_first": {1: 6.7},
     "draft_second": {1: 7.7, 8: 43.6},

@@ -16,8 +16,10 @@ from typing import Any
 
 import click
 
-from benchmarks.gpu.predicted import PREDICTIONS
+from benchmarks.gpu.predicted import COPY, PREDICTIONS, SHARED, peaks_of
 from benchmarks.gpu.record import Row
+from benchmarks.gpu.roofline import GpuPeaks
+from benchmarks.gpu.shapes import COMPUTED
 from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
 
@@ -25,6 +27,9 @@ PLAIN = "off"
 PAIRS = {"endtoend": "The real pair", "flexdraft": "FlexDraft"}
 #: Of a widened pair.
 _DRAFTERS = {"bf16": "bf16", "mixed": "FP8", "mixed-16": "FP8 in blocks of 16"}
+#: They compute something else, or only a part, so they are not counted as peers.
+NO_PEERS = ("gather", "flash, no mask", "least")
+NO_GRAPH = "not captured as a CUDA graph"
 #: Stages of the host, in the order of a step; the rest of a step's time is the choice, packing and reading.
 STAGES = ("prefill", "decode", "retire")
 
@@ -135,11 +140,49 @@ def budgets(steps: dict[str, Row], device: str) -> str:
     )
 
 
+def cases(environment: dict[str, Any], rows: dict[str, Row]) -> str:
+    """A table of what every case has shown; of timed kernels shares of the copy rate, and ratios to the best peer."""
+    rate, peaks = rows.get(COPY, {}).get("gb_per_s"), peaks_of(environment)
+    told = ((key, ", ".join(_figures(fair(row), rate, peaks))) for key, row in rows.items())
+    lines = [line_table(["case", "figures"], [line for line in told if line[1]])]
+    peers = sorted({f"{name}: {why}" for row in rows.values() for name, why in fair(row).get("reasons", {}).items()})
+    return "\n".join([*lines, *(["", "Peers without a time:", *(f"- {one}" for one in peers)] if peers else [])])
+
+
+def _figures(row: Row, rate: float | None, peaks: GpuPeaks | None) -> Iterator[str]:
+    """A case's figures in words. Above 1 our kernel takes less time than the peer."""
+    times = {name: one["ms"] for name, one in row.get("times", {}).items()}
+    ours = next((name for name in (*SHARED, *times) if name in times), None)
+    if ours is None:
+        kept = {name: value for name, value in row.items() if name not in ("status", "reason", "seconds")}
+        yield from (f"{name} {value:.4g}" for name, value in kept.items() if isinstance(value, int | float))
+        yield from (row[name] for name in ("answer", "card") if name in row)
+        return
+    yield f"{ours} {times[ours]:.3g} ms"
+    if rate and "bytes" in row:
+        yield f"{row['bytes'] / (times[ours] * 1e6) / rate:.0%} of the copy rate"
+    if peaks and row.get("rows", 0) >= COMPUTED and "flops" in row:
+        yield f"{row['flops'] / (times[ours] * 1e-3) / peaks.half:.0%} of the tensor cores' peak"
+    peers = {name: ms / times[ours] for name, ms in times.items() if name not in (ours, *NO_PEERS)}
+    yield from (f"{ratio:.2f} × ({name})" for name, ratio in sorted(peers.items(), key=lambda pair: pair[1])[:1])
+
+
+def fair(row: Row) -> Row:
+    """If ours ran as a CUDA graph, a peer that did not gets a reason instead of its time, which includes the host's."""
+    times = row.get("times", {})
+    if not times.get("ours", {}).get("graph"):
+        return row
+    called = {name: NO_GRAPH for name, found in times.items() if not found["graph"]}
+    graphs = {name: found for name, found in times.items() if name not in called}
+    return row | {"times": graphs, "reasons": row.get("reasons", {}) | called}
+
+
 def _card(rows: dict[str, Row]) -> Iterator[str]:
     for key, row in rows.items():
-        if key.startswith("ceilings/") and row["status"] == "ok":
-            rate = f"{row['gb_per_s']:,.0f} GB/s" if "gb_per_s" in row else f"{row['tflops']:,.0f} TFLOP/s"
-            yield f"- {key.removeprefix('ceilings/')}: {rate} ({row.get('card', 'clocks unknown')})"
+        for figure, unit in (("gb_per_s", "GB/s"), ("tflops", "TFLOP/s")):
+            if row["status"] == "ok" and figure in row:
+                clocks = row.get("card", "clocks unknown")
+                yield f"- {key.removeprefix('ceilings/')}: {row[figure]:,.0f} {unit} ({clocks})"
     for key, row in rows.items():
         if row["status"] != "ok":
             yield f"- {key}: {row['status']}, {row.get('reason', '')}"

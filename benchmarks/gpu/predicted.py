@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.gpu.record import Row
-from benchmarks.gpu.roofline import PEAKS
+from benchmarks.gpu.roofline import PEAKS, GpuPeaks
 from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
 
@@ -102,6 +102,11 @@ PREDICTIONS += tuple(
 )
 #: What "share" divides by, of each case's times; the first that it has.
 SHARED = ("ours", "plain")
+
+
+def peaks_of(environment: dict[str, Any]) -> GpuPeaks | None:
+    """Peaks of the data sheet, by the device's name."""
+    return next((peaks for name, peaks in PEAKS.items() if is_kind(environment.get("device") or "", name)), None)
 
 
 def compare(environment: dict[str, Any], rows: dict[str, Row]) -> str:

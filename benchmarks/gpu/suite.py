@@ -40,9 +40,9 @@ import torch
 
 from benchmarks.gpu import brought, dry, evidence
 from benchmarks.gpu.cases import LOST, Case, run_cases
+from benchmarks.gpu.page import cases, render
 from benchmarks.gpu.predicted import compare
 from benchmarks.gpu.record import Record, Row
-from benchmarks.gpu.table import render
 from d2sd.errors import D2SDError
 
 #: Exit status where kernels would not have run.
@@ -177,7 +177,7 @@ def take_over(folder: Path, out: Path, here: dict[str, Any]) -> None:
 
 def report(record: Record, out: Path) -> int:
     """Write and print the tables; returns the exit status."""
-    text = f"{render(record.environment, record.rows)}\n\n{compare(record.environment, record.rows)}"
+    text = "\n\n".join(make(record.environment, record.rows) for make in (render, cases, compare))
     print(text)
     (out / "gpu.md").write_text(f"{text}\n", "utf-8")
     found = Counter(row["status"] for row in record.rows.values())

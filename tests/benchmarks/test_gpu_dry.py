@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu import ceilings, dry, suite, writes
+from benchmarks.gpu.page import cases as table_of
 from benchmarks.gpu.record import Record
-from benchmarks.gpu.table import render
 
 
 def nothing(**figures: object) -> None:
@@ -49,7 +49,7 @@ def test_cases_run_without_a_gpu(part: str, most: int, tmp_path: Path) -> None:
     rows = run(part, tmp_path, most)
     assert len(rows) == most
     assert not dry.errors(rows)
-    assert "| what | cases |" in render({}, rows | {ceilings.KEY: {"status": "ok", "gb_per_s": math.nan}})
+    assert "| case | figures |" in table_of({}, rows | {ceilings.KEY: {"status": "ok", "gb_per_s": math.nan}})
 
 
 def test_a_typo_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from benchmarks.gpu.page import main
+from benchmarks.gpu.page import cases, main
 
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
 PAGE = RESULTS / "gpu-2026-11-26-h200.md"
@@ -46,3 +46,33 @@ def test_cards_are_not_mixed(tmp_path: Path) -> None:
     assert done.exit_code == 2
     assert "several cards" in done.output
     assert not (tmp_path / "page.md").exists()
+
+
+#: The copy moves 4000 GB/s: 1 GB in half a millisecond is half of it.
+ROWS = {
+    "probe/portable": {"status": "ok", "answer": "validity: a|b"},
+    "ceilings/copy": {"status": "ok", "gb_per_s": 4000.0},
+    "checks/small": {"status": "ok", "error_of_budget": 0.25, "seconds": 3.0},
+    "times/1024x1": {
+        "status": "ok",
+        "rows": 64,
+        "bytes": 10**9,
+        "flops": 247_250_000_000,
+        "reasons": {"flashinfer": "not installed"},
+        "times": {
+            "ours": {"ms": 0.5, "graph": True},
+            "gather": {"ms": 0.1, "graph": True},
+            "sdpa": {"ms": 1.0, "graph": True},
+            "flex": {"ms": 0.25, "graph": False},
+        },
+    },
+}
+
+
+def test_kernels_are_compared_with_the_copy_and_with_the_best_peer() -> None:
+    """A peer that was no graph is none: its time holds what the host needs."""
+    text = cases({"device": "NVIDIA H200"}, ROWS)
+    assert "| times/1024x1 | ours 0.5 ms, 50% of the copy rate, 50% of the tensor cores' peak, 2.00 × (sdpa) |" in text
+    assert "| probe/portable | validity: a\\|b |" in text
+    assert "| checks/small | error_of_budget 0.25 |" in text
+    assert text.endswith("- flashinfer: not installed\n- flex: not captured as a CUDA graph")
