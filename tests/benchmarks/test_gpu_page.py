@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner
@@ -49,7 +50,7 @@ def test_cards_are_not_mixed(tmp_path: Path) -> None:
 
 
 #: The copy moves 4000 GB/s: 1 GB in half a millisecond is half of it.
-ROWS = {
+ROWS: dict[str, Any] = {
     "probe/portable": {"status": "ok", "answer": "validity: a|b"},
     "ceilings/copy": {"status": "ok", "gb_per_s": 4000.0},
     "checks/small": {"status": "ok", "error_of_budget": 0.25, "seconds": 3.0},
