@@ -1,8 +1,8 @@
 """Lists the files that a decode step of `hybrid` with copies runs through, on a CPU and as a CUDA graph, without a GPU.
 
 A Python file counts if one of its functions runs in `Engine.step` over tiny models; for the graph, whose tensors are
-fake CUDA ones, in the function that is captured or in the step that replays it. C sources count with what they include,
-kernels with the functions that they call. `python -m benchmarks.step_files` fails where there are more than LIMITS.
+fake CUDA ones, in the function that is captured or in the step that replays it. C sources count whose functions it
+calls, kernels with the functions that they call. It fails where there are more than LIMITS.
 """
 
 import argparse
@@ -61,10 +61,20 @@ def kernel_files(kernel: Any) -> set[Path]:
     return {Path(kernel.fn.__code__.co_filename)}.union(*map(kernel_files, functions))
 
 
-def c_sources(file: Path) -> set[Path]:
-    """The file and what it includes."""
-    names = re.findall(r'^#include "(.+)"', file.read_text("utf-8"), flags=re.M)
-    return {file}.union(*(c_sources(file.with_name(name)) for name in names))
+def c_sources(python: set[Path]) -> set[Path]:
+    """C files with a function that one of these Python files calls, or that a function of such a file does."""
+    texts = {file: file.read_text("utf-8") for file in (ROOT / "plugins" / "cpu").glob("*.[ch]")}
+    entries = {name for file in python for name in re.findall(r"\bd2sd_\w+", file.read_text("utf-8"))}
+    made = {file: set(re.findall(r"^\w[\w *]*?(\w+)\(", text, flags=re.M)) for file, text in texts.items()}
+    found = {file for file, names in made.items() if names & entries}
+    while more := {
+        other
+        for file in found
+        for other in set(texts) - found
+        if other.name in texts[file] and made[other] & set(re.findall(r"\w+", texts[file]))
+    }:
+        found |= more
+    return found
 
 
 def on_cuda(folder: Path) -> set[Path]:
@@ -89,10 +99,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--most", type=int, nargs=2, default=LIMITS, metavar=("CPU", "CAPTURED"), help="%(default)s")
     most = parser.parse_args().most
-    on_cpu = third_step(
-        helpers.make_engine(helpers.honest(), "hybrid", decode=str, lookup=True),
-        c_sources(ROOT / "plugins/cpu/layers.c"),
-    )
+    on_cpu = third_step(helpers.make_engine(helpers.honest(), "hybrid", decode=str, lookup=True), set())
+    on_cpu |= c_sources({file for file in on_cpu if file.is_relative_to(ROOT) and file.suffix == ".py"})
     with TemporaryDirectory() as folder:
         counted = {"on a CPU": on_cpu, "captured": on_cuda(Path(folder))}
     over = []
