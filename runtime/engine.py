@@ -19,11 +19,12 @@ from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.policy_selector import Choice, PolicySelector
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling.logprobs import add_prompt_logprobs
 from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
+from d2sd.runtime.served_times import Choice
 from d2sd.runtime.speculation.calibration import Calibration, default_scores
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.stats import COPY, Clock, EngineStats

@@ -19,12 +19,12 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from d2sd.policies import LOOKUP, MAX_NODES, DrafterRole, FirstPass
 from d2sd.runtime.acceptance import Acceptance, Array, Gain, Gains, RequestAcceptance, Shown
 from d2sd.runtime.request import bucket as bucket_of
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.served_times import TIME_DECAY_STEPS, Choice, ServedTimes, StepKind, kind_of
 from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.step_times import CONTEXT, Forecast, RowTimes, StepTimes, curves_of
 
@@ -38,18 +38,9 @@ _COPY_MARGIN = 1.15
 #: Steps without a drafter for which drafters are not considered again while the batch does not shrink: what speaks for
 #: them changes slowly, and to ask takes longer than all else that the host does in such a step.
 _HOLD = 8
-#: EMA windows in steps for the corrections of step times: of plain decoding, which is the speed of the machine, and of
-#: speculation against it, which a few steps show.
-_PLAIN_WINDOW, _SPECULATION_WINDOW = 32, 8
-#: The same for the steps of one policy and batch size, of which one may have been measured in a bad moment.
-_STEP_WINDOW = 16
 #: EMA window in steps for what chosen steps bring of what they promised: the best of many forecasts is most likely one
 #: that errs, and the more policies pay, the less.
 _PROMISE_WINDOW = 32
-#: Largest factor that one step can show: a step during which the machine did something else says nothing.
-_MOST_FACTOR = 2.0
-#: Share of a step's time for which the host waits for its tokens, below which the time is the host's own.
-_HIDDEN = 0.1
 #: Steps that are served until a guessed time counts as measured.
 _SHOWN = 8
 #: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
@@ -57,17 +48,6 @@ _SHOWN = 8
 _TIME_DECAY_STEPS = 256
 #: Mean temperatures of batches whose forecasts are kept.
 _TEMPERATURES = 8
-
-
-class Choice(NamedTuple):
-    """A step whose policy has been chosen."""
-
-    policy: Policy
-    seconds: float  # that it should take, uncorrected
-    bucket: int  # of its requests
-    temperature: float  # their mean
-    rows: tuple[int, ...] | None = None  # most nodes of each request's tree; None: those of the policy
-    tokens: float = 1.0  # of each request in the mean, that it should bring
 
 
 class Asked(NamedTuple):
@@ -101,29 +81,21 @@ class PolicySelector:
     slots: int = 7  # most tokens of a copy
     verify: RowTimes | None = None  # where rows of a copy can be left out, on a CPU: what they cost
     usual: Acceptance = field(default_factory=Acceptance)  # of all requests
-    plain_scale: float = 1.0  # seconds of a step without a drafter, observed over measured
-    copy_scale: float = 1.0  # the same of copies where no drafter runs, over `plain_scale`
-    speculation_scale: float = 1.0  # the same of policies that run a drafter, over `plain_scale`
-    #: Tokens of chosen steps over those that they promised: of copies alone, and where a drafter runs.
-    kept: list[float] = field(default_factory=lambda: [1.0, 1.0])
-    host: float = 0.0  # seconds of the host's own work between two steps' ends
+    #: Tokens of chosen steps over those that they promised, by `StepKind`; of plain decoding always 1.
+    kept: Array = field(default_factory=lambda: np.ones(len(StepKind)), compare=False)
+    served: ServedTimes = field(init=False, compare=False)  # what steps took of what was measured
     off: Policy = field(init=False)
     copies: bool = field(init=False)  # whether a policy copies, so that texts must be read
     _drafts: bool = field(init=False, default=False)  # whether the last step that was not a copy's ran a drafter
     _held: int = field(init=False, default=0)  # steps without a drafter for which the choice holds
-    _served: int = field(init=False, default=0)  # requests of the step before
-    _ended: float = field(init=False, default=-inf)  # when the step before it did
-    _ahead: bool = field(init=False, default=False)  # whether it was launched before that
+    _requests: int = field(init=False, default=0)  # of the step before
     #: Times that were guessed, corrected by steps that were served, and the number of these; then they are measured.
     _shown: dict[tuple[Policy, int], int] = field(init=False)
     _measured: StepTimes = field(init=False)  # `times`, before any was corrected
     _places: dict[Policy, int] = field(init=False)
-    _copying: list[int] = field(init=False)  # policies whose first draft is a copy
     _uses: Array = field(init=False, compare=False)  # [P, roles], 1 where the policy runs this drafter, else 0
-    _speculates: npt.NDArray[np.bool_] = field(init=False, compare=False)  # [P], whether it runs one
     _gains: dict[float, Gains] = field(init=False, compare=False, default_factory=dict)  # by temperature
     _costs: dict[int, tuple[Array, Array]] = field(init=False, compare=False, default_factory=dict)  # by bucket
-    _errors: dict[int, Array] = field(init=False, compare=False, default_factory=dict)  # [P] by bucket, see `update`
     #: By bucket: least seconds that a row of a copy adds to a step of plain decoding.
     _row_seconds: dict[int, float] = field(init=False, compare=False, default_factory=dict)
 
@@ -133,10 +105,8 @@ class PolicySelector:
         self._shown = dict.fromkeys(self.times.guessed, 0)
         self._measured = self.times
         self._places = {policy: place for place, policy in enumerate(self.policies)}
-        copying = FirstPass.PROMPT_LOOKUP
-        self._copying = [place for place, policy in enumerate(self.policies) if policy.first_pass is copying]
+        self.served = ServedTimes(self.policies, self.clock)
         self._uses = np.array([[role in policy.drafters for role in DrafterRole] for policy in self.policies], float)
-        self._speculates = self._uses.sum(1) > 0
 
     def fresh(self) -> PolicySelector:
         """A selector by the same measurements that has seen no step."""
@@ -176,8 +146,8 @@ class PolicySelector:
             return Choice(self.off, self._plain_seconds(asked), bucket, temperature)
         plans = self.plans(asked)
         best = self._places[self.off]
-        margins = np.where(self._speculates, 1.0 if self._drafts else MARGIN, _COPY_MARGIN)
-        margins /= np.array(self.kept)[self._speculates.astype(int)]
+        margins = np.array([1.0, _COPY_MARGIN, 1.0 if self._drafts else MARGIN]) / self.kept
+        margins = margins[self.served.kinds]
         paying = plans.rates > margins * plans.rates[best]
         if paying.any():
             best = int(np.argmax(np.where(paying, plans.rates, 0.0)))
@@ -190,14 +160,14 @@ class PolicySelector:
         """Whether plain decoding remains the choice: drafters were considered some steps ago for as many requests or
         fewer, and no copies are worth their rows.
         """
-        if self.verify is None or not self._held or not 0 < self._served <= len(asked.requests):
+        if self.verify is None or not self._held or not 0 < self._requests <= len(asked.requests):
             return False
         if asked.bucket not in self._row_seconds:
             return False
-        error = self._errors[asked.bucket][self._places[self.off]]
-        plain = float(self._between_ends(error * self._plain_seconds(asked)))
-        row, count = self.plain_scale * self.copy_scale * self._row_seconds[asked.bucket], len(asked.requests)
-        margin = _COPY_MARGIN / self.kept[0]
+        error = self.served.errors(asked.bucket)[self._places[self.off]]
+        plain = float(self.served.between_ends(error * self._plain_seconds(asked)))
+        row = self.served.plain * float(self.served.by_kind[StepKind.COPIES]) * self._row_seconds[asked.bucket]
+        count, margin = len(asked.requests), _COPY_MARGIN / float(self.kept[StepKind.COPIES])
         price = margin * count * row / plain
         return sum(known.worth(price, self.slots) for known in asked.requests) <= (margin - 1) * count
 
@@ -214,7 +184,6 @@ class PolicySelector:
         tokens = _before_the_end(gains.tokens(shown), asked.remaining).mean(1)
         if asked.bucket not in self._costs:
             self._costs[asked.bucket] = self.times.of_bucket(self.policies, asked.bucket)
-            self._errors.setdefault(asked.bucket, np.ones(len(self.policies)))
             if self.verify is not None:
                 more = np.arange(1.0, 1 + asked.bucket * self.slots)
                 added = self.verify(asked.bucket + more) - self.verify(np.array([float(asked.bucket)]))
@@ -223,13 +192,11 @@ class PolicySelector:
         added = added * max(0.0, asked.context - CONTEXT)
         seconds = seconds + added
         catch_up = self._uses @ [asked.pending.get(role, 0) * self.times.pending.get(role, 0.0) for role in DrafterRole]
-        scale = np.where(self._speculates, self.speculation_scale, 1.0)
-        scale[self._copying] = self.copy_scale
-        scale *= self._errors[asked.bucket]
-        late = self.plain_scale * catch_up / max(1.0, asked.remaining)
-        rates = 1 / (self._between_ends(scale * seconds) / tokens + late)
+        scale = self.served.by_kind[self.served.kinds] * self.served.errors(asked.bucket)
+        late = self.served.plain * catch_up / max(1.0, asked.remaining)
+        rates = 1 / (self.served.between_ends(scale * seconds) / tokens + late)
         plans = Plans(tokens, rates, seconds + catch_up, {})
-        if self.verify is None or not self._copying or not asked.requests:
+        if self.verify is None or not asked.requests:
             return plans
         return self._with_shares(plans, self.verify, added, asked, shown)
 
@@ -243,14 +210,14 @@ class PolicySelector:
         chances, (request, ahead) = shown.runs.ravel()[order], np.unravel_index(order, shown.runs.shape)
         verified, count = asked.bucket + np.arange(1.0, len(order) + 1), len(asked.requests)
         off, alone = self._places[self.off], verify(np.array([float(asked.bucket)]))
-        plain = self._errors[asked.bucket][off] * self._costs[asked.bucket][0][off]
+        plain = self.served.errors(asked.bucket)[off] * self._costs[asked.bucket][0][off]
         of_rows = plain + verify(verified) - alone  # a step of plain decoding, and what rows add to it
-        for place in self._copying:
+        for place in np.flatnonzero(self.served.kinds == StepKind.COPIES).tolist():
             nodes = self.policies[place].num_nodes
             fits = np.flatnonzero((ahead < nodes - 1) & (chances > 0))
             took = (of_rows + added[place] * verified / (asked.bucket * nodes))[: len(fits)]
             brought = _before_the_end(1 + np.cumsum(chances[fits]) / count, asked.remaining)
-            found = brought / self._between_ends(self.copy_scale * took)
+            found = brought / self.served.between_ends(self.served.by_kind[StepKind.COPIES] * took)
             rates[place] = np.nan
             if len(fits) and not np.isnan(plans.rates[place]):
                 best = int(np.argmax(found))
@@ -258,11 +225,6 @@ class PolicySelector:
                 granted = np.bincount(request[fits[: best + 1]], minlength=count)
                 rows[place] = tuple((1 + granted).tolist())
         return Plans(tokens, rates, seconds, rows)
-
-    def _between_ends(self, seconds: Array) -> Array:
-        """Seconds from the end of a step to that of the next, which takes so many by what was measured."""
-        seconds = self.plain_scale * seconds
-        return np.maximum(seconds, self.host) if self._ahead else seconds + self.host
 
     def _gains_of(self, temperature: float) -> Gains:
         """The forecasts of all policies."""
@@ -289,66 +251,34 @@ class PolicySelector:
         timed from that end; None if other work was done meanwhile, so that the step's time says nothing. Of the seconds
         since then the host `waited` so many for this step's tokens; None: what it did besides is not known.
         """
-        last, self._ended = self._ended, self.clock()
-        policy, factor, hidden = choice.policy, None, False
+        policy = choice.policy
         if policy.drafters or policy is self.off:
             self._drafts = policy is not self.off
-        self._held, self._served = 0 if policy.drafters else (self._held or 1 + _HOLD) - 1, len(requests)
+        self._held, self._requests = 0 if policy.drafters else (self._held or 1 + _HOLD) - 1, len(requests)
+        factor, hidden = self.served.observe(choice.seconds, began if accepted else None, waited)
         if not accepted:
             return
-        if began is not None:
-            took = self._ended - max(began, last)
-            factor = min(max(took / choice.seconds, 1 / _MOST_FACTOR), _MOST_FACTOR)
-            if waited is not None and last > -inf:
-                self._ahead = began <= last
-                own = min(took - waited if self._ahead else began - last, _MOST_FACTOR * max(self.host, choice.seconds))
-                self.host += (own - self.host) / _SPECULATION_WINDOW
-                hidden = self._ahead and waited < _HIDDEN * took
-                factor = None if hidden else factor  # the device had ended before
         if factor is not None and choice.rows is None and (policy, choice.bucket) in self._shown:
             self._learn((policy, choice.bucket), factor)
         elif factor is not None:
-            self._correct(choice, factor)
-        if policy is self.off or hidden:  # of drafts, nothing is seen
-            self.copy_scale += (1 - self.copy_scale) / _TIME_DECAY_STEPS
-            self.speculation_scale += (1 - self.speculation_scale) / _TIME_DECAY_STEPS
+            self.served.correct(choice, factor)
+        if policy is self.off or hidden:
+            self.served.forget()
         if policy is self.off:  # the texts may have changed, so decay until drafts are tried again
             self.usual.decay(requests)
-            self.kept = [one + (1 - one) / _TIME_DECAY_STEPS for one in self.kept]
+            self.kept += (1 - self.kept) / TIME_DECAY_STEPS
             return
-        kind = int(bool(policy.drafters))
+        kind = kind_of(policy)
         self.kept[kind] += (fmean(accepted) / choice.tokens - self.kept[kind]) / _PROMISE_WINDOW
         gain = self._gains_of(choice.temperature).of_one(self._places[policy])
         drafted = [not won for won in copied] or [True] * len(accepted)
         seen = [one - 1 for one in compress(accepted, drafted)]
         self.usual.observe(gain, seen, [*compress(requests, drafted)])
 
-    def _correct(self, choice: Choice, factor: float) -> None:
-        """Correct the times of steps like this one, which took `factor` of what was measured: of all of its kind, and
-        of its policy and batch size by what is left.
-        """
-        policy, place = choice.policy, self._places[choice.policy]
-        errors = self._errors.setdefault(choice.bucket, np.ones(len(self.policies)))
-        scale, error = self._scale_of(policy), errors[place] if choice.rows is None else 1.0
-        errors += (1 - errors) / _TIME_DECAY_STEPS  # others are forgotten, so that they are tried again
-        if choice.rows is None:
-            errors[place] = error + (factor / scale - error) / _STEP_WINDOW
-        if policy is self.off:
-            self.plain_scale += (factor / error - self.plain_scale) / _PLAIN_WINDOW
-        elif policy.drafters:
-            self.speculation_scale += (factor / error / self.plain_scale - self.speculation_scale) / _SPECULATION_WINDOW
-        else:
-            self.copy_scale += (factor / error / self.plain_scale - self.copy_scale) / _SPECULATION_WINDOW
-
-    def _scale_of(self, policy: Policy) -> float:
-        """Observed over measured seconds of all steps of the policy's kind."""
-        own = self.speculation_scale if policy.drafters else self.copy_scale
-        return self.plain_scale * (1.0 if policy is self.off else own)
-
     def _learn(self, step: tuple[Policy, int], factor: float) -> None:
         """Correct the guessed seconds of a step by the mean of what was served, at this speed of the machine."""
         self._shown[step] += 1
-        seconds = self.times.seconds[step] * (1 + (factor / self._scale_of(step[0]) - 1) / self._shown[step])
+        seconds = self.times.seconds[step] * (1 + (factor / self.served.scale_of(step[0]) - 1) / self._shown[step])
         self.times = replace(self.times, seconds={**self.times.seconds, step: seconds})
         self._costs.pop(step[1], None)
         if self._shown[step] == _SHOWN:

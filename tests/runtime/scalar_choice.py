@@ -11,6 +11,7 @@ from d2sd.plugins.lookup.types import LONGEST
 from d2sd.policies import FirstPass
 from d2sd.runtime.acceptance import _CURIOSITY, Gain, RequestAcceptance, _odds
 from d2sd.runtime.policy_selector import Asked, PolicySelector, forecast_gain
+from d2sd.runtime.served_times import StepKind
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.speculation.repeats import ENTRIES
 from d2sd.runtime.step_times import RowTimes
@@ -56,7 +57,8 @@ def seconds_of(times: RowTimes, rows: int) -> float:
 
 
 def between_ends(own: PolicySelector, seconds: float) -> float:
-    return max(own.plain_scale * seconds, own.host) if own._ahead else own.plain_scale * seconds + own.host
+    served = own.served
+    return max(served.plain * seconds, served.host) if served._ahead else served.plain * seconds + served.host
 
 
 def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
@@ -70,28 +72,25 @@ def plan(own: PolicySelector, policy: Policy, asked: Asked) -> Plan | None:
     if own.verify is None or policy.first_pass is not FirstPass.PROMPT_LOOKUP or not asked.requests:
         each = [tokens_of(known, gain) for known in asked.requests] or [1 + accepted(gain, own.usual.drafts)]
         tokens = fmean(before_the_end(one, asked.remaining) for one in each)
-        kind = own.copy_scale if policy.first_pass is FirstPass.PROMPT_LOOKUP else 1.0
-        scale = own.speculation_scale if policy.drafters else kind
-        if asked.bucket in own._errors:
-            scale *= float(own._errors[asked.bucket][list(own.policies).index(policy)])
-        late = own.plain_scale * catch_up / max(1.0, asked.remaining)
+        kind = own.served.by_kind[StepKind.COPIES] if policy.first_pass is FirstPass.PROMPT_LOOKUP else 1.0
+        scale = float(own.served.by_kind[StepKind.DRAFTS] if policy.drafters else kind)
+        scale *= float(own.served.errors(asked.bucket)[list(own.policies).index(policy)])
+        late = own.served.plain * catch_up / max(1.0, asked.remaining)
         return 1 / (between_ends(own, scale * seconds) / tokens + late), seconds + catch_up, None, tokens
     context = seconds - own.times.seconds[policy, asked.bucket]
     runs = [run(known, policy.num_nodes - 1) for known in asked.requests]
     shares = sorted(((-chance, request) for request, one in enumerate(runs) for chance in one))
     rows, tokens, best = [1] * count, 1.0, None
     plain = own.times.seconds[own.off, asked.bucket] - seconds_of(own.verify, asked.bucket)
-    if asked.bucket in own._errors:
-        plain += (float(own._errors[asked.bucket][list(own.policies).index(own.off)]) - 1) * own.times.seconds[
-            own.off, asked.bucket
-        ]
+    error = float(own.served.errors(asked.bucket)[list(own.policies).index(own.off)])
+    plain += (error - 1) * own.times.seconds[own.off, asked.bucket]
     for granted, (chance, request) in enumerate(shares, 1):
         rows[request] += 1
         tokens -= chance / count
         verified = asked.bucket + granted
         took = plain + seconds_of(own.verify, verified) + context * verified / (asked.bucket * policy.num_nodes)
         brought = before_the_end(tokens, asked.remaining)
-        rate = brought / between_ends(own, own.copy_scale * took)
+        rate = brought / between_ends(own, float(own.served.by_kind[StepKind.COPIES]) * took)
         if best is None or rate > best[0]:
             best = rate, took, tuple(rows), brought
     return best

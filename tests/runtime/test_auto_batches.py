@@ -15,8 +15,9 @@ from d2sd.bundle.serving import candidate_policies, forecasts
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Tree
-from d2sd.runtime.policy_selector import Choice, PolicySelector
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import buckets
+from d2sd.runtime.served_times import Choice
 from d2sd.runtime.speculation.policy import AUTO_SIZES, Chain, DDTree, Hybrid, Off, Policy
 from d2sd.runtime.step_times import StepTimes
 from tests.runtime.gpu_steps import BATCHES, TABLE, Card

@@ -11,6 +11,7 @@ import pytest
 from d2sd.policies import DrafterRole
 from d2sd.runtime.policy_selector import _COPY_MARGIN, Asked, PolicySelector
 from d2sd.runtime.request import bucket
+from d2sd.runtime.served_times import StepKind
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import RowTimes, StepTimes
 from tests.runtime import scalar_choice
@@ -47,11 +48,13 @@ def selector(dice: random.Random) -> PolicySelector:
     own = PolicySelector(POLICIES, times, forecast(dice), lambda: 0.0, verify=verify)
     own.usual.drafts = dice.choice((1.0, dice.uniform(0.02, 3)))
     own.usual.hits.chance = [dice.uniform(0.01, 0.99) for _ in own.usual.hits.chance]
-    own.plain_scale, own.speculation_scale = dice.uniform(0.5, 2), dice.uniform(0.5, 2)
-    own.host, own._ahead = dice.choice((0.0, dice.uniform(0, 9))), verify is None and dice.random() < 0.5
-    others = random.Random(own.plain_scale)
-    own.copy_scale, own.kept = others.uniform(0.5, 2), [others.uniform(0.5, 1.5) for _ in "ab"]
-    own._errors = {size: np.array([others.uniform(0.8, 1.2) for _ in POLICIES]) for size in sizes}
+    served = own.served
+    served.plain, served.by_kind[StepKind.DRAFTS] = dice.uniform(0.5, 2), dice.uniform(0.5, 2)
+    served.host, served._ahead = dice.choice((0.0, dice.uniform(0, 9))), verify is None and dice.random() < 0.5
+    others = random.Random(served.plain)
+    served.by_kind[StepKind.COPIES] = others.uniform(0.5, 2)
+    own.kept[1:] = others.uniform(0.5, 1.5), others.uniform(0.5, 1.5)
+    served._errors = {size: np.array([others.uniform(0.8, 1.2) for _ in POLICIES]) for size in sizes}
     return own
 
 
@@ -109,15 +112,16 @@ def test_plain_decoding_holds_where_no_copy_would_be_chosen(seed: int) -> None:
         batch = asked(dice, own)._replace(context=0.0, remaining=math.inf)
         if not batch.requests:
             continue
-        own.verify, own.copy_scale, own._errors = RowTimes.of(own.times), 1.0, {}
-        own._ahead, own._held, own._served = False, 1, len(batch.requests)
+        own.verify, own.served.by_kind[StepKind.COPIES], own.served._errors = RowTimes.of(own.times), 1.0, {}
+        own.served._ahead, own._held, own._requests = False, 1, len(batch.requests)
         assert not own._holds(batch), "these requests were not asked about before"
         found, off = own.plans(batch), own._places[own.off]
-        pays = found.rates[own._copying] * own.kept[0] > _COPY_MARGIN * found.rates[off]
+        copying = own.served.kinds == StepKind.COPIES
+        pays = found.rates[copying] * own.kept[StepKind.COPIES] > _COPY_MARGIN * found.rates[off]
         held += own._holds(batch)
         chosen += bool(pays.any())
         assert not (pays.any() and own._holds(batch))
-        own._served += 1
+        own._requests += 1
         assert not own._holds(batch), "a request has ended"
     assert held
     assert chosen
@@ -136,6 +140,11 @@ def test_what_a_copy_is_worth_is_what_its_rows_bring_above_the_price(seed: int) 
 def test_a_choice_leaves_no_trace() -> None:
     dice = random.Random(3)
     own = selector(dice)
-    before, batch = (own.usual.drafts, own.speculation_scale, own._drafts, own._ended), asked(dice, own)
+    batch = asked(dice, own)
+
+    def state() -> list[object]:
+        return [own.usual.drafts, *own.served.by_kind, own._drafts, own.served._ended]
+
+    before = state()
     assert len({own.choose(*batch) for _ in range(3)}) == 1
-    assert (own.usual.drafts, own.speculation_scale, own._drafts, own._ended) == before
+    assert state() == before

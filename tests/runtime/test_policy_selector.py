@@ -26,17 +26,10 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import Block, ModelRunner, Verified
-from d2sd.runtime.policy_selector import (
-    MARGIN,
-    Asked,
-    Choice,
-    PolicySelector,
-    _before_the_end,
-    forecast_gain,
-    forecast_tau,
-)
+from d2sd.runtime.policy_selector import MARGIN, Asked, PolicySelector, _before_the_end, forecast_gain, forecast_tau
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.served_times import Choice, StepKind
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
@@ -45,6 +38,7 @@ from tests.runtime.recorded_graphs import RecordedGraphs
 FIRST, SECOND, *_ = DrafterRole
 
 OFF, CHAIN, SMALL, LARGE = Off(1), Chain(4), DDTree(4), DDTree(8)
+DRAFTS = StepKind.DRAFTS
 POLICIES = (OFF, CHAIN, SMALL, LARGE)
 #: Tokens a step at T = 0 and at T = 1 with 1, 2, … rows.
 FORECAST = {
@@ -215,8 +209,8 @@ def test_what_was_promised_teaches_nothing() -> None:
     serve(own, [1, 3, 2, 2])
     serve(own, [1, 3, 1, 1, 2, 2, 1, 3, 2, 1], temperature=0.5)  # 1.7 a step
     assert own.usual.drafts == pytest.approx(1.0)
-    assert own.speculation_scale == pytest.approx(1.0)
-    assert own.plain_scale == 1.0
+    assert own.served.by_kind[DRAFTS] == pytest.approx(1.0)
+    assert own.served.plain == 1.0
 
 
 @pytest.mark.parametrize(("accepted", "limit"), [([1], 0.0), ([1, 2], 0.5), ([2, 4], 2.0)])
@@ -245,23 +239,23 @@ def test_a_text_that_is_drafted_well_gains_more_from_a_deep_tree() -> None:
 def test_plain_steps_forget_from_both_sides() -> None:
     for start in (0.2, 1.8):
         own = selector({OFF: 1.0})
-        own.usual.drafts = own.speculation_scale = start
+        own.usual.drafts = own.served.by_kind[DRAFTS] = start
         for step in range(1, 400):
             serve(own, [1, 1])
             assert own.usual.drafts == pytest.approx(1 + (start - 1) * (1 - 1 / 2048) ** step)
-            assert own.speculation_scale == pytest.approx(1 + (start - 1) * (1 - 1 / 256) ** step)
+            assert own.served.by_kind[DRAFTS] == pytest.approx(1 + (start - 1) * (1 - 1 / 256) ** step)
 
 
 def test_texts_that_disappoint_are_served_plainly_and_speculation_comes_back() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
     promised, served = list[float](), list[Policy]()
     for _ in range(500):
-        promised.append(tokens_of(own, CHAIN) * own.kept[1])
+        promised.append(tokens_of(own, CHAIN) * own.kept[DRAFTS])
         served.append(serve(own, [1]))
     turns = [a for a, b in pairwise(served) if a != b]
     assert served[0] == CHAIN
     assert served.index(OFF) == next(step for step, tokens in enumerate(promised) if tokens <= 1.5)
-    assert own.kept[1] < promised[served.index(OFF)], "what is left of a promise is learned too, and forgotten"
+    assert own.kept[DRAFTS] < promised[served.index(OFF)], "what is left of a promise is learned too, and forgotten"
     assert turns[:3] == [CHAIN, OFF, CHAIN]
 
 
@@ -279,9 +273,9 @@ def test_steps_that_take_longer_than_measured_are_served_plainly() -> None:
 
 def test_a_machine_that_is_slower_for_all_policies_changes_nothing() -> None:
     own = selector({OFF: 1.0, CHAIN: 1.5})
-    own.plain_scale = 1.5
+    own.served.plain = 1.5
     assert {serve(own, [2], 1.5) for _ in range(40)} == {CHAIN}
-    assert own.speculation_scale == pytest.approx(1.0)
+    assert own.served.by_kind[DRAFTS] == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(("factor", "limit"), [(50.0, 2.0), (0.001, 0.5)])
@@ -289,23 +283,23 @@ def test_one_step_shows_at_most_a_factor_of_two(factor: float, limit: float) -> 
     """Whatever else the machine did during it; plain steps are watched as the others are."""
     own = selector(CHEAP)
     serve(own, [2], factor)
-    assert own.speculation_scale == pytest.approx(1 + (limit - 1) / 8)
+    assert own.served.by_kind[DRAFTS] == pytest.approx(1 + (limit - 1) / 8)
     own = selector({OFF: 1.0})
     serve(own, [1], factor)
-    assert own.plain_scale == pytest.approx(1 + (limit - 1) / 32)
+    assert own.served.plain == pytest.approx(1 + (limit - 1) / 32)
 
 
 def test_each_kind_of_step_corrects_its_own_kind() -> None:
     copy = Lookup(4)
     times = StepTimes.of({(OFF, 1): 1.0, (copy, 1): 1.0, (CHAIN, 1): 1.0})
-    for policy, name in ((OFF, "plain_scale"), (copy, "copy_scale"), (CHAIN, "speculation_scale")):
+    for kind, policy in enumerate((OFF, copy, CHAIN)):
         own = PolicySelector([OFF, copy, CHAIN], times, FORECAST, watch := Watch())
         choice = Choice(policy, 1.0, 1, 0.0)
         watch.now = 1.5
         own.update(choice, [1], began=0.0)
-        scales = {one: getattr(own, one) for one in ("plain_scale", "copy_scale", "speculation_scale")}
-        assert scales.pop(name) > 1.01
-        assert max(scales.values()) == 1.0
+        scales = [own.served.plain, *own.served.by_kind[1:]]
+        assert scales.pop(kind) > 1.01
+        assert max(scales) == 1.0
 
 
 def test_what_one_step_lost_is_forgotten_while_others_run() -> None:
@@ -315,7 +309,7 @@ def test_what_one_step_lost_is_forgotten_while_others_run() -> None:
         for _ in range(steps):
             own.clock.now += took  # type: ignore[attr-defined]
             own.update(Choice(policy, 1.0, 1, 0.0), [1], began=own.clock() - took)
-        (errors,) = own._errors.values()
+        (errors,) = own.served._errors.values()
         assert (errors[1] > 1.1) == (policy is CHAIN)
     assert errors[1] == pytest.approx(1.0, abs=0.01)
 
@@ -341,7 +335,7 @@ def test_the_time_of_catching_up_is_expected() -> None:
     assert choice.policy == CHAIN
     watch.now = 3.1
     own.update(choice, [2], began=0.0)
-    assert own.speculation_scale == pytest.approx(1.0)
+    assert own.served.by_kind[DRAFTS] == pytest.approx(1.0)
 
 
 def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
@@ -355,13 +349,13 @@ def test_a_step_that_runs_ahead_begins_when_the_one_before_it_ends() -> None:
             watch.now += 1.0
             choice, began = chosen.pop(0)
             own.update(choice, [1], began=began)
-    assert own.plain_scale == pytest.approx(1.0)
+    assert own.served.plain == pytest.approx(1.0)
     watch.now += 9.0
     own.update(choice, [1])
-    assert own.plain_scale == pytest.approx(1.0)
+    assert own.served.plain == pytest.approx(1.0)
     watch.now += 2.0
     own.update(choice, [], began=watch.now - 2.0)
-    assert own.plain_scale == pytest.approx(1.0), "all its requests had ended"
+    assert own.served.plain == pytest.approx(1.0), "all its requests had ended"
 
 
 COPYING = DDTree(4, lookup=True)  # makes 2.2 tokens, with copies 2.7
@@ -681,11 +675,11 @@ def test_serving_corrects_what_was_guessed(truth: float, best: Policy) -> None:
         watch.now += truth if drafts else 1.0
         own.update(choice, [2] if drafts else [1], began=began)
     assert own.choose(1, 0.0).policy == best
-    assert own.plain_scale == pytest.approx(1.0)
+    assert own.served.plain == pytest.approx(1.0)
     assert own.times.seconds[OFF, 1] == 1.0
     if best == CHAIN:
         assert own.times.seconds[CHAIN, 1] == pytest.approx(truth, rel=0.2)
-        assert own.speculation_scale == pytest.approx(1.0, abs=0.1)
+        assert own.served.by_kind[DRAFTS] == pytest.approx(1.0, abs=0.1)
     assert times.seconds[CHAIN, 1] == 1.5, "another engine's selector may share them"
     assert own.fresh().times is times, "as one that has seen no step"
 
@@ -844,7 +838,7 @@ def test_the_policy_follows_the_mean_temperature(monkeypatch: pytest.MonkeyPatch
         selector = engine.selector
         assert selector is not None
         selector.usual = Acceptance()
-        selector.plain_scale = selector.speculation_scale = 1.0
+        selector.served.plain = selector.served.by_kind[DRAFTS] = 1.0
         running = [engine.submit(Request((5,), 40, SamplingParams(t, seed=1))) for t in temperatures]
         engine.step()
         assert engine.served == wanted, temperatures
