@@ -75,7 +75,7 @@ class ServedTimes:
         self._ahead = False  # whether a step was launched before that
 
     def errors(self, bucket: int) -> Array:
-        """Errors of each policy [P] in batches of this size: factors that `plain` and `by_kind` leave; change it in place."""
+        """Errors of each policy [P] in batches of this size, which `plain` and `by_kind` leave; changed in place."""
         return self._errors.setdefault(bucket, np.ones(len(self.kinds)))
 
     def scale_of(self, policy: Policy) -> float:
