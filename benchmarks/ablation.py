@@ -32,7 +32,8 @@ from d2sd.bench.tables import provenance as told
 from d2sd.bench.tables import span
 from d2sd.bench.views import pool
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.cli.report import Reporting
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError

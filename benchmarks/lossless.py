@@ -21,7 +21,8 @@ import click
 
 from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import can_run, chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import can_run, make_engine
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text

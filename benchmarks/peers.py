@@ -34,7 +34,7 @@ from benchmarks.cpu.transformers_peer import DTYPES, transformers_peers
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import save
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request
+from d2sd.bundle.requests import chat_request
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError

@@ -21,7 +21,8 @@ from typing import Any
 import click
 
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import can_run, chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import can_run, make_engine
 from d2sd.cli.report import Reporting
 from d2sd.io import read_json, write_text
 from d2sd.policies import NAMES

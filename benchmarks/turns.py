@@ -18,7 +18,8 @@ from statistics import fmean, median
 import click
 
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError

@@ -12,7 +12,8 @@ from functools import partial
 from pathlib import Path
 
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.text import TextStream
 from d2sd.viz.nodes import Step

@@ -172,7 +172,7 @@ def prompts(count: int) -> list[str]:
 def encoded(bundle: Path, texts: Sequence[str]) -> dict[str, Any]:
     """Token ids in the target's chat template, and its stop tokens."""
     from d2sd.bundle.load import load_bundle
-    from d2sd.bundle.serving import chat_request
+    from d2sd.bundle.requests import chat_request
     from d2sd.runtime.sampling_params import SamplingParams
 
     loaded = load_bundle(bundle, verify=False)

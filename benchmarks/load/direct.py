@@ -22,7 +22,8 @@ from benchmarks.load.server import Server
 from benchmarks.load.traffic import closed_loop
 from benchmarks.load.workloads import Conversation, own_prompts, single
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request, each_completion
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.progress import bar
 from d2sd.recipe import Policy
@@ -31,7 +32,6 @@ from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence as Running
-from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 
 _SCHEMA = {
@@ -68,7 +68,7 @@ def requests_of(bundle: Bundle, count: int, params: SamplingParams, seed: int = 
     made = []
     for number, text in enumerate(own_prompts(count)):
         request = chat_request(bundle, text, params.with_seed(seed + number), params.max_tokens)
-        made += each_completion(bundle, replace(request, grammar=grammar))
+        made += each_completion(replace(request, grammar=grammar))
     return made
 
 

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from benchmarks.papers.arms import Arm, Chain, accepted, nodes
 from benchmarks.papers.book import Ask, Book
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine, scores_of
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine, scores_of
 from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, sha256, write_json
 from d2sd.modeling.kv_pool import PoolSizes

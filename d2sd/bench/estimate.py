@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from d2sd.bench.views import ADAPTIVE, PLAIN
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.policies import parse_method
 from d2sd.progress import bar
 from d2sd.runtime.sampling_params import SamplingParams

@@ -20,7 +20,8 @@ from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, load_res
 from d2sd.bench.tables import tables
 from d2sd.build.validate.near_ties import top2_margin
 from d2sd.bundle.backends import BackendName
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import claim, write_text
 from d2sd.progress import bar

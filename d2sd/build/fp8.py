@@ -21,7 +21,8 @@ from d2sd.build.plan import Part, Plan
 from d2sd.build.stage_cache import StageCache
 from d2sd.build.validate.perplexity import Text, compare_texts
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import DTYPES

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
 from typing_extensions import Self
@@ -19,7 +20,9 @@ from d2sd.typed import named, plain
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
-    from d2sd.runtime.engine import Engine
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class EngineOptions(Closed):
@@ -56,22 +59,28 @@ class EngineOptions(Closed):
             raise D2SDError(what, where=where, found=found, expected=first["msg"]) from None
 
     def load(self, path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
-        """Open a bundle for these options, as `load_bundle` does."""
+        """Open a bundle for these options, as `load_bundle` does; `make_engine` then makes the engine."""
         from d2sd.bundle.load import load_bundle  # here, so that a command's help needs no torch
 
         return load_bundle(
             path, verify=verify, progress=progress, tensor_parallel=self.tensor_parallel, device=self.device
         )
 
-    def engine(self, bundle: Bundle) -> Engine:
-        """Make the engine of a bundle that `load` has opened, as `make_engine` does."""
-        from d2sd.bundle.serving import make_engine
 
-        return make_engine(
-            bundle,
-            policy=self.policy,
-            device=self.device,
-            backend=self.backend,
-            max_batch=self.max_batch,
-            prefix_cache=self.prefix_cache,
-        )
+class ServiceOptions(Closed):
+    """How requests wait for an engine that several clients share."""
+
+    # in addition to those that run
+    max_waiting: Annotated[int, Field(ge=0, le=10**6, description="Requests that may wait.")] = 256
+    drain_timeout: Annotated[float, Field(ge=0, le=366 * 86400, description="Seconds at shutdown.")] = 30
+
+
+def naming_options(function: Function) -> Function:
+    """Let `help` and editors show the options of an engine where a function takes them as `**options`."""
+    shown, fields = signature(function), EngineOptions.model_fields
+    options = [
+        Parameter(name, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
+        for name, field in fields.items()
+    ]
+    function.__signature__ = shown.replace(parameters=[*shown.parameters.values()][:-1] + options)  # type: ignore[attr-defined]
+    return function

@@ -1,4 +1,4 @@
-"""Makes engines from a loaded bundle, and requests in its target's chat template."""
+"""Makes engines from a loaded bundle."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from d2sd.bundle.backends import BackendName, make_runner
-from d2sd.bundle.chat import Messages, encode_prompt
-from d2sd.bundle.turns import encode_turns
-from d2sd.errors import BundleError, RequestError
+from d2sd.bundle.options import EngineOptions
+from d2sd.errors import BundleError
 from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName, parse_method, with_branches
 from d2sd.progress import bar
-from d2sd.recipe import Method, Policy, Tree
+from d2sd.recipe import Policy, Tree
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from d2sd.modeling.tensor_parallel import Group
     from d2sd.runtime.engine import Engine
     from d2sd.runtime.policy_selector import PolicySelector
-    from d2sd.runtime.request import Request
-    from d2sd.runtime.sampling_params import SamplingParams
     from d2sd.runtime.speculation.calibration import Calibration
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
     from d2sd.runtime.step_times import Forecast
@@ -41,18 +38,15 @@ _ONE_BRANCH, _HALF_AS_MUCH = 4, 32
 
 def make_engine(
     bundle: Bundle,
+    options: EngineOptions | None = None,
     *,
-    policy: Method | None = None,
     row_budget: int | None = None,
-    device: str = "cpu",
-    backend: BackendName = "torch",
-    max_batch: int | None = None,
     calibrated: bool = True,
-    prefix_cache: bool | None = None,
     selector: PolicySelector | None = None,
     lookup: bool | None = None,
+    **named: Any,
 ) -> Engine:
-    """Make an engine for the bundle's models; arguments that are not given default to the recipe's values.
+    """Make an engine for the bundle's models, by options or by those `named`; what is not given is the recipe's.
 
     Raises BundleError if the bundle lacks a drafter that the policy needs. `calibrated=False` uses the drafters' raw
     probabilities. Of `selector`, of another engine of the same bundle, device and batch size, the measurements are
@@ -65,9 +59,10 @@ def make_engine(
     from d2sd.runtime.parallel.leader import LeadingSteps
     from d2sd.runtime.request import Limits, buckets
 
-    recipe, file, ranks = bundle.recipe, bundle.calibration, bundle.ranks
-    named, copies = parse_method(policy or recipe.tree.policy)
-    name, rows = cast("Policy", named), row_budget or recipe.tree.row_budget
+    recipe, file, ranks, options = bundle.recipe, bundle.calibration, bundle.ranks, options or EngineOptions(**named)
+    device, backend, max_batch = options.device, options.backend, options.max_batch
+    policy, copies = parse_method(options.policy or recipe.tree.policy)
+    name, rows = cast("Policy", policy), row_budget or recipe.tree.row_budget
     tree = recipe.tree.model_copy(update={"lookup": copies or (recipe.tree.lookup if lookup is None else lookup)})
     if name == "auto":
         names = auto_policies(bundle.draft_configs, file, backend)
@@ -77,8 +72,8 @@ def make_engine(
         candidates = [policy_of_tree(tree, name, rows, bundle.drafters)]
     roles = {role for candidate in candidates for role in candidate.drafters}
     limits = Limits.of(recipe.limits, max_batch)
-    if prefix_cache is not None:
-        limits = replace(limits, prefix_cache=prefix_cache)
+    if options.prefix_cache is not None:
+        limits = replace(limits, prefix_cache=options.prefix_cache)
     make_steps: type[DecodeSteps] = DecodeSteps
     if ranks is not None:
         device, make_steps = ranks.device, LeadingSteps
@@ -261,38 +256,3 @@ def _between(alone: Sequence[float], every: Sequence[float], count: int, branche
         kept = max(0, nodes - _ONE_BRANCH) / (nodes + _HALF_AS_MUCH - 2 * _ONE_BRANCH)
         curve.append(least + (most - least) * (1 - kept**count) / (1 - kept**branches))
     return curve
-
-
-def chat_request(
-    bundle: Bundle,
-    prompt: str | Messages,
-    sampling: SamplingParams,
-    max_new_tokens: int,
-    *,
-    raw: bool = False,
-    stop: tuple[str, ...] = (),
-    tools: Sequence[Mapping[str, Any]] | None = None,
-) -> Request:
-    """Make a request that ends at the target's stop tokens.
-
-    `prompt` is a conversation, `[{"role": ..., "content": ...}, ...]`, or one user turn; both are put into the target's
-    chat template, with `tools` in OpenAI's format. With `raw`, or where the target has no template, a string is encoded
-    without one. Raises `RequestError` for malformed messages and for a template that cannot be rendered.
-    """
-    from d2sd.runtime.request import Request
-
-    tokenizer = bundle.tokenizer
-    if isinstance(prompt, str) and (raw or not tokenizer.chat_template):
-        ids = encode_prompt(tokenizer, prompt)
-    elif raw or not tokenizer.chat_template:
-        raise RequestError(
-            "A conversation needs a chat template.",
-            where=bundle.path / "target",
-            found="raw" if raw else "none in tokenizer_config.json",
-            fix="pass one string, as LLM.generate() takes it",
-        )
-    else:
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        where = f"{bundle.path / 'target'}: chat_template"
-        ids = encode_turns(tokenizer, messages, bundle.recipe.target.template, where, tools)
-    return Request(tuple(ids), max_new_tokens, sampling, frozenset(bundle.stop_token_ids), stop)

@@ -9,7 +9,7 @@ import click
 from d2sd.bench.capacity import Lengths, make_sheet, read_plan
 from d2sd.build.plan import GPUS
 from d2sd.build.shares import of_one_gpu
-from d2sd.cli.options import tensor_parallel_option
+from d2sd.cli.options import table_option
 from d2sd.cli.report import Reporting
 from d2sd.errors import D2SDError
 from d2sd.io import write_text
@@ -24,7 +24,7 @@ _TOKENS, _BATCH = click.IntRange(1, 2**24), click.IntRange(1, 2**16)
 @click.option("--gpu", type=click.Choice(list(GPUS)), required=True)
 @click.option("--prompt-tokens", type=_TOKENS, required=True, help="Of a request (ISL).")
 @click.option("--output-tokens", type=_TOKENS, required=True, help="Of its answer (OSL).")
-@tensor_parallel_option
+@table_option("tensor_parallel")
 @click.option("--max-batch", type=_BATCH, help="Requests that decode together.  [default: the recipe's]")
 @click.option("--policy", type=PolicyType, help="Tree policy.  [default: the recipe's]")
 @click.option("--tau", type=float, help="Tokens a step of the policy.  [default: the calibration's forecast]")

@@ -9,9 +9,9 @@ from typing import Any
 import click
 
 from d2sd.bundle.backends import check_device
-from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.options import EngineOptions, ServiceOptions
 from d2sd.option_types import FilePath as FilePath  # for all commands
-from d2sd.option_types import PolicyType, Seconds
+from d2sd.option_types import PolicyType, RealRange
 
 
 def _checked(context: click.Context, parameter: click.Parameter, value: str) -> str:
@@ -20,58 +20,56 @@ def _checked(context: click.Context, parameter: click.Parameter, value: str) -> 
     return value
 
 
-_FIELDS: dict[str, Any] = EngineOptions.model_json_schema()["properties"]
+_FIELDS: dict[str, Any] = {
+    name: field
+    for table in (EngineOptions, ServiceOptions)
+    for name, field in table.model_json_schema()["properties"].items()
+}
+#: Names of options that differ from the fields', and more arguments of Click's.
+_DECLARED = {"backend": ("--executor", "backend")}
+_MORE: dict[str, dict[str, Any]] = {"policy": {"type": PolicyType}, "device": {"callback": _checked}}
+_TYPES = {"integer": click.IntRange, "number": RealRange}
 
 bundle_argument = click.argument("bundle", type=FilePath)
 
 
-def engine_option(name: str, *declared: str, **more: Any) -> Callable[..., Any]:
-    """The option of a field of `EngineOptions`: its type, default and help are the field's."""
+def table_option(name: str) -> Callable[..., Any]:
+    """The option of a field of `EngineOptions` or `ServiceOptions`: its type, default and help are the field's."""
     field = _FIELDS[name]
     kind = field.get("anyOf", [field])[0]  # without null
-    if name == "policy":
-        more["type"] = PolicyType
+    option, more = f"--{name.replace('_', '-')}", _MORE.get(name, {})
+    if kind["type"] == "boolean":
+        option += option.replace("--", "/--no-")
     elif "enum" in kind:
-        more["type"] = click.Choice(kind["enum"])
-    elif kind["type"] == "integer":
-        more["type"] = click.IntRange(kind["minimum"], kind["maximum"])
+        more = {"type": click.Choice(kind["enum"])} | more
+    elif kind["type"] in _TYPES:
+        more = {"type": _TYPES[kind["type"]](kind["minimum"], kind["maximum"])}
     own = field["default"] is not None
     text = field["description"] if own else f"{field['description']}  [default: the bundle's]"
-    declared = declared or (f"--{name.replace('_', '-')}",)
+    declared = _DECLARED.get(name, (option,))
     return click.option(*declared, default=field["default"], show_default=own, help=text, **more)
 
 
-device_option = engine_option("device", callback=_checked)
-backend_option = engine_option("backend", "--executor", "backend")
-policy_option = engine_option("policy")
-tensor_parallel_option = engine_option("tensor_parallel")
-max_waiting_option = click.option(
-    "--max-waiting", type=click.IntRange(0, 10**6), default=256, show_default=True, help="Requests that may wait."
-)
-drain_option = click.option(
-    "--drain-timeout", type=Seconds(), default=30, show_default=True, help="Seconds at shutdown."
+device_option, backend_option, max_waiting_option, drain_option = map(
+    table_option, ("device", "backend", "max_waiting", "drain_timeout")
 )
 
 
-def engine_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """The options of a server's engine, whose values the command gets as `engine`."""
-    options = {
-        "max_batch": engine_option("max_batch"),
-        "prefix_cache": engine_option("prefix_cache", "--prefix-cache/--no-prefix-cache"),
-        "policy": policy_option,
-        "device": device_option,
-        "tensor_parallel": tensor_parallel_option,
-        "backend": backend_option,
-    }
+def engine_options(*without: str) -> Callable[..., Any]:
+    """The options of an engine but some, whose values the command gets as `engine`."""
+    names = [name for name in EngineOptions.model_fields if name not in without]
 
-    @wraps(command)
-    def with_engine(**values: Any) -> Any:
-        engine = EngineOptions(**{name: values.pop(name) for name in options})
-        return command(engine=engine, **values)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(command)
+        def with_engine(**values: Any) -> Any:
+            engine = EngineOptions(**{name: values.pop(name) for name in names})
+            return command(engine=engine, **values)
 
-    for option in reversed(options.values()):
-        with_engine = option(with_engine)
-    return with_engine
+        for name in reversed(names):
+            with_engine = table_option(name)(with_engine)
+        return with_engine
+
+    return decorate
 
 
 held_out_option = click.option(

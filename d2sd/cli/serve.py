@@ -38,7 +38,7 @@ from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_em
     show_default=True,
     help="Of the metrics that vLLM has too, for dashboards made for it.",
 )
-@options.engine_options
+@options.engine_options()
 def serve(bundle: Path, host: str, port: int, engine: EngineOptions, **settings: Any) -> None:
     """Serve the bundle at BUNDLE over HTTP, as OpenAI's API.
 

@@ -8,6 +8,7 @@ import click
 
 from d2sd.cli.options import FilePath, bundle_argument
 from d2sd.cli.report import Reporting
+from d2sd.serve.triton.parameters import SETTABLE
 from d2sd.serve.triton.repository import write_repository
 
 
@@ -18,11 +19,7 @@ from d2sd.serve.triton.repository import write_repository
 @click.option("--gpu", "gpus", type=click.IntRange(0), multiple=True, help="GPU of an instance; repeatable.")
 @click.option("--batched", is_flag=True, help="Inputs have a leading dimension of 1 (max_batch_size: 1).")
 @click.option(
-    "--set",
-    "values",
-    multiple=True,
-    metavar="A=B",
-    help="policy, backend, max_batch, max_waiting, drain_timeout, prefix_cache, tensor_parallel or stream_interval.",
+    "--set", "values", multiple=True, metavar="A=B", help=" or ".join(", ".join(SETTABLE).rsplit(", ", 1)) + "."
 )
 def triton(bundle: Path, out: Path, name: str | None, gpus: list[int], batched: bool, values: tuple[str, ...]) -> None:
     """Write a model repository that serves the bundle at BUNDLE in Triton Inference Server.

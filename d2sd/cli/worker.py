@@ -34,7 +34,7 @@ from d2sd.option_types import Name
 @options.drain_option
 @click.option("--kv-events/--no-kv-events", default=True, help="Report the prefix cache to the router.")
 @click.option("--disaggregation-mode", default="agg", hidden=True)
-@options.engine_options
+@options.engine_options()
 def worker(bundle: Path, dynamo: bool, disaggregation_mode: str, engine: EngineOptions, **settings: Any) -> None:
     """Serve the bundle at BUNDLE as one worker behind Dynamo's frontend.
 

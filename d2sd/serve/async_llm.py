@@ -8,12 +8,10 @@ from types import TracebackType
 
 from typing_extensions import Self
 
-from d2sd.errors import RequestError
-from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.serve.completion import Completion
-from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, conversation_inputs, input_of, prompt_inputs
-from d2sd.serve.session import Opened, Running, Session
+from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, conversation_inputs, prompt_inputs
+from d2sd.serve.session import Opened
 
 
 class AsyncLLM(Opened):
@@ -43,7 +41,7 @@ class AsyncLLM(Opened):
         """Answer a conversation, or each of a list of conversations, as `LLM.chat` does."""
         return await self._run(conversation_inputs(messages), sampling_params, deadline, tools)
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt | Sequence[Message],
         sampling_params: SamplingParams | None = None,
@@ -54,11 +52,7 @@ class AsyncLLM(Opened):
 
         `aclose()` of the generator cancels the request.
         """
-        request = await asyncio.to_thread(stream_request, self._session, prompt, sampling_params)
-        async with Running(self._session, [request], deadline) as (stream,):
-            async for output in stream:
-                if output.text:
-                    yield output.text
+        return self._session.pieces(prompt, sampling_params, deadline)
 
     async def close(self) -> None:
         """End all requests, and free the models and the K/V pools; `stats` stay readable."""
@@ -78,11 +72,3 @@ class AsyncLLM(Opened):
         groups = await asyncio.to_thread(self._session.requests, inputs, sampling, tools)
         finished = await self._session.run(groups, deadline)
         return await asyncio.to_thread(self._session.completions, finished)
-
-
-def stream_request(session: Session, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None) -> Request:
-    """The request of a stream. Raises `RequestError`."""
-    if isinstance(sampling, SamplingParams) and sampling.n != 1:
-        raise RequestError("A stream has one completion.", where="n", found=sampling.n, expected=1)
-    ((request,),) = session.requests([input_of(prompt)], sampling)
-    return request

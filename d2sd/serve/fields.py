@@ -62,7 +62,7 @@ _ROWS = (
     Field("presence_penalty", triton=_named("presence_penalty"), dynamo="sampling_options"),
     Field("seed", triton=_named("seed"), data_type="UINT64", dynamo="sampling_options"),
     Field("max_tokens", bodies="completions", triton=_named("max_tokens"), data_type="INT32", dynamo="stop_conditions"),
-    Field("stop", str | Texts, triton=_named("stop", "stop_words"), data_type="STRING", dynamo="stop_conditions"),
+    Field("stop", str | Texts, triton=_named("stop", "stop_words"), data_type="STRING"),
     Field("min_tokens", dynamo="stop_conditions"),
     Field("ignore_eos", dynamo="stop_conditions"),
     Field("stop_token_ids", TokenIds, dynamo="stop_conditions"),

@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from typing_extensions import Self
 
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.serve.async_llm import stream_request
 from d2sd.serve.completion import Completion
 from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, conversation_inputs, prompt_inputs
 from d2sd.serve.session import Opened
@@ -24,12 +23,9 @@ class LLM(Opened):
 
     Args:
         model: folder of the bundle.
-        device: `cpu` or `cuda`; the device of PyTorch.
-        policy: tree policy; None takes the recipe's.
-        backend: `torch`, or `onnx` or `tensorrt` where the bundle has graphs or engines.
-        max_batch: requests that decode together, others wait; None takes `limits.max_batch` of the recipe.
         verify: check the hash of every file of the bundle first.
-        tensor_parallel: processes that share the target, on `cuda` a GPU each (docs/parallel.md).
+        options: of the engine, by the names in `EngineOptions`, such as `policy`, `device` and `max_batch`; what is
+            left out is the recipe's. `d2sd serve --help` says what each does.
 
     Raises `BundleError` if the folder is not an intact bundle or lacks what the policy or the backend needs, and
     `D2SDError` for another argument that is wrong.
@@ -65,7 +61,7 @@ class LLM(Opened):
         The request is submitted by the first `next`. Closing the iterator early cancels the request. Several streams
         may be open at once; they share the batch. Raises `RequestError` if the prompt cannot be served.
         """
-        pieces = self._session.pieces(stream_request(self._session, prompt, sampling_params))
+        pieces = self._session.pieces(prompt, sampling_params)
         try:
             while (piece := wait(_next(pieces))) is not None:
                 yield piece

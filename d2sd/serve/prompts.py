@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 from typing_extensions import TypedDict
 
-from d2sd.bundle.serving import chat_request
+from d2sd.bundle.requests import default_params, each_completion, encode_input, make_request
 from d2sd.errors import RequestError
-from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.serve.params import each_completion
 from d2sd.typed import named, plain, typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
     from d2sd.runtime.grammar.grammar import Grammar
+    from d2sd.runtime.request import Request
 
 
 class TokensPrompt(TypedDict):
@@ -111,14 +109,9 @@ def make_requests(
             expected='a list of {"type": "function", "function": {...}}',
         )
     defaults = bundle.recipe.sampling
-    if params is None:
-        params = SamplingParams(defaults.temperature, defaults.top_p, defaults.top_k, defaults.seed)
-    length = defaults.max_new_tokens if params.max_tokens is None else params.max_tokens
-    if isinstance(prompt, tuple):
-        request = Request(prompt, length, params, frozenset(bundle.stop_token_ids))
-    else:
-        request = chat_request(bundle, prompt, params, length, raw=isinstance(prompt, str), tools=tools)
-    return each_completion(bundle, replace(request, grammar=grammar))
+    params = params or default_params(bundle, seed=defaults.seed)
+    ids = encode_input(bundle, prompt, raw=isinstance(prompt, str), tools=tools)
+    return each_completion(make_request(bundle, ids, params, defaults.max_new_tokens, grammar=grammar))
 
 
 def _prompt(prompt: Any, where: str) -> str | tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sys
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -10,19 +11,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, finalize
 
-from d2sd.bundle.backends import BackendName, check_device
-from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.backends import check_device
+from d2sd.bundle.options import EngineOptions, naming_options
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
-from d2sd.recipe import Method
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.completion import Completion, make_completion
 from d2sd.serve.errors import EngineFailed, ShuttingDown
-from d2sd.serve.prompts import Input, Sampling, Tools, each_params, make_requests
+from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, each_params, input_of, make_requests
 from d2sd.serve.structured import GrammarCompiler
 from d2sd.typed import WRONG_TYPE, typed
 
@@ -37,21 +39,11 @@ if TYPE_CHECKING:
 class Opened:
     """The part that `LLM` and `AsyncLLM` share: their arguments, the session, and its counts."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        device: str = "cpu",
-        policy: Method | None = None,
-        backend: BackendName = "torch",
-        max_batch: int | None = None,
-        verify: bool = True,
-        tensor_parallel: int = 1,
-    ) -> None:
-        given = {"device": device, "policy": policy, "backend": backend, "max_batch": max_batch}
-        options = EngineOptions.of({**given, "tensor_parallel": tensor_parallel}, WRONG_TYPE, strict=True)
+    @naming_options
+    def __init__(self, model: str | Path, *, verify: bool = True, **options: Any) -> None:
+        of_engine = EngineOptions.of(options, WRONG_TYPE, strict=True)
         folder = Path(typed(model, str | Path, "model", D2SDError))
-        self._session = Session(folder, options, verify=typed(verify, bool, "verify", D2SDError))
+        self._session = Session(folder, of_engine, verify=typed(verify, bool, "verify", D2SDError))
 
     @property
     def stats(self) -> SequenceStats:
@@ -75,7 +67,7 @@ class Session:
         self._name = f"{str(model)!r}, policy={options.policy or bundle.recipe.tree.policy!r}"
         self._name += f", device={options.device!r}, backend={options.backend!r}"
         try:
-            engine = options.engine(bundle)
+            engine = make_engine(bundle, options)
         except BaseException:
             if bundle.ranks is not None:
                 bundle.ranks.close()
@@ -116,8 +108,13 @@ class Session:
             answers = iter([await _read(stream) for stream in streams])
         return [[next(answers) for _ in group] for group in groups]
 
-    async def pieces(self, request: Request, deadline: float | None = None) -> AsyncGenerator[str, None]:
-        """Yield the text of a request as it is generated; closing the generator cancels the request."""
+    async def pieces(
+        self, prompt: Prompt | Sequence[Message], sampling: SamplingParams | None, deadline: float | None = None
+    ) -> AsyncGenerator[str, None]:
+        """Yield the text of a completion as it is generated; closing the generator cancels the request."""
+        if isinstance(sampling, SamplingParams) and sampling.n != 1:
+            raise RequestError("A stream has one completion.", where="n", found=sampling.n, expected=1)
+        ((request,),) = await asyncio.to_thread(self.requests, [input_of(prompt)], sampling)
         async with Running(self, [request], deadline) as (stream,):
             async for output in stream:
                 if output.text:

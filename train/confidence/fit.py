@@ -19,7 +19,8 @@ from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
 from d2sd.build.pipeline import Fit
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import can_run, chat_request, make_engine, policy_of_tree
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import can_run, make_engine, policy_of_tree
 from d2sd.calibration import CalibrationFile, CopyTable, UseTable
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError, RecipeError

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from d2sd.bundle.load import Bundle
+from d2sd.bundle.requests import make_request
 from d2sd.bundle.serving import make_engine
 from d2sd.convert.checkpoint.weights import fill
 from d2sd.convert.kinds import KINDS
@@ -21,7 +22,7 @@ from d2sd.progress import Progress
 from d2sd.recipe import Tree
 from d2sd.runtime.evaluation import AcceptedLengths, Evaluation
 from d2sd.runtime.observe import run_observed
-from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import reliability_bins
 from d2sd.train.data.responses import Response
 from d2sd.train.kinds import trained_kind
@@ -44,8 +45,8 @@ class Evaluator:
         described = bundle.manifest.model_copy(update={"recipe": bundle.recipe.model_copy(update={"tree": tree})})
         self._bundle = replace(bundle, manifest=described)
         self.device, self._progress = device, progress
-        new_tokens, stops = recipe.evaluation.max_new_tokens, frozenset(bundle.stop_token_ids)
-        self.requests = {r.id: Request(tuple(r.prompt_ids), new_tokens, stop_tokens=stops) for r in held_out}
+        greedy, length = SamplingParams(), recipe.evaluation.max_new_tokens
+        self.requests = {r.id: make_request(bundle, r.prompt_ids, greedy, length) for r in held_out}
         self._evaluated = list(self.requests.items())[: recipe.evaluation.prompts]
 
     @property

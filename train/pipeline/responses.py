@@ -20,7 +20,8 @@ from pydantic import BaseModel, Field, JsonValue, NonNegativeInt, RootModel
 
 from d2sd.bundle.chat import render_chat
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request, make_request
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
 from d2sd.progress import Progress
@@ -245,9 +246,9 @@ class ResponseGenerator:
         kind = job.kind
         assert kind is not None
         ids = self.bundle.tokenizer(before + job.text, add_special_tokens=False).input_ids
-        sampling = SamplingParams(kind.temperature, seed=zlib.crc32(job.id.encode()))
-        stops = frozenset(self.bundle.stop_token_ids)
-        return Request(tuple(ids), kind.max_tokens, sampling, stops, () if kind.end is None else (kind.end,))
+        ends = () if kind.end is None else (kind.end,)
+        sampling = SamplingParams(kind.temperature, seed=zlib.crc32(job.id.encode()), stop=ends)
+        return make_request(self.bundle, ids, sampling, kind.max_tokens)
 
     def _continuation(self, sequence: Sequence, job: Job) -> str:
         """The target's text after the opening, special tokens included: the prompt filter looks for them."""

@@ -8,7 +8,8 @@ from d2sd.build.validate.drafter_config import check_drafter_config
 from d2sd.build.validate.graph_parity import check_graphs
 from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import can_run, chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import can_run, make_engine
 from d2sd.errors import BuildError
 from d2sd.policies import FACTS
 from d2sd.progress import Progress, silent

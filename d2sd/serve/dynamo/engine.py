@@ -11,9 +11,9 @@ import logging
 import signal
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from d2sd.bundle.options import ServiceOptions
 from d2sd.errors import CLIENT, D2SDError, RequestError
 from d2sd.runtime.sequence import Output
 from d2sd.serve.async_engine import AsyncEngine
@@ -183,13 +183,10 @@ class DynamoEngine:
         metrics.register_prometheus_expfmt_callback(scrape)
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerSettings:
-    """Names and limits of one worker; times are in seconds."""
+class WorkerSettings(ServiceOptions):
+    """Names and limits of one worker. The drain begins after Dynamo's grace period."""
 
     model: str  # the name in /v1/models
     namespace: str = "dynamo"
     discovery: str = "etcd"  # Dynamo's discovery backend: kubernetes, etcd or file
-    max_waiting: int = 256  # requests that wait in addition to those that run
-    drain_timeout: float = 30.0  # wait for running requests at shutdown, after Dynamo's grace period
     kv_events: bool = True  # tell the router what is in the prefix cache

@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 
 import numpy
 
+from d2sd.bundle.requests import default_params, each_completion, make_request
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
-from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.sampling_params import SamplingParams, hints
 from d2sd.serve.fields import FIELDS
-from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
+    from d2sd.runtime.request import Request
 
 
 def number_fields(parameters: type) -> tuple[str, ...]:
@@ -27,12 +27,12 @@ def number_fields(parameters: type) -> tuple[str, ...]:
 #: Numbers among the sampling options: they arrive as float32.
 _NUMBERS = number_fields(SamplingParams)
 _STOP_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
-#: Sampling options that `SamplingParams` has under the same name.
-_SHARED = tuple(row.name for row in FIELDS.values() if row.dynamo == "sampling_options")
+#: Sampling parameters that a part of a message has under the same name.
+_SHARED = {name: FIELDS[name].dynamo for name in hints() if FIELDS[name].dynamo != "none"}
 #: Fields of each part without a row in the table: those that are read here, and those of Dynamo's frontend and router.
 _OWN: Mapping[str, Sequence[str]] = {
     "sampling_options": ("guided_decoding",),
-    "stop_conditions": _STOP_IDS,
+    "stop_conditions": (*_STOP_IDS, "stop"),
     "output_options": ("skip_special_tokens", "return_tokens_as_token_ids", "formatted_prompt", "no_stop_trim"),
     "routing": (
         *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
@@ -88,34 +88,26 @@ class RequestReader:
     def read(self, message: Mapping[str, Any]) -> Request:
         """The request of a message. Raises `RequestError`, also for what d2sd does not do."""
         _refuse(message)
-        options, stops = _part(message, "sampling_options"), _part(message, "stop_conditions")
-        defaults, prompt = self._bundle.recipe.sampling, tuple(message["token_ids"])
-        values: dict[str, Any] = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k}
-        values |= {name: options[name] for name in _SHARED if options.get(name) is not None}
+        bundle, prompt, stops = self._bundle, message["token_ids"], _part(message, "stop_conditions")
+        found = {name: _part(message, part).get(name) for name, part in _SHARED.items()}
+        values = {name: value for name, value in found.items() if value is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
+        length = values.pop("max_tokens", max(1, self._capacity - len(prompt)))
         ends = set[int]().union(*(stops.get(name, ()) for name in _STOP_IDS))
-        stop_tokens, ignored = frozenset(self._bundle.stop_token_ids), bool(stops.get("ignore_eos"))
-        params = SamplingParams(
-            **values,
-            min_tokens=stops.get("min_tokens") or 0,
-            ignore_eos=ignored,
-            stop_token_ids=sorted(ends - stop_tokens if ignored else ends),
-            logprobs=_part(message, "output_options").get("logprobs"),
-        )
-        form = _form(_part(options, "guided_decoding"))
-        grammar = None if form is None else self._grammars.compile(form, "guided_decoding")
+        ends -= set(bundle.stop_token_ids) if stops.get("ignore_eos") else set()
+        params = default_params(bundle, **values | {"stop_token_ids": sorted(ends)})
+        form = _form(_part(_part(message, "sampling_options"), "guided_decoding"))
         routing = _part(message, "routing")
-        length = stops.get("max_tokens", max(1, self._capacity - len(prompt)))
-        request = Request(
+        request = make_request(
+            bundle,
             prompt,
-            length,
             params,
-            stop_tokens=stop_tokens,
-            grammar=grammar,
+            length,
+            grammar=None if form is None else self._grammars.compile(form, "guided_decoding"),
             priority=-(routing.get("priority") or 0),
             cache_salt=routing.get("cache_salt") or "",
         )
-        return each_completion(self._bundle, request)[0]
+        return each_completion(request)[0]
 
 
 def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from d2sd.bundle.serving import make_engine
 from d2sd.extras import require
 from d2sd.progress import bar
 from d2sd.serve.dynamo.engine import DynamoEngine
@@ -48,13 +48,13 @@ def run_worker(path: Path, settings: WorkerSettings, options: EngineOptions) -> 
     from dynamo.common.utils.namespace import get_worker_namespace
 
     bundle = options.load(path, progress=bar)
-    settings = replace(settings, model=settings.model or bundle.recipe.name)
+    settings = settings.model_copy(update={"model": settings.model or bundle.recipe.name})
     # More requests than this get 529 from the frontend, unless another worker has room.
     os.environ.setdefault("DYN_ENGINE_REQUEST_LIMIT", str(options.max_batch or bundle.recipe.limits.max_batch))
     os.environ.setdefault("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", str(settings.max_waiting))
 
     def load() -> tuple[Bundle, Engine]:
-        return bundle, options.engine(bundle)
+        return bundle, make_engine(bundle, options)
 
     async def factory(argv: list[str] | None) -> tuple[Any, Any]:
         # Its own methods first; what they leave out is the default of Dynamo's base class.

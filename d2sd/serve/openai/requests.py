@@ -6,19 +6,19 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from d2sd.bundle.chat import encode_prompt
+from d2sd.bundle.requests import default_params, each_completion, make_request
 from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.grammar.guidance import added_words
-from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import MAX_LOGPROBS, SamplingParams
 from d2sd.serve.openai.protocol import ChatBody, CompletionBody, GenerationBody, TokenizeBody, conversation
-from d2sd.serve.params import each_completion
 from d2sd.serve.structured import GrammarCompiler
 from d2sd.serve.tools import tool_grammar
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
+    from d2sd.runtime.request import Request
 
 #: Fields that bodies and `SamplingParams` share as they are.
 _SHARED = {field.name for field in fields(SamplingParams)} & set(GenerationBody.model_fields)
@@ -116,9 +116,7 @@ class RequestMaker:
             raise RequestError(
                 "Every answer is returned.", where="best_of", found=body.best_of, expected=f"n = {count}"
             )
-        defaults = bundle.recipe.sampling
-        values = {"temperature": defaults.temperature, "top_p": defaults.top_p, "top_k": defaults.top_k} | parameters
-        values |= {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
+        values = parameters | {name: value for name in _SHARED if (value := getattr(body, name)) is not None}
         if body.stream and values.get("prompt_logprobs") is not None:
             raise RequestError(
                 "A stream does not report the log-probabilities of the prompt.",
@@ -128,22 +126,14 @@ class RequestMaker:
         if body.logit_bias is not None:
             values["logit_bias"] = {int(token): bias for token, bias in body.logit_bias.items()}
         where, form = self.form(body)
-        params = SamplingParams(**values, structured_outputs=form)
-        grammar = None if form is None else self.grammars.compile(form, where)
+        params = default_params(bundle, **values, structured_outputs=form)
+        others = {"priority": body.priority, "cache_salt": body.cache_salt}
+        others |= {"grammar": None if form is None else self.grammars.compile(form, where)}
         requests = []
         for prompt in prompts:
             room = max(1, bundle.recipe.limits.max_context - len(prompt))
-            length = min(defaults.max_new_tokens, room) if params.max_tokens is None else params.max_tokens
-            request = Request(
-                tuple(prompt),
-                length,
-                params,
-                stop_tokens=frozenset(bundle.stop_token_ids),
-                grammar=grammar,
-                priority=body.priority,
-                cache_salt=body.cache_salt,
-            )
-            requests += each_completion(bundle, request)
+            length = min(bundle.recipe.sampling.max_new_tokens, room)
+            requests += each_completion(make_request(bundle, prompt, params, length, **others))
         return requests
 
 

@@ -13,7 +13,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from ipaddress import ip_address
 from pathlib import Path
 from types import FrameType
@@ -23,6 +22,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError
 from d2sd.io import printable
 from d2sd.logs import log_to_stderr
@@ -105,8 +105,8 @@ def serve_bundle(path: Path, settings: ServerSettings, host: str, port: int, opt
         address = "http://{}:{}".format(*listener.getsockname()[:2])
         logger.info("loading %s; until it is served, clients that connect to %s wait", path, address)
         bundle = options.load(path, progress=bar)
-        settings = replace(settings, model=settings.model or bundle.recipe.name)
-        engine = options.engine(bundle)
+        settings = settings.model_copy(update={"model": settings.model or bundle.recipe.name})
+        engine = make_engine(bundle, options)
         app = create_app(bundle, engine, settings)
         logger.info("serving %s at %s", settings.model, address)
         server = make_server(app, host, port)
@@ -133,7 +133,8 @@ def _checking_hosts(settings: ServerSettings, host: str, address: str) -> Server
     A web page may give its own name this address (DNS rebinding), and would then read what the server answers.
     """
     local = ip_address(address.partition("%")[0]).is_loopback and not settings.api_keys
-    return replace(settings, hosts=("localhost", host, *settings.hosts)) if local or settings.hosts else settings
+    hosts = ("localhost", host, *settings.hosts) if local or settings.hosts else ()
+    return settings.model_copy(update={"hosts": hosts})
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 from pydantic import Field
 from typing_extensions import Self
 
-from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.options import EngineOptions, ServiceOptions
 from d2sd.errors import D2SDError
 
 _WRONG = "A parameter is invalid."
 
 
-class Parameters(EngineOptions):
+class Parameters(ServiceOptions, EngineOptions):
     """Parameters that `d2sd triton` writes and the model reads; Triton carries all values as strings.
 
     The instance of a model has a device, so that config.pbtxt names none. Raises D2SDError that names the parameter.
@@ -22,15 +22,13 @@ class Parameters(EngineOptions):
 
     bundle: str  # absolute path, as the server sees it
     device: Annotated[str, Field(exclude=True)] = "cpu"
-    max_waiting: Annotated[int, Field(ge=0, le=10**6)] = 256  # in addition to max_batch; more get UNAVAILABLE
     stream_interval: Annotated[int, Field(ge=1, le=2**20)] = 4  # least tokens of a stream's responses after its first
-    drain_timeout: Annotated[float, Field(ge=0, le=366 * 86400)] = 30  # seconds
 
     @classmethod
     def parse(cls, values: Sequence[str]) -> Self:
         """Read `key=value` strings; unknown keys are errors."""
         parameters = dict(value.partition("=")[::2] for value in values)
-        known = [name for name, field in cls.model_fields.items() if not field.exclude]
+        known = ["bundle", *SETTABLE]
         if unknown := sorted(parameters.keys() - known):
             raise D2SDError("There is no such parameter.", found=", ".join(unknown), expected=", ".join(known))
         return cls.of(parameters, _WRONG)
@@ -47,3 +45,7 @@ class Parameters(EngineOptions):
             name: f"{value:g}" if isinstance(value, float) else str(value)
             for name, value in ({"bundle": self.bundle} | self.model_dump(exclude_none=True)).items()
         }
+
+
+#: Those that `d2sd triton --set` takes.
+SETTABLE = [name for name, field in Parameters.model_fields.items() if not field.exclude and name != "bundle"]

@@ -24,7 +24,7 @@ def test_python_has_the_options_by_name(kind: Any) -> None:
     given = {name: one.default for name, one in inspect.signature(kind).parameters.items()}
     assert given.pop("model") is inspect.Parameter.empty
     assert given.pop("verify") is True
-    assert given == {name: default for name, default in DEFAULTS.items() if name != "prefix_cache"}
+    assert given == DEFAULTS
 
 
 @pytest.mark.parametrize("command", [serve, worker])

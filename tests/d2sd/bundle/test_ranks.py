@@ -288,7 +288,7 @@ def test_an_engine_that_cannot_be_made_leaves_no_rank(
         raise BundleError("No.")
 
     monkeypatch.setattr("d2sd.bundle.load.load_bundle", load)
-    monkeypatch.setattr("d2sd.bundle.serving.make_engine", fail)
+    monkeypatch.setattr("d2sd.serve.session.make_engine", fail)
     with pytest.raises(BundleError) as held:
         LLM(path, tensor_parallel=2)
     assert held  # and with its traceback everything that a finalizer would wait for

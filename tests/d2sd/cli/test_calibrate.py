@@ -11,7 +11,8 @@ import yaml
 from click.testing import Result
 
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine, scores_of
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine, scores_of
 from d2sd.calibration import load_calibration
 from d2sd.convert.kinds import KINDS
 from d2sd.plugins.lookup import LENGTHS, SUPPORT

@@ -14,7 +14,8 @@ from click.testing import Result
 import d2sd.build.validate.checks as checks
 from d2sd.bench.speculation_table import show_stats
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import BuildError, D2SDError
 from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import FACTS, DrafterRole
@@ -120,7 +121,7 @@ def test_one_engine_has_pools_at_a_time(built: Path, tmp_path: Path, monkeypatch
         pools.extend(ref(pool) for pool in engine.runner.pools)
         return engine
 
-    monkeypatch.setattr("d2sd.bundle.serving.make_engine", make)
+    monkeypatch.setattr("d2sd.cli.generate.make_engine", make)
     result = run(built, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
     assert result.exit_code == 0, result.output
     assert len(pools) == 4, "of target and two drafters, and of the target alone"

@@ -62,7 +62,7 @@ def test_an_empty_key_in_the_environment_is_refused(value: str) -> None:
 @pytest.mark.parametrize("keys", [("",), ("secret", ""), (" ",), ("kéy",), ("a\nb",), ("\udcff",)])
 def test_settings_have_no_empty_key(keys: tuple[str, ...]) -> None:
     with pytest.raises(D2SDError, match="API key"):
-        ServerSettings("m", keys)
+        ServerSettings(model="m", api_keys=keys)
 
 
 @pytest.mark.parametrize(

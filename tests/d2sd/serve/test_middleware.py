@@ -47,7 +47,7 @@ async def enter(error: Exception | None, path: str = "/v1/models") -> None:
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": ("10.0.0.1", 5)}
-    await Entrance(app, ServerSettings("m"), Spans())(scope, receive, send)
+    await Entrance(app, ServerSettings(model="m"), Spans())(scope, receive, send)
 
 
 @pytest.mark.parametrize("error", RESET, ids=lambda error: type(error).__name__)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from d2sd import LLM, SamplingParams
+from d2sd.bundle.requests import encode_bad_words
 from d2sd.errors import RequestError
-from d2sd.serve.params import encode_bad_words
 
 PROMPT = "w5 w7 w9"
 

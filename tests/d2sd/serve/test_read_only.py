@@ -58,7 +58,7 @@ def worker(bundle: Path, work: Path, patch: pytest.MonkeyPatch) -> str:
     loaded = load_bundle(bundle)
 
     async def answer() -> list[int]:
-        made = DynamoEngine(WorkerSettings("tiny"), lambda: (loaded, make_engine(loaded)), fakes.sdk())
+        made = DynamoEngine(WorkerSettings(model="tiny"), lambda: (loaded, make_engine(loaded)), fakes.sdk())
         await made.start(1)
         sent = {
             "token_ids": loaded.tokenizer(PROMPT).input_ids,

@@ -28,7 +28,8 @@ from d2sd.build.validate.drafter_config import (
     sign_test,
 )
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import chat_request, make_engine
+from d2sd.bundle.requests import chat_request
+from d2sd.bundle.serving import make_engine
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
 from d2sd.convert.kinds import DFLASH

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import chat_request
+from d2sd.bundle.requests import chat_request
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import load_drafter
 from d2sd.policies import DrafterRole

@@ -91,6 +91,6 @@ def test_workers_of_a_rollout_have_a_namespace_of_their_own(monkeypatch: pytest.
     made: list[Any] = []
     monkeypatch.setattr("dynamo.common.backend.run.run", lambda kind, engine_factory: made.append(engine_factory))
     monkeypatch.setattr("d2sd.bundle.load.load_bundle", MagicMock())
-    run_worker(Path("/bundle"), WorkerSettings("m", namespace="fleet"), EngineOptions())
+    run_worker(Path("/bundle"), WorkerSettings(model="m", namespace="fleet"), EngineOptions())
     _, config = asyncio.run(made[0](None))
     assert config.namespace == "fleet-1a2b"

@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -27,7 +26,7 @@ from tests.d2sd.serve.dynamo import fakes
 from tests.d2sd.serve.http import until
 
 pytestmark = pytest.mark.anyio
-SETTINGS = WorkerSettings("tiny", max_waiting=1, drain_timeout=5)
+SETTINGS = WorkerSettings(model="tiny", max_waiting=1, drain_timeout=5)
 
 
 def message(prompt: list[int], tokens: int = 20, *, logprobs: int | None = None, **sampling: Any) -> dict[str, Any]:
@@ -43,7 +42,7 @@ def message(prompt: list[int], tokens: int = 20, *, logprobs: int | None = None,
 
 @asynccontextmanager
 async def worker(bundle: Bundle, engine: Engine, **settings: Any) -> AsyncIterator[DynamoEngine]:
-    made = DynamoEngine(replace(SETTINGS, **settings), lambda: (bundle, engine), fakes.sdk())
+    made = DynamoEngine(SETTINGS.model_copy(update=settings), lambda: (bundle, engine), fakes.sdk())
     await made.start(1)
     try:
         yield made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from unittest.mock import MagicMock
 
 import pytest
@@ -54,7 +53,7 @@ def test_dashboards_for_vllm_find_its_names() -> None:
 def test_the_server_takes_the_prefix_from_its_settings(server: Running) -> None:
     own = server.server
     assert own.metrics.text().startswith(b"# HELP d2sd_")
-    other = Server(own.bundle, own.engine.engine, replace(own.settings, metrics_prefix="vllm"))
+    other = Server(own.bundle, own.engine.engine, own.settings.model_copy(update={"metrics_prefix": "vllm"}))
     assert other.metrics.text().startswith(b"# HELP vllm:")
 
 

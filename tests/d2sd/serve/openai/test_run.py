@@ -94,7 +94,7 @@ def begin(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Serve a bundle, with the logs of these tests."""
     monkeypatch.setattr(run, "_log_to_stderr", lambda: None)
     monkeypatch.setattr("gc.freeze", lambda: None)
-    return lambda bundle: serve_bundle(bundle, ServerSettings(""), "127.0.0.1", 0, EngineOptions())
+    return lambda bundle: serve_bundle(bundle, ServerSettings(model=""), "127.0.0.1", 0, EngineOptions())
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -162,7 +162,7 @@ def status_for(host: str, hosts: tuple[str, ...], path: str = "/v1/models") -> i
         return {"type": "http.disconnect"}
 
     scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", host.encode())], "client": ("::1", 5)}
-    asyncio.run(Entrance(app, ServerSettings("m", hosts=hosts), Spans())(scope, receive, send))
+    asyncio.run(Entrance(app, ServerSettings(model="m", hosts=hosts), Spans())(scope, receive, send))
     body = json.loads(sent[-1]["body"])
     assert (sent[0]["status"] == 200) == (body == {})
     assert sent[0]["status"] == 200 or body["error"]["code"] == "host_not_allowed"
@@ -199,4 +199,4 @@ def test_a_page_that_gives_its_name_a_local_address_reads_nothing(host: str, pat
 def test_names_are_checked_on_loopback_without_keys_or_where_they_are_listed(
     address: str, settings: dict[str, Any], hosts: tuple[str, ...]
 ) -> None:
-    assert run._checking_hosts(ServerSettings("m", **settings), "name", address).hosts == hosts
+    assert run._checking_hosts(ServerSettings(model="m", **settings), "name", address).hosts == hosts
