@@ -9,6 +9,7 @@ from d2sd.policies import FACTS, FirstPass, PolicyName
 
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.head_configs import HeadConfig
+    from d2sd.modeling.mixers.configs import RecurrentConfig
 
 Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
@@ -52,29 +53,6 @@ class ExpertsConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaConfig:
-    """Gated delta nets, which replace the attention of some layers (`d2sd.modeling.delta_net`)."""
-
-    layers: tuple[int, ...]  # ascending
-    key_heads: int
-    value_heads: int  # a multiple of the key heads
-    key_size: int
-    value_size: int
-    taps: int = 4  # of the short convolution, a row's own included
-    joined: bool = False  # two projections make what Qwen3.5 makes by four (Qwen3-Next)
-
-    @property
-    def channels(self) -> int:
-        """Inputs of the convolution: queries, keys and values."""
-        return 2 * self.key_heads * self.key_size + self.value_heads * self.value_size
-
-    def state_bytes(self, itemsize: int) -> int:
-        """Bytes of a request's states in all layers, of a model whose numbers have `itemsize` bytes."""
-        recurrent = self.value_heads * self.key_size * self.value_size
-        return len(self.layers) * (4 * recurrent + itemsize * self.channels * (self.taps - 1))
-
-
-@dataclass(frozen=True, slots=True)
 class BodyConfig:
     """Geometry of a transformer layer, the same for target and drafter."""
 
@@ -103,21 +81,25 @@ class BodyConfig:
     branch_norms: bool = False  # what attention and MLP add is normalized too
     query_scale: float = 1.0  # of queries, besides 1/√D
     local_rope: RopeConfig | None = None  # of layers with a window
+    recurrent: RecurrentConfig | None = None  # mixers that replace the attention of some layers
     # Qwen3-Next, Qwen3.5
-    delta: DeltaConfig | None = None
     rotary_dim: int | None = None  # of a head, its first numbers, which rotate; None: all
     output_gate: bool = False  # `q_proj` makes a gate of each head's output, too
 
     def __post_init__(self) -> None:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
         assert len(self.causal) in (0, self.num_layers), "causality for each layer"
-        assert self.delta is None or not (self.windows or self.causal), "hybrids attend to all that is before a row"
+        assert self.recurrent is None or not (self.windows or self.causal), "hybrids attend to all that is before a row"
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The layers that attend, and have keys and values; all but gated delta nets."""
-        delta = () if self.delta is None else self.delta.layers
-        return tuple(layer for layer in range(self.num_layers) if layer not in delta)
+        """The layers that attend, and have keys and values."""
+        others = () if self.recurrent is None else self.recurrent.layers
+        return tuple(layer for layer in range(self.num_layers) if layer not in others)
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Bytes of a request's recurrent states, of a model whose numbers have `itemsize` bytes."""
+        return 0 if self.recurrent is None else self.recurrent.state_bytes(itemsize)
 
     @property
     def views(self) -> tuple[tuple[int | None, bool], ...]:
@@ -169,12 +151,12 @@ class BodyConfig:
     def beyond_compiled(self) -> tuple[str, ...]:
         """Parts of `beyond_llama` that compiled layers on a CPU lack."""
         names = {
-            "gated delta nets": self.delta is not None,
             "gated attention": self.output_gate,
             "partial rotation": self.rotary_dim is not None,
             "shared experts": self.experts is not None and self.experts.shared_size is not None,
         }
-        return tuple(name for name, there in names.items() if there)
+        recurrent = () if self.recurrent is None else (self.recurrent.name,)
+        return (*recurrent, *(name for name, there in names.items() if there))
 
     @property
     def expert_weights(self) -> int:
@@ -373,8 +355,8 @@ def described(body: BodyConfig, vocab_size: int) -> str:
     """The geometry of layers in one line of text."""
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
     experts = "" if body.experts is None else f", {body.experts.chosen} of {body.experts.count} experts"
-    if body.delta is not None:
-        heads = f"{len(body.delta.layers)} of them gated delta nets, {heads}"
+    if body.recurrent is not None:
+        heads = f"{len(body.recurrent.layers)} of them {body.recurrent.name}, {heads}"
     return f"{body.num_layers} layers, hidden {body.hidden_size}, {heads}{experts}, vocabulary {vocab_size}"
 
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.inference import InferenceLayers, input_of
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
-from d2sd.modeling.layers import CosSin, Rotary, layer_of, norm_of
+from d2sd.modeling.layers import CosSin, KeysValues, Layer, Rotary, layer_of, norm_of
 from d2sd.modeling.state_pool import StateRows
 from d2sd.modeling.tensor_parallel import SharedHead
 from d2sd.modeling.where import Where
@@ -29,8 +29,13 @@ class DecoderOutput:
     features: Tensor  # [B, T, n·E], outputs of the auxiliary layers, concatenated in the order of `aux_layer_ids`
     k: Tensor  # [L, B, T, Hkv, D], of the layers that attend
     v: Tensor  # [L, B, T, Hkv, D]
-    #: Of trees in hybrids: what `StatePool.commit` takes. Chunks are committed in the pass.
-    states: StateRows | None = None
+    states: StateRows | None = None  # of trees in hybrids; chunks advance states in the pass
+
+    def commit(self, pool: KVPool, where: Where, positions: Tensor, keep: Tensor, path: Tensor) -> None:
+        """Append rows `path [B, G]` where `keep [B, G]` at these positions, and advance the states along them."""
+        pool.write(self.k, self.v, where.tables, positions, keep, path)
+        if self.states is not None and pool.states is not None and where.state_ids is not None:
+            self.states.commit(pool.states, where.state_ids, path, keep.sum(1))
 
 
 class Embedding(nn.Embedding):
@@ -112,10 +117,7 @@ class Decoder(TargetModel):
         self.config = config
         body = config.body
         self.embed_tokens = embedding_of(config)
-        delta = () if body.delta is None else body.delta.layers
-        self.layers = nn.ModuleList(
-            DeltaLayer(body, index) if index in delta else layer_of(body, index) for index in range(body.num_layers)
-        )
+        self.layers = nn.ModuleList(layer_of(body, index) for index in range(body.num_layers))
         self.norm = norm_of(body)
         self.rotary = Rotary(body.rope, body.rotary_dim or body.head_dim)
         self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
@@ -133,22 +135,19 @@ class Decoder(TargetModel):
         x = self.embed_tokens(tokens)
         angles = self.angles(rows.positions, x.dtype)
         attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
-        states = None if pool.states is None else pool.states.of(rows)
+        memories = attend, None if pool.states is None else pool.states.of(rows)
         aux_outputs: dict[int, Tensor] = {}
-        keys, values, written = list[Tensor](), list[Tensor](), list[StateRows]()
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, DeltaLayer):
-                x, state_rows = layer(x, len(written), states)
-                written.append(state_rows)
-            else:
-                x, k, v = layer(x, angles[index], len(keys), attend)
-                keys.append(k)
-                values.append(v)
+        committable = list[KeysValues](), list[StateRows]()
+        for index, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+            own = cast("list[Any]", committable[layer.mixer.recurrent])
+            x, of_rows = layer(x, angles[index], len(own), memories[layer.mixer.recurrent])
+            own.append(of_rows)
             if index in aux_layer_ids:
                 aux_outputs[index] = x
         features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
-        stacked = StateRows.stack(written) if written and isinstance(rows, Rows) else None
-        return DecoderOutput(self.norm(x), features, torch.stack(keys), torch.stack(values), stacked)
+        keys_values, states = committable
+        stacked = type(states[0]).stack(states) if states and isinstance(rows, Rows) else None
+        return DecoderOutput(self.norm(x), features, *KeysValues.stack(keys_values), stacked)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[CosSin]:
         """The rotation of rows at `positions` in each layer."""
@@ -163,7 +162,7 @@ class Decoder(TargetModel):
         """One causal pass over tokens [B, T] from position 0, which reads no pages."""
         batch, weight = len(tokens), self.embed_tokens.weight
         no_context = torch.zeros(batch, dtype=torch.long, device=weight.device)
-        if self.config.body.delta is not None:
+        if self.config.body.recurrent is not None:
             return self._full_chunks(tokens, no_context, aux_layer_ids)
         rows = Rows.chain(tokens.shape[1], Where(no_context[:, None], no_context))
         empty = KVPool(self.config.body, PoolSizes(1, 1), weight.dtype, str(weight.device))

@@ -115,7 +115,7 @@ def make_fp8_cache(model: nn.Module) -> None:
 def _attentions(model: nn.Module) -> list[Any]:
     """Attentions of the layers that attend."""
     layers = getattr(model, "layers", ())
-    return [layer.self_attn for layer in layers if hasattr(layer, "self_attn")]
+    return [layer.mixer for layer in layers if not layer.mixer.recurrent]
 
 
 def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:

@@ -49,18 +49,17 @@ from torch import Tensor, nn
 from d2sd.errors import D2SDError
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, TargetModel
-from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.fused_layer import FusedLayer
-from d2sd.modeling.fused_mixer import FusedAttention, mixer_groups, unjoinable
+from d2sd.modeling.fused_mixer import FusedAttention
 from d2sd.modeling.fused_pass import Pass, PassWithContext, Shared, numbers
 from d2sd.modeling.inference import LayerOutputs, plain, replace_layers
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
-from d2sd.modeling.product import Linear, Product
+from d2sd.modeling.product import Linear, Product, unjoinable
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import Front, add_rms_norm, linear
@@ -117,10 +116,10 @@ def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bo
     """
     if body.beyond_fused:
         return " and ".join(body.beyond_fused)
-    for layer in cast("Sequence[Layer | DeltaLayer]", layers):
+    for layer in cast("Sequence[Layer]", layers):
         if exact and not layer.mlp.products():
             return "products of experts are not batch-invariant"
-        for group in (*mixer_groups(layer, exact=exact), *layer.mlp.products()):
+        for group in (*layer.mixer.groups(exact=exact), *layer.mlp.products()):
             if reason := unjoinable(group, context=context, exact=exact):
                 return reason
     return None
@@ -163,7 +162,7 @@ class FusedLayers(nn.Module):
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[FusedLayer] = []
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
-        for layer, of_target in zip(cast("Sequence[Layer | DeltaLayer]", layers), shared, strict=True):
+        for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
             self._layers.append(FusedLayer(layer, body, self._dtype, of_target, exact=exact))
         kinds = [type(layer.mixer) for layer in self._layers]
         self._places = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # among layers of their kind

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.delta_net import DeltaLayer
 from d2sd.modeling.feed_forward import FeedForward
-from d2sd.modeling.fused_mixer import FusedAttention, FusedDeltaNet
+from d2sd.modeling.fused_mixer import FusedAttention, FusedMixer
 from d2sd.modeling.fused_pass import Pass, Shared
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Linear, Product
@@ -23,16 +22,15 @@ class FusedLayer:
     """One layer: what mixes its tokens, and its feed-forward network or that of `target`."""
 
     def __init__(
-        self, layer: Layer | DeltaLayer, body: BodyConfig, dtype: torch.dtype, target: FusedLayer | None, *, exact: bool
+        self, layer: Layer, body: BodyConfig, dtype: torch.dtype, target: FusedLayer | None, *, exact: bool
     ) -> None:
-        self.reduce = layer.reduce if isinstance(layer, Layer) else None
+        self.reduce = layer.reduce
         self.offset = body.norm_offset
         self.input_norm = layer.input_layernorm.weight.detach()
         self.post_norm = layer.post_attention_layernorm.weight.detach()
-        self.mixer: FusedAttention | FusedDeltaNet
-        if isinstance(layer, DeltaLayer):
-            assert body.delta is not None
-            self.mixer = FusedDeltaNet(layer.linear_attn, body.delta, dtype, exact=exact)
+        self.mixer: FusedMixer
+        if body.recurrent is not None and layer.mixer.recurrent:
+            self.mixer = body.recurrent.fused(layer.mixer, dtype, exact=exact)
         else:
             self.mixer = FusedAttention(layer.self_attn, body, dtype, exact=exact)
         shared = None if target is None else target.feed_forward
@@ -50,7 +48,7 @@ class FusedLayer:
         return add_rms_norm(x, branch, self.input_norm, eps, total=total, scale=scale, out=room, offset=offset)
 
     def mix(self, index: int, normed: Tensor, out: Pass, shared: Shared) -> Tensor:
-        """normed [R, E] -> what attention or gated delta net `index` adds [R, E]."""
+        """normed [R, E] -> what mixer `index` of its kind adds [R, E]."""
         added = self.mixer(index, normed, out, shared)
         return added if self.reduce is None else self.reduce(added)
 

@@ -31,7 +31,7 @@ class Shared:
     cos: Tensor  # [R, D/2], or half of what rotates
     sin: Tensor
     attend: Attend
-    states: StatePass | None  # of gated delta nets
+    states: StatePass | None
 
 
 class Pass:
@@ -52,9 +52,9 @@ class Pass:
         self.columns = {layer: lines[:, i * width : (i + 1) * width] for i, layer in enumerate(aux_layer_ids)}
         self._written: StateRows | None = None
         self._is_tree = isinstance(rows, Rows)  # chunks are committed layer by layer, so one layer's rows are enough
-        if body.delta is not None:
-            count = len(body.delta.layers) if self._is_tree else 1
-            self._written = StateRows.empty(body.delta, (count, *shape), x)
+        if body.recurrent is not None:
+            count = len(body.recurrent.layers) if self._is_tree else 1
+            self._written = body.recurrent.rows((count, *shape), x)
 
     @property
     def front(self) -> Front | None:
@@ -63,11 +63,11 @@ class Pass:
 
     @property
     def states(self) -> StateRows | None:
-        """Rows of all gated delta nets, which a commit needs."""
+        """Rows of all layers with a state, which a commit needs."""
         return self._written if self._is_tree else None
 
     def state_rows(self, index: int) -> StateRows:
-        """Where the gated delta net `index` puts what its rows write into its states."""
+        """Where layer `index` of those with a state puts what its rows write into it."""
         assert self._written is not None
         return self._written.layer(index if self._is_tree else 0)
 

@@ -228,7 +228,7 @@ class KVPool:
             scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
             parts.append(PagePart(layers, table, k, v, scales))
         self._set(parts)
-        self.states = None if body.delta is None else StatePool(body.delta, sizes.states, dtype, device)
+        self.states = None if body.recurrent is None else StatePool(body.recurrent, sizes.states, dtype, device)
         self.counters = counters(self.device)  # of attention, whose passes run in order
 
     def _set(self, parts: Sequence[PagePart]) -> None:

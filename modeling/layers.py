@@ -7,8 +7,8 @@ half-split layout is used: the first and second half of a head are the two coord
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -177,7 +177,39 @@ def feed_forward(config: BodyConfig, index: int) -> FeedForward:
     return Experts(config.hidden_size, experts)
 
 
-class Attention(nn.Module):
+class Mixer(nn.Module):
+    """The part of a layer that mixes the tokens of rows: attention over keys and values, or a recurrence."""
+
+    #: Whether its memory is states (`StatePass`), not pages (`Attend`).
+    recurrent: ClassVar[bool] = False
+
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: Any) -> tuple[Tensor, Any]:
+        """[B, T, E] -> (what it adds [B, T, E], what its rows commit: `KeysValues` or `StateRows`).
+
+        `memory` is of all layers of its kind, of which it is layer `index`.
+        """
+        raise NotImplementedError
+
+    def groups(self, *, exact: bool) -> tuple[tuple[nn.Module, ...], ...]:
+        """Linear layers, those of one input together: fused layers make one product of them. The last makes what the
+        mixer adds.
+        """
+        raise NotImplementedError
+
+
+class KeysValues(NamedTuple):
+    """Keys and values of rows that may be committed, of one layer, or of all [L, ...]."""
+
+    k: Tensor  # [B, T, Hkv, D]
+    v: Tensor
+
+    @classmethod
+    def stack(cls, layers: Sequence[KeysValues]) -> KeysValues:
+        """Join the rows of each layer into those of all."""
+        return cls(torch.stack([layer.k for layer in layers]), torch.stack([layer.v for layer in layers]))
+
+
+class Attention(Mixer):
     """The projections around an attention op that the caller supplies."""
 
     sinks: nn.Parameter | None  # [Hq], see `BodyConfig`
@@ -215,11 +247,13 @@ class Attention(nn.Module):
         out: Tensor = self.o_proj(heads.flatten(-2))
         return out
 
-    def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
-        """[B, T, E] -> (what attention adds [B, T, E], keys and values of the rows [B, T, Hkv, D])."""
+    def groups(self, *, exact: bool) -> tuple[tuple[nn.Module, ...], ...]:
+        return (self.q_proj, self.k_proj, self.v_proj), (self.o_proj,)
+
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: Attend) -> tuple[Tensor, KeysValues]:
         k, v = self.keys_values(x, cos_sin)
-        heads = attend(index, self.queries(x, cos_sin), k, v, sinks=self.sinks)
-        return self.output(heads), k, v
+        heads = memory(index, self.queries(x, cos_sin), k, v, sinks=self.sinks)
+        return self.output(heads), KeysValues(k, v)
 
 
 class GatedAttention(Attention):
@@ -230,30 +264,43 @@ class GatedAttention(Attention):
         size = 2 * config.num_heads * config.head_dim
         self.q_proj = nn.Linear(config.hidden_size, size, bias=config.qkv_bias)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: Attend) -> tuple[Tensor, KeysValues]:
         projected, gate = self.q_proj(x).unflatten(-1, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         k, v = self.keys_values(x, cos_sin)
-        heads = attend(index, rotate(self.q_norm(projected), cos_sin), k, v, sinks=self.sinks)
-        return self.output(heads * sigmoid(gate)), k, v
+        heads = memory(index, rotate(self.q_norm(projected), cos_sin), k, v, sinks=self.sinks)
+        return self.output(heads * sigmoid(gate)), KeysValues(k, v)
 
 
 class Layer(nn.Module):
-    """Pre-norm transformer layer around an attention that the caller supplies."""
+    """Pre-norm transformer layer around a mixer whose memory the caller supplies."""
+
+    #: The mixer's, as in checkpoints.
+    mixer_name = "self_attn"
+    self_attn: Attention  # of layers that attend
 
     #: Sums the outputs of both branches over ranks that have parts of the layer (`d2sd.modeling.tensor_parallel`).
     reduce: Callable[[Tensor], Tensor] | None = None
 
     def __init__(self, config: BodyConfig, index: int = 0) -> None:
         super().__init__()
-        self.self_attn = GatedAttention(config) if config.output_gate else Attention(config)
+        if config.recurrent is not None and index in config.recurrent.layers:
+            self.mixer_name = config.recurrent.module
+            self.add_module(self.mixer_name, config.recurrent.mixer(config))
+        else:
+            self.self_attn = GatedAttention(config) if config.output_gate else Attention(config)
         self.mlp = feed_forward(config, index)
         self.input_layernorm = norm_of(config)
         self.post_attention_layernorm = norm_of(config)
 
-    def forward(self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, T, E] -> (x of the next layer, this layer's k and v of the rows [B, T, Hkv, D])."""
-        branch, k, v = self.self_attn(self.input_layernorm(x), cos_sin, index, attend)
-        return self.behind_attention(x, self._whole(branch)), k, v
+    @property
+    def mixer(self) -> Mixer:
+        """The part that mixes tokens."""
+        return cast("Mixer", getattr(self, self.mixer_name))
+
+    def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: Any) -> tuple[Tensor, Any]:
+        """x [B, T, E] -> (x of the next layer, what the rows commit); see `Mixer.forward`."""
+        branch, rows = self.mixer(self.input_layernorm(x), cos_sin, index, memory)
+        return self.behind_attention(x, self._whole(branch)), rows
 
     def _whole(self, branch: Tensor) -> Tensor:
         return branch if self.reduce is None else self.reduce(branch)

@@ -64,6 +64,16 @@ class Product(nn.Module):
         layer = cast("Linear", SimpleNamespace(weight=weight, bias=None))
         return cls([layer], weight.dtype, has_room=False)
 
+    @classmethod
+    def joint(cls, parts: Sequence[nn.Module], dtype: torch.dtype, *, exact: bool) -> Product:
+        """One product of linear layers, whose weights become views: held once, also by a model that keeps them."""
+        layers = cast("Sequence[Linear]", parts)
+        product = cls(layers, dtype, exact=exact)
+        sizes = [layer.weight.shape[0] for layer in layers]
+        for layer, weight in zip(layers, torch.split(product.weight, sizes), strict=True):
+            layer.weight.data = weight
+        return product
+
     @property
     def weights(self) -> Weights | None:
         """The weights for whose product a form can be chosen; None: it has its own."""
@@ -113,6 +123,18 @@ class Product(nn.Module):
             return linear(rows, self.weight, dtype=torch.float32)
         scales = self.input_scale, self._weight_scale
         return linear(rows, self.weight, self._added, scales=scales, dtype=self._dtype)
+
+
+def unjoinable(group: Sequence[nn.Module], *, exact: bool, context: bool = False) -> str | None:
+    """Reason that layers of one input are not one product. `context`: it is to make that of a drafter's context too."""
+    kinds = {type(part) for part in group}
+    (kind,) = kinds if len(kinds) == 1 else (None,)
+    if kind in (nn.Linear, Fp8Linear):
+        return None
+    if kind is None or not issubclass(kind, ComputedLinear):
+        return f"layers of {', '.join(sorted(kind.__name__ for kind in kinds))} side by side"
+    reason = kind.unjoinable(group, exact=exact)
+    return reason or (f"{kind.__name__} has no product for a drafter's context" if context else None)
 
 
 def _equal(scales: Tensor) -> bool:

@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from d2sd.modeling.config import BodyConfig, DecoderConfig, DeltaConfig, DrafterConfig, ExpertsConfig, FlexConfig
+    from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, FlexConfig
     from d2sd.modeling.scheme import Scheme
 
 # Shape letters: E hidden, I intermediate, Hq/Hkv heads, D head size, V vocabulary, X experts.
@@ -100,9 +100,9 @@ def flex_parts(config: FlexConfig) -> Parts:
 
 def _layer(body: BodyConfig, index: int, *, fp8_cache: bool) -> Parts:
     """Layer `index` of a target."""
-    delta = body.delta
-    if delta is not None and index in delta.layers:
-        return below("linear_attn", _delta_net(body.hidden_size, delta)) | _rest(body, index)
+    recurrent = body.recurrent
+    if recurrent is not None and index in recurrent.layers:
+        return below(recurrent.module, recurrent.parts(body.hidden_size)) | _rest(body, index)
     cache: Parts = {f"self_attn.{kind}_cache.scale": () for kind in ("k", "v")} if fp8_cache else {}
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if body.branch_norms else ()
     more: Parts = {f"{name}.weight": (body.hidden_size,) for name in norms}
@@ -153,19 +153,3 @@ def _experts(hidden: int, config: ExpertsConfig) -> Parts:
         parts |= below("shared_expert", _mlp(hidden, config.shared_size))
         parts["shared_expert_gate"] = LinearShape(hidden, 1)
     return parts
-
-
-def _delta_net(hidden: int, config: DeltaConfig) -> Parts:
-    heads, values = config.value_heads, config.value_heads * config.value_size
-    if config.joined:
-        outputs = {"in_proj_qkvz": config.channels + values, "in_proj_ba": 2 * heads}
-    else:
-        outputs = {"in_proj_qkv": config.channels, "in_proj_z": values, "in_proj_b": heads, "in_proj_a": heads}
-    parts: Parts = {name: LinearShape(hidden, size) for name, size in outputs.items()}
-    return parts | {
-        "conv1d.weight": (config.channels, 1, config.taps),
-        "A_log": (heads,),
-        "dt_bias": (heads,),
-        "norm.weight": (config.value_size,),
-        "out_proj": LinearShape(values, hidden),
-    }

@@ -53,8 +53,8 @@ class Shard:
 def check_divisible(config: DecoderConfig, size: int) -> None:
     """Raise D2SDError unless `size` ranks can share a target of this geometry."""
     body = config.body
-    if body.delta is not None:
-        _refuse("Gated delta nets are not divided among ranks.", size, "one rank")
+    if body.recurrent is not None:
+        _refuse(f"{body.recurrent.name.capitalize()} are not divided among ranks.", size, "one rank")
     columns = [body.intermediate_size] + ([body.experts.intermediate_size] if body.experts else [])
     for name, units in (("query heads", body.num_heads), *(("columns of the MLP", each) for each in columns)):
         if units % size:

@@ -289,9 +289,7 @@ class ModelRunner:
         into = None if room is None else [room.features, room.positions, room.keep, *room.tables]
         of_batch = accepted.count, batch.active, where.context_len
         features, positions, keep = handover.commit(path, *of_batch, out.features, tables, into)
-        self.target_pool.write(out.k, out.v, where.tables, positions, keep, path)
-        if out.states is not None and self.target_pool.states is not None and where.state_ids is not None:
-            self.target_pool.states.commit(out.states, where.state_ids, path, keep.sum(1))
+        out.commit(self.target_pool, where, positions, keep, path)
         page_size = self.target_pool.page_size
         self.context.add(room or CommittedRows(features, tables, positions, keep, page_size))
         if self.text_pages is not None:

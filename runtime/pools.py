@@ -37,8 +37,7 @@ class PoolLayout:
     @property
     def state_bytes(self) -> int:
         """Bytes of one request's recurrent state."""
-        delta = self.target.config.body.delta
-        return 0 if delta is None else delta.state_bytes(self.dtype.itemsize)
+        return self.target.config.body.state_bytes(self.dtype.itemsize)
 
     @property
     def longest_window(self) -> int | None:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from d2sd.modeling.config import (
     BodyConfig,
     DecoderConfig,
-    DeltaConfig,
     DrafterConfig,
     ExpertsConfig,
     Family,
@@ -31,6 +30,7 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import RMSNorm
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
@@ -117,12 +117,12 @@ def tiny_decoder(
     if family in FAMILY_WINDOWS:
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
     if "output_gate" in FAMILY_BODIES[family]:
-        changes = {"delta": tiny_delta(layers, joined=family == "qwen3_next")} | changes
+        changes = {"recurrent": tiny_delta(layers, joined=family == "qwen3_next")} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
     scale = hidden**0.5 if family == "gemma3_text" else 1.0
     decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
-    randomise(decoder, seed, residual_gain=2.0 if body.delta is None else 5.0)  # gates weaken it
+    randomise(decoder, seed, residual_gain=2.0 if body.recurrent is None else 5.0)  # gates weaken it
     return decoder
 
 
@@ -331,7 +331,7 @@ def feed(
     pool.write(out.k, out.v, (page_table,), rows.positions, torch.ones_like(rows.positions, dtype=torch.bool))
     if pool.states is not None and state_ids is not None and out.states is not None:
         path = torch.arange(tokens.shape[1]).expand_as(tokens)
-        pool.states.commit(out.states, state_ids, path, torch.full_like(state_ids, tokens.shape[1]))
+        out.states.commit(pool.states, state_ids, path, torch.full_like(state_ids, tokens.shape[1]))
     return out
 
 

@@ -13,10 +13,11 @@ import torch
 
 from benchmarks.gpu.steps import BLOCK_SIZE, BRANCHES, CONTEXT, PAGE_SIZE, ROWS, _quantize, columns, launches_of
 from benchmarks.gpu.traffic import Launch, Meter, without_gpu
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DeltaConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.policies import FACTS, PolicyName
@@ -28,7 +29,7 @@ VOCABULARY, MASK, FEATURE_LAYERS = 248320, 248077, (1, 5, 9, 13, 17, 21, 25, 29)
 _DELTA = DeltaConfig(tuple(layer for layer in range(32) if layer % 4 != 3), 16, 32, 128, 128)
 BODY = BodyConfig(
     2560, 9216, 32, 16, 4, 256, 1e-6, RopeConfig(1e7), 262144, qk_norm=True, qkv_bias=False, o_bias=False,
-    norm_offset=True, delta=_DELTA, rotary_dim=64, output_gate=True,
+    norm_offset=True, recurrent=_DELTA, rotary_dim=64, output_gate=True,
 )  # fmt: skip
 DRAFTER = BodyConfig(2560, 9216, 6, 32, 8, 128, 1e-6, RopeConfig(1e7), 262144, True, False, False)
 POLICIES: tuple[PolicyName, ...] = ("off", "chain", "reanchor")

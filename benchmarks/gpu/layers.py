@@ -21,12 +21,13 @@ from benchmarks.gpu.call import Wrong
 from benchmarks.gpu.cases import Case, Note, Refused
 from benchmarks.gpu.shapes import PAGE_SIZE, TYPES
 from benchmarks.gpu.timing import Times
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DeltaConfig, DrafterConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import kv_scales, linear_names, make_fp8, round_to_fp8
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, PoolSizes, Rows
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
 from d2sd.plugins.layer_ops import Behind, Front, Heads, reference
 from d2sd.plugins.layer_ops.triton import launch
@@ -124,7 +125,7 @@ def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
 
 def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int = 1) -> tuple[Decoder, list[Drafter]]:
     """Random models of `body` and, five layers deep at most, drafters; "fp8" is bf16 with FP8 layers and pages."""
-    plain: dict[str, Any] = {"delta": None, "rotary_dim": None, "output_gate": False, "norm_offset": False}
+    plain: dict[str, Any] = {"recurrent": None, "rotary_dim": None, "output_gate": False, "norm_offset": False}
     drafter = replace(body, num_layers=min(5, body.num_layers), **plain)
     ids = tuple(range(0, body.num_layers, max(1, body.num_layers // 4)))[:5]
     default = torch.get_default_dtype()
@@ -227,7 +228,7 @@ def _outputs(target: Decoder, drafter: Drafter, tokens: Tensor) -> dict[str, Ten
 
 #: Qwen3.5's layers.
 HYBRID: dict[str, Any] = {
-    "delta": DeltaConfig((0, 2), key_heads=2, value_heads=4, key_size=32, value_size=32),
+    "recurrent": DeltaConfig((0, 2), key_heads=2, value_heads=4, key_size=32, value_size=32),
     "rotary_dim": 8,
     "output_gate": True,
     "norm_offset": True,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from d2sd.convert.checkpoint.experts import ExpertTensors, expert_counts, per_expert, qwen_experts, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.convert.checkpoint.hybrids import hybrid, hybrid_moe, hybrid_rope, qwen3_next
-from d2sd.convert.checkpoint.nested import NESTED, text_config
+from d2sd.convert.checkpoint.nested import NESTED, text_config, text_name
 from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family, RopeConfig
 
 
@@ -27,6 +27,8 @@ class TargetFamily:
     architecture: str
     read: Callable[[HFConfig, BodyConfig], BodyConfig]
     rope: Callable[[HFConfig], RopeConfig] = HFConfig.rope
+    #: Names of a checkpoint's tensors -> those of the text model; None for what is left out.
+    rename: Callable[[str], str | None] = str
     experts: ExpertTensors | None = None  # names of their tensors
     scaled_embedding: bool = False  # by √E
     tied: bool = False  # transformers' default of tie_word_embeddings
@@ -141,14 +143,15 @@ FAMILIES: dict[str, TargetFamily] = {
         TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, experts=per_expert),
         TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, experts=stacked),
         TargetFamily("gemma3_text", "Gemma3ForCausalLM", _gemma3, _gemma3_global, scaled_embedding=True, tied=True),
-        TargetFamily("qwen3_next", "Qwen3NextForCausalLM", qwen3_next, hybrid_rope, experts=per_expert),
-        TargetFamily("qwen3_5_text", "Qwen3_5ForCausalLM", hybrid, hybrid_rope),
+        TargetFamily("qwen3_next", "Qwen3NextForCausalLM", qwen3_next, hybrid_rope, text_name, per_expert),
+        TargetFamily("qwen3_5_text", "Qwen3_5ForCausalLM", hybrid, hybrid_rope, text_name),
         TargetFamily(
             "qwen3_5_moe_text",
             "Qwen3_5MoeForCausalLM",
             hybrid_moe,
             hybrid_rope,
-            experts=per_expert,
+            text_name,
+            per_expert,
             width="moe_intermediate_size",
         ),
     )

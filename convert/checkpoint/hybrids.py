@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from d2sd.convert.checkpoint.experts import qwen_experts
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
-from d2sd.modeling.config import BodyConfig, DeltaConfig, RopeConfig
+from d2sd.modeling.config import BodyConfig, RopeConfig
+from d2sd.modeling.mixers.configs import DeltaConfig
 
 _DELTA, _FULL = "linear_attention", "full_attention"
 _PARTIAL = "partial_rotary_factor"
@@ -28,7 +29,7 @@ def hybrid(config: HFConfig, body: BodyConfig) -> BodyConfig:
         qkv_bias=bias,
         o_bias=bias,
         norm_offset=True,
-        delta=_delta(config, body.num_layers),
+        recurrent=_delta(config, body.num_layers),
         rotary_dim=_rotary_dim(config, config.size("head_dim")),
         output_gate=True,
     )
@@ -43,8 +44,8 @@ def hybrid_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
 def qwen3_next(config: HFConfig, body: BodyConfig) -> BodyConfig:
     """Qwen3-Next, which joins the projections of a key head's group, and may have dense layers."""
     body = _with_experts(config, hybrid(config, body))
-    assert body.delta is not None
-    return replace(body, delta=replace(body.delta, joined=True))
+    assert isinstance(body.recurrent, DeltaConfig)
+    return replace(body, recurrent=replace(body.recurrent, joined=True))
 
 
 def hybrid_rope(config: HFConfig) -> RopeConfig:

@@ -49,7 +49,9 @@ def without_prefix(value: Any) -> Any:
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor or module has in the text model alone; None: it belongs to what reads images."""
-    if name.startswith(("model.visual.", "visual.")):
+    """The name that a tensor or module has in the text model alone; None: it belongs to what reads images, or to layers
+    that draft one token behind the last, which d2sd leaves out.
+    """
+    if name.startswith(("model.visual.", "visual.", "mtp.")):
         return None
     return name.replace(f"model.{_INSIDE}.", "model.", 1)

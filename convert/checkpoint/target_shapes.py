@@ -15,7 +15,6 @@ from d2sd.convert.checkpoint.experts import ExpertMap, layout_in
 from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.headers import Rename, check_headers, read_headers
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.nested import text_name
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.schemes import MXFP4
 from d2sd.errors import CheckpointError
@@ -26,8 +25,6 @@ from d2sd.modeling.shapes import LinearShape, linear_parts, shapes_of, target_pa
 #: Scales of K and V: ModelOpt's, compressed-tensors' own and those of its first versions.
 _KV_SCALE = re.compile(r"\b(?:([kv])_proj\.(?:\1_scale|output_scale)|(?<=self_attn\.)([kv])_scale)$")
 _MXFP4 = re.compile(r"(?<=mlp\.experts\.)(gate_up_proj|down_proj)_(blocks|scales)$")
-#: Layers that draft one token behind the last, which d2sd leaves out.
-_MTP = "mtp."
 
 
 def target_shapes(
@@ -58,10 +55,8 @@ def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization
 
 def left_out(directory: Path, config: DecoderConfig) -> dict[str, int]:
     """Parts of a checkpoint that are not the text model, and how many tensors they have."""
-    if config.body.delta is None:
-        return {}
-    names = [name for name in read_headers(directory) if name.startswith(_MTP) or text_name(name) is None]
-    return dict(Counter(name.split(".")[0] if name.startswith(_MTP) else "images" for name in names))
+    names = [name for name in read_headers(directory) if FAMILIES[config.family].rename(name) is None]
+    return dict(Counter("images" if "visual" in name.split(".")[:2] else name.split(".")[0] for name in names))
 
 
 def experts_of(config: DecoderConfig, names: Iterable[str]) -> ExpertMap:
@@ -97,16 +92,12 @@ def quantized_experts(
 def our_name(config: DecoderConfig) -> Rename:
     """Names of a checkpoint's tensors -> those without `model.`; None for what is not read."""
 
-    def rename(name: str) -> str | None:
-        if name.endswith("rotary_emb.inv_freq"):
+    def rename(stored: str) -> str | None:
+        if stored.endswith("rotary_emb.inv_freq"):
             return None  # early Llama checkpoints store what RoPE computes
-        if config.body.delta is not None:
-            if name.startswith(_MTP):
-                return None
-            alone = text_name(name)
-            if alone is None:
-                return None
-            name = alone
+        name = FAMILIES[config.family].rename(stored)
+        if name is None:
+            return None
         if name == "lm_head.weight":
             return None if config.tie_word_embeddings else name  # see _check_tied_head
         ours = name[len("model.") :] if name.startswith("model.") else f"outside model.: {name}"

@@ -49,7 +49,7 @@ class TargetBody(nn.Module):
         keys, values, aux = [], [], {}
         attend = _Attention(self._config, rows, pages)
         for index, layer in enumerate(self.layers):
-            x, k, v = layer(x, angles[index], index, attend)
+            x, (k, v) = layer(x, angles[index], index, attend)
             keys.append(k)
             values.append(v)
             if index in self._aux_layer_ids:
@@ -91,7 +91,7 @@ class FlexBody(nn.Module):
         x, cos_sin = embedded, self._rotary(rows[0], embedded.dtype)
         attend = _Attention(self._config, rows, pages)
         for index, layer in enumerate(self.layers):
-            x, _, _ = layer(x, cos_sin, index, attend)
+            x, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
         return out
 

@@ -69,8 +69,8 @@ def unsupported_reason(
     recipe: Recipe, first: DraftConfig | None = None, target: DecoderConfig | None = None
 ) -> str | None:
     """Why TensorRT-LLM cannot serve the bundle of `recipe` with this first drafter and target; None if it can."""
-    if target is not None and target.body.delta is not None:
-        return "its drafts over gated delta nets were not tried, and its tree attention has none"
+    if target is not None and target.body.recurrent is not None:
+        return f"its drafts over {target.body.recurrent.name} were not tried, and its tree attention has none"
     if recipe.drafters.first is None:
         return "there is no drafter"
     if first is not None and not isinstance(first, DrafterConfig):

@@ -327,8 +327,7 @@ def _target(recipe: Recipe, file: Path, *, weights: bool) -> tuple[Part, Decoder
     size = bytes_of(target_shapes(config, quantization), ITEMSIZES[recipe.precision])
     sizes = numbers_of(plain), size, token, weights_present
     licence = _licence(recipe.target, file)
-    delta = config.body.delta
-    states = 0 if delta is None else delta.state_bytes(ITEMSIZES[recipe.precision])
+    states = config.body.state_bytes(ITEMSIZES[recipe.precision])
     part = Part("target", str(file), config, *sizes, None, choice, licence, states, stored)
     return part, config
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from d2sd.errors import RecipeError
 from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.mixers.configs import RECURRENT
 from d2sd.recipe import Recipe
 
 #: What is done without for a target with these, and why.
@@ -13,9 +14,12 @@ REFUSED = {
         "fp8.target": "d2sd does not quantize experts to FP8.",
         "exact": "Products of experts are not batch-invariant on CUDA. On a CPU with a compiler they always are.",
     },
-    "gated delta nets": {
-        "engines": "Gated delta nets are not exported to TensorRT engines.",
-        "fp8.target": "d2sd does not quantize gated delta nets to FP8.",
+    **{
+        kind.name: {
+            "engines": f"{kind.name.capitalize()} are not exported to TensorRT engines.",
+            "fp8.target": f"d2sd does not quantize {kind.name} to FP8.",
+        }
+        for kind in RECURRENT
     },
 }
 #: What is done without for a target with `BodyConfig.beyond_fused`.

@@ -133,7 +133,7 @@ class Drafter(DFlashModel):
         cos_sin, head = self.rotary(positions, x.dtype), self.config.head
         more = () if head is None else head.of_rows(positions, size)
         for index, layer in enumerate(self.layers):
-            x, _, _ = layer(x, cos_sin, index, attend, *more)
+            x, _ = layer(x, cos_sin, index, attend, *more)
         out: Tensor = self.norm(x)
         return out
 

@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.drafters.head_configs import SelectorConfig
 from d2sd.modeling.drafters.heads import Head
-from d2sd.modeling.layers import Attend, CosSin, Layer
+from d2sd.modeling.layers import Attend, CosSin, KeysValues, Layer
 from d2sd.plugins.pair_scores import Factors, factored
 from d2sd.plugins.trees.types import Draft
 
@@ -101,7 +101,7 @@ class ConvolvedLayer(Layer):
 
     def forward(  # type: ignore[override]
         self, x: Tensor, cos_sin: CosSin, index: int, attend: Attend, joined: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, KeysValues]:
         """See `Layer.forward`; `joined` as in `Convolution.convolve`."""
         attention, convolution = self.self_attn, self.attention_conv
         normed = self.input_layernorm(x)
@@ -114,4 +114,4 @@ class ConvolvedLayer(Layer):
         convolution, normed = self.mlp_conv, self.post_attention_layernorm(x)
         before, behind = convolution.coefficients(normed)
         normed = convolution.convolve(normed, before, joined)
-        return x + convolution.convolve(self.mlp(normed), behind, joined), k, v
+        return x + convolution.convolve(self.mlp(normed), behind, joined), KeysValues(k, v)

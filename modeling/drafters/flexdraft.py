@@ -114,7 +114,7 @@ class FlexHead(DraftModel):
         """Hidden states [B, T, E] of rows x [B, T, E] at `positions [B, T]`, normed: ready for the head."""
         cos_sin = self.rotary(positions, x.dtype)
         for index, layer in enumerate(self.layers):
-            x, _, _ = layer(x, cos_sin, index, attend)
+            x, _ = layer(x, cos_sin, index, attend)
         out: Tensor = self.norm(x)
         return out
 
@@ -160,7 +160,7 @@ class FlexHead(DraftModel):
             x = features.to(parameter.dtype)
             cos_sin, pairs = self.rotary(positions, x.dtype), []
             for index, layer in enumerate(cast("Iterable[DraftLayer]", self.layers)):
-                x, k, v = layer.shared[0](x, cos_sin, index, attend)
+                x, (k, v) = layer.shared[0](x, cos_sin, index, attend)
                 pairs.append((k.float(), v.float()))
         return torch.stack([k for k, _ in pairs]), torch.stack([v for _, v in pairs])
 

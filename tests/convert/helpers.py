@@ -23,6 +23,7 @@ from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.head_configs import HeadConfig
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
@@ -87,8 +88,8 @@ def _gemma_fields(body: BodyConfig) -> dict[str, Any]:
 
 
 def _delta_fields(body: BodyConfig) -> dict[str, Any]:
-    delta = body.delta
-    if delta is None:
+    delta = body.recurrent
+    if not isinstance(delta, DeltaConfig):
         return {}
     kinds = ["linear_attention" if layer in delta.layers else "full_attention" for layer in range(body.num_layers)]
     return {

@@ -19,8 +19,9 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from benchmarks.gpu.steps import Step, count
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DeltaConfig, ExpertsConfig
+from d2sd.modeling.config import ExpertsConfig
 from d2sd.modeling.kv_pool import PoolSizes
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.policies import DrafterRole
@@ -139,7 +140,7 @@ def test_experts_are_launches_in_place_of_an_mlp(extra: dict[str, Any], launches
 
 #: Qwen3.5's layers: three in four have a state.
 DELTA = DeltaConfig((0, 1, 2, 4, 5, 6), key_heads=2, value_heads=8, key_size=16, value_size=16)
-HYBRID: dict[str, Any] = {"delta": DELTA, "output_gate": True, "rotary_dim": 16, "norm_offset": True}
+HYBRID: dict[str, Any] = {"recurrent": DELTA, "output_gate": True, "rotary_dim": 16, "norm_offset": True}
 
 
 @pytest.mark.parametrize("size", [1, 3])

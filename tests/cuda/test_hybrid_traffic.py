@@ -33,15 +33,14 @@ def verification(step: list[Launch]) -> list[Launch]:
 
 
 def test_verifying_a_tree_reads_the_state_once(step: list[Launch]) -> None:
-    delta, verify = BODY.delta, verification(step)
-    assert delta is not None
+    states, verify = BODY.state_bytes(2), verification(step)
     e, v = BODY.hidden_size, VOCABULARY
     mixer, attention = e * (8192 + 4096 + 64) + 4096 * e, e * (2 * 4096 + 2 * 1024) + 4096 * e
     weights = 2 * (24 * mixer + 8 * attention + 32 * 3 * e * 9216 + v * e)
     context = 8 * CONTEXT * 2 * 4 * 256 * 2
-    assert read(verify, STATES) == delta.state_bytes(2)
+    assert read(verify, STATES) == states
     assert read(verify, KV) == context
-    least = weights + context + delta.state_bytes(2)
+    least = weights + context + states
     assert least <= floor_bytes(verify) <= least + 5e6  # norms, convolutions, rows of the embedding
     assert read(verify) <= 1.05 * least
     assert read(verify) + written(verify) <= 1.10 * least
@@ -49,8 +48,7 @@ def test_verifying_a_tree_reads_the_state_once(step: list[Launch]) -> None:
 
 def test_a_step_writes_the_state_once(step: list[Launch]) -> None:
     """In the commit of all layers, which reads it too."""
-    assert BODY.delta is not None
-    size, commit = BODY.delta.state_bytes(2), [launch for launch in step if launch.stage == "commit"]
+    size, commit = BODY.state_bytes(2), [launch for launch in step if launch.stage == "commit"]
     assert read(commit, STATES) == written(commit, STATES) == written(step, STATES) == size
     assert Counter(launch.name for launch in commit)["recurrence_kernel"] == 1
 

@@ -16,6 +16,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.recipe import load_recipe
 from d2sd.shipped import shipped_names
 from tests.convert.helpers import write_target_dir
@@ -99,8 +100,8 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
     experts = body.experts and replace(body.experts, count=8, chosen=2, intermediate_size=32)
     if experts and experts.shared_size:
         experts = replace(experts, shared_size=32)
-    delta = body.delta
-    if delta:
+    delta = body.recurrent
+    if isinstance(delta, DeltaConfig):
         kept = tuple(layer for layer in delta.layers if layer < layers)
         delta = replace(delta, layers=kept, key_heads=2, value_heads=4, key_size=16, value_size=16)
     return replace(
@@ -114,7 +115,7 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
         windows=body.windows[-layers:],
         causal=body.causal[-layers:],
         experts=experts,
-        delta=delta,
+        recurrent=delta,
         rotary_dim=body.rotary_dim and 4,
     )
 

@@ -45,7 +45,7 @@ def outputs(model: Decoder) -> dict[str, Tensor]:
     out = requests.tree(tokens[:, 10:18], TREE)
     requests.commit(out, torch.tensor([[0, 2, 3, 5], [0, 1, 4, 0]]), torch.tensor([4, 3]))
     found |= {"tree": out.hidden, "k": out.k, "v": out.v, "next": requests.decode(tokens[:, 18])}
-    found |= {"recurrent": requests.states.recurrent[:, 1:3], "convolution": requests.states.convolution[:, 1:3]}
+    found |= zip(("recurrent", "convolution"), (states[:, 1:3] for states in requests.states.tensors), strict=True)
     found["features"] = model.full_pass(tokens, AUX).features
     return {name: x.nan_to_num() for name, x in found.items()}
 

@@ -62,7 +62,7 @@ class Requests:
         positions = self.length[:, None] + torch.arange(path.shape[1])
         self.pool.write(out.k, out.v, (self.table,), positions, keep, path)
         assert out.states is not None
-        self.states.commit(out.states, self.state_ids, path, count)
+        out.states.commit(self.states, self.state_ids, path, count)
         self.length = self.length + count
 
     def decode(self, tokens: Tensor) -> Tensor:

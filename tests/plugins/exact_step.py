@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.config import DeltaConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import kv_scales, linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
 from d2sd.plugins import delta_rule, dispatch, kv_pages, layer_ops
 from tests.plugins.on_kernels import run_kernels
@@ -86,7 +86,7 @@ class Run:
         positions = self.done + torch.arange(len(path)).expand_as(chosen)
         self.pool.write(out.k, out.v, (self.table,), positions, torch.ones_like(chosen, dtype=torch.bool), chosen)
         if self.pool.states is not None and self.state_ids is not None:
-            self.pool.states.commit(out.states, self.state_ids, chosen, torch.full_like(self.state_ids, len(path)))
+            out.states.commit(self.pool.states, self.state_ids, chosen, torch.full_like(self.state_ids, len(path)))
         self.done += len(path)
 
     def pages(self) -> Tensor:
@@ -115,7 +115,7 @@ def check_step(
     """
     narrow: dict[str, Any] = {"windows": (3, 20), "sinks": True} if windows else {}
     if hybrid:
-        narrow = {"delta": DeltaConfig((0,), key_heads=1, value_heads=2, key_size=16, value_size=16)}
+        narrow = {"recurrent": DeltaConfig((0,), key_heads=1, value_heads=2, key_size=16, value_size=16)}
     model = tiny_decoder("qwen3_5_text" if hybrid else "qwen3", layers=2, head_dim=16, **narrow).to(dtype)
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:

@@ -183,7 +183,7 @@ def device_features(
             found=f"{shape[0]:,} tokens, {shape[0] * shape[1] * weight.element_size() / 1e9:,.1f} GB",
             fix="set data.features to online, or to cached if the disk has room",
         ) from None
-    alone = body.delta is not None or body.sinks or any(body.windows)
+    alone = body.recurrent is not None or body.sinks or any(body.windows)
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while order:
         count = 1 if alone else max(1, _TOGETHER // len(texts[order[0]]))

@@ -17,8 +17,8 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.target_shapes import check_target_tensors, left_out, target_shapes
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import DeltaConfig
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear
 from tests.convert.helpers import edit_json, write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder
@@ -208,12 +208,12 @@ def test_what_the_keys_mean() -> None:
     """Qwen3.5-9B: 8.95 billion parameters of text, as converters of it count."""
     config = parsed(QWEN35_9B)
     layers = tuple(layer for layer in range(32) if layer % 4 != 3)
-    assert config.body.delta == DeltaConfig(layers, 16, 32, 128, 128)
+    assert config.body.recurrent == DeltaConfig(layers, 16, 32, 128, 128)
     assert (config.body.rotary_dim, config.body.output_gate, config.body.norm_offset) == (64, True, True)
     assert config.body.attention_layers == tuple(range(3, 32, 4))
     found = sum(math.prod(shape) for shape in target_shapes(config).values())
     assert found == pytest.approx(8.95e9, rel=1e-3)
-    assert config.body.delta.state_bytes(2) == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
+    assert config.body.recurrent.state_bytes(2) == 24 * (32 * 128 * 128 * 4 + 8192 * 3 * 2)
     without_types = {key: value for key, value in QWEN35_9B["text_config"].items() if key != "layer_types"}
     assert parsed(QWEN35_9B | {"text_config": without_types}) == config
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling import state_pool
 from d2sd.modeling.config import Family
 from d2sd.modeling.fused import FusedLayers, fuse
+from d2sd.modeling.mixers import delta_net
 from d2sd.plugins import delta_rule, dispatch
 from d2sd.plugins.delta_rule import DeltaRows
 from d2sd.policies import PolicyName
@@ -64,8 +64,8 @@ def test_steps_are_replayed(family: Family, policy: PolicyName, monkeypatch: pyt
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)  # which hides its operators
     monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(state_pool, "tree_delta_rule", lambda *a, exact: delta_rule.tree_delta_rule(*a))
-    monkeypatch.setattr(state_pool, "commit_delta_rule", commit)
+    monkeypatch.setattr(delta_net, "tree_delta_rule", lambda *a, exact: delta_rule.tree_delta_rule(*a))
+    monkeypatch.setattr(delta_net, "commit_delta_rule", commit)
     fused = deepcopy(target)
     fuse(fused)
     assert isinstance(fused.compiled, FusedLayers)
