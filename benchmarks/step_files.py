@@ -23,9 +23,8 @@ from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from tests.cuda import models
-from tests.runtime import fake_cuda, helpers
-from tools.cuda import guard
-from tools.cuda.fake import Watch, fake_gpu
+from tests.runtime import helpers
+from tools.cuda import fake, guard
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Most files on a CPU and captured: whoever reads a step reads as many.
@@ -82,11 +81,11 @@ def on_cuda(folder: Path) -> set[Path]:
     guard.build(folder)
     guard.load(folder)
 
-    class Captures(fake_cuda.Captures):
+    class Captures(fake.Captures):
         def __call__(self, run: Any) -> Any:
             return run() and run_through(files, run), lambda: None
 
-    with fake_gpu(Watch()), patch.object(StepResult, "unpack", fake_cuda.unpack):
+    with fake.fake_gpu(fake.Watch()), patch.object(StepResult, "unpack", fake.unpack):
         JITFunction.run = lambda kernel, *_, **__: files.update(kernel_files(kernel))
         torch.zeros = lambda *a, pin_memory=False, **k: zeros(*a, **k)
         with patch.object(model_runner, "CudaGraphs", Captures):

@@ -5,9 +5,10 @@ tools/cuda/fake.py counts what they launch. What kernels compute is in tests/ptx
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.head_configs import HeadConfig
-from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.layers import Rotary
@@ -46,22 +46,20 @@ GREEDY, HOT, NARROW = (
 )
 
 
-def runner(
+def models(
     layers: int,
     drafter_layers: int,
     *,
-    fp8: bool,
-    exact: bool = False,
+    fp8: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    roles: Collection[DrafterRole] = tuple(DrafterRole),
-    case: str = "",
     scored: HeadConfig | None = None,
+    behind: Mapping[str, Any] = MappingProxyType({}),
     **changes: Any,
-) -> ModelRunner:
+) -> tuple[Decoder, Drafter, Drafter, FlexHead]:
     """Narrow models of this depth: launches do not depend on widths. `fp8`: all linear layers but the head.
 
-    `scored`: a head of both drafters. `case`: in place of the first a FlexDraft head, if it is one of `FLEX_CASES`.
-    `changes` are of the target's body, without a FlexDraft head.
+    `scored`: a head of both drafters. `changes` are of the target's body, without a FlexDraft head, and those `behind`
+    of the second drafter's.
     """
     body = BodyConfig(
         hidden_size=64,
@@ -81,7 +79,7 @@ def runner(
     def drafter(role: Role) -> Drafter:
         return Drafter(
             DrafterConfig(
-                body=replace(body, num_layers=drafter_layers),
+                body=replace(body, num_layers=drafter_layers, **(behind if role != "first" else {})),
                 vocab_size=VOCABULARY,
                 block_size=BLOCK,
                 mask_token_id=VOCABULARY - 1,
@@ -99,8 +97,8 @@ def runner(
             target = Decoder(DecoderConfig("qwen3", replace(body, **changes), VOCABULARY, False))
             deep = replace(body, num_layers=min(drafter_layers, layers - 1))
             head = FlexHead(FlexConfig("qwen3", deep, VOCABULARY, BLOCK, layers, 16))
-            drafting: list[DraftModel] = [drafter("first"), drafter("variable_prefix"), head]
-            for model in (target, *drafting):
+            first, second = drafter("first"), drafter("variable_prefix")
+            for model in (target, first, second, head):
                 linears = [n for n, part in model.named_modules() if isinstance(part, nn.Linear) and n != "lm_head"]
                 if fp8 and model is not head:
                     make_fp8(model, linears, cache=False)
@@ -113,13 +111,24 @@ def runner(
     if not changes:
         head.join(target)
     if scored is not None:
-        for one in drafting[:2]:
-            cast("Drafter", one).join(target)
-    drafters = {
-        role: drafter
-        for role, drafter in zip(DrafterRole, of_case(case, *drafting), strict=True)
-        if drafter and role in roles
-    }
+        for one in (first, second):
+            one.join(target)
+    return target, first, second, head
+
+
+def runner(
+    layers: int,
+    drafter_layers: int,
+    *,
+    exact: bool = False,
+    roles: Collection[DrafterRole] = tuple(DrafterRole),
+    case: str = "",
+    **of_models: Any,
+) -> ModelRunner:
+    """A runner of `models`. `case`: in place of the first drafter a FlexDraft head, if it is one of `FLEX_CASES`."""
+    target, *drafting = models(layers, drafter_layers, **of_models)
+    given = zip(DrafterRole, of_case(case, *drafting), strict=True)
+    drafters = {role: drafter for role, drafter in given if drafter and role in roles}
     prepare_for_inference(target, drafters.values(), exact=exact)
     return ModelRunner(target, drafters, block_size=BLOCK)
 

@@ -29,11 +29,10 @@ from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.cuda import models
-from tests.runtime.fake_cuda import Captures, unpack
 from tests.runtime.soak import Thirds
 from tests.runtime.specialisations import Specialisations, launched
 from tools.cuda import guard
-from tools.cuda.fake import Watch, fake_gpu
+from tools.cuda.fake import Captures, Watch, fake_gpu, unpack
 
 #: Kinds of models, as arguments of `models.runner`.
 KINDS: dict[str, dict[str, Any]] = {

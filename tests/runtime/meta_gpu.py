@@ -26,9 +26,9 @@ from d2sd.runtime.grammar.step import NoGrammar, StepGrammar
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.staging import Staging
-from tests.runtime.fake_cuda import Captures, unpack
 from tests.runtime.specialisations import Specialisations, launched
 from tests.tiny import runner_of, tiny_decoder, tiny_drafter
+from tools.cuda.fake import Captures, unpack
 
 BLOCK, BRANCHES, NODES = 4, 2, 8
 

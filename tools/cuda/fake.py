@@ -7,11 +7,12 @@ and Triton kernels. Kernels inside an operator of PyTorch count as one.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -25,16 +26,23 @@ from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 from d2sd.modeling import product
 from d2sd.plugins import dispatch
 from d2sd.runtime import model_runner
+from d2sd.runtime.decode import Committed, StepResult
 from tools.cuda.launches import launches
+
+T = TypeVar("T")
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Launches by stage, and copies between host and device."""
+    """Launches by stage, and copies between host and device; `crossing` has those by name, or "waits" if the host does.
+
+    Of numbers that the host passes by value `crossing` knows too, `copies` does not.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.launches: Counter[str] = Counter()
         self.copies: list[str] = []
+        self.crossing: Counter[str] = Counter()
         self.current = "other"
 
     @contextmanager
@@ -54,9 +62,41 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         devices = {x.device.type for x in (*given, *made)}
         if "cuda" in devices and launches(func, given, made):
             self.launches[self.current] += 1
-        if len(devices) > 1 and any(x.device.type == "cpu" and (x.dim() or x in made) for x in (*given, *made)):
-            self.copies.append(f"{func} in {self.current}")
+        if len(devices) > 1:
+            names = [argument.name for argument in func._schema.arguments]
+            asked = dict(zip(names, args, strict=False)) | (kwargs or {})
+            self.crossing[func.overloadpacket.__name__ if asked.get("non_blocking") else "waits"] += 1
+            if any(x.device.type == "cpu" and (x.dim() or x in made) for x in (*given, *made)):
+                self.copies.append(f"{func} in {self.current}")
         return out
+
+
+class Captures:
+    """A `Capture` that runs the function once more under a watch, and replays nothing."""
+
+    def __init__(self, device: str) -> None:
+        self.watches: list[Watch] = []
+
+    def __call__(self, run: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        run()
+        self.watches.append(watch := Watch())
+        with watch:
+            out = run()
+        return out, lambda: None
+
+    def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
+        copy = tensor.to("cpu", non_blocking=True)
+        return lambda: copy
+
+    def mark(self) -> Callable[[], None]:
+        return lambda: None
+
+
+def unpack(result: StepResult, host: Tensor) -> list[Committed]:
+    """Unpack as `StepResult.unpack` does, with counts and tokens that the fake tensors do not have."""
+    batch, longest = result.accepted.tokens.shape
+    counts = [random.randint(1, longest) for _ in range(batch)]
+    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]
 
 
 @contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,21 @@ def build(folder: Path) -> None:
     )
     if done.returncode:
         (folder / "failed").write_text(done.stderr[-300:])
+
+
+def run_tests(folder: Path, *arguments: str) -> None:
+    """Run tests in a process of its own: the device guard that they load stays loaded."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=SOURCE.parents[2],
+        env=os.environ | {"D2SD_CUDA_GUARD": str(folder)},
+    )
+    assert done.returncode == 0, done.stdout[-5000:] + done.stderr
+    if " passed" not in done.stdout:
+        pytest.skip(done.stdout[-500:])
 
 
 def load(folder: Path) -> None:

@@ -1,21 +1,18 @@
-"""A step of training on fake CUDA tensors: shapes, types and devices are real, values are not, and no GPU is needed.
+"""A step of training has all its tensors on the GPU: shown on fake CUDA tensors.
 
-    python -m tests.train.fake_cuda FOLDER KIND ...
-
-Prints a JSON line for each kind of drafter: operators of a step without its backward pass, which needs a device, and
-those on tensors of both host and device. FOLDER has the device guard of tools/cuda/guard.py.
+Run by tests/runtime/test_fake_cuda.py. Its backward pass, which needs a device, is left out.
 """
 
 from __future__ import annotations
 
-import json
-import sys
+import os
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -31,10 +28,11 @@ from d2sd.train.objectives import head as head_module
 from d2sd.train.objectives.head import Head
 from d2sd.train.objectives.loss import Candidates
 from d2sd.train_recipe import SecondSettings, TrainSettings
-from tests.runtime.fake_cuda import Watch, models
+from tests.cuda.models import VOCABULARY, models
 from tools.cuda import guard
+from tools.cuda.fake import Watch
 
-HIDDEN, VOCAB = 64, 512
+HIDDEN = 64
 SETTINGS: dict[str, Any] = {
     "steps": 1, "batch": 8, "micro_batch": 8, "blocks": 6, "frequent": 64, "negatives": 16,
     "objective": {"slots": "dpace", "ce": 0.3, "kl": 0.7, "focal": 0.3, "chain": 4},
@@ -51,7 +49,7 @@ def stats(drafted: Tensor, target: Tensor, *others: Tensor) -> tuple[list[Tensor
 
 def drawn_step(trainer: Trainer, mode: FakeTensorMode) -> tuple[Drawn, int]:
     """The first step's data, drawn on the host, on the fake device; and how many slots are trained at most."""
-    device_head, trainer._head = trainer._head, torch.zeros(VOCAB, HIDDEN)
+    device_head, trainer._head = trainer._head, torch.zeros(VOCABULARY, HIDDEN)
     drawn = trainer._prepare(0)
     trainer._head = device_head
     slots = sum(int(packed.inside[..., 1:].sum()) for packed, _ in drawn.batches)
@@ -69,17 +67,22 @@ def drawn_step(trainer: Trainer, mode: FakeTensorMode) -> tuple[Drawn, int]:
     return Drawn(batches, candidates), slots
 
 
-def watched(name: str) -> Watch:
-    """One step of the drafter of this name."""
+@pytest.fixture(autouse=True)
+def guarded() -> None:
+    guard.load(Path(os.environ["D2SD_CUDA_GUARD"]))
+
+
+@pytest.mark.parametrize("name", ["first", "second", "flex"])
+def test_nothing_crosses_in_a_step(name: str) -> None:
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     layers = 1 if name == "flex" else 2  # auxiliary ones
     responses = [Response(f"a{i}", list(range(5 + 3 * i)), list(range(40))) for i in range(12)]
     rows = [torch.zeros(len(r.prompt_ids) + 40, (layers + 1) * HIDDEN, dtype=torch.bfloat16) for r in responses]
     data = TrainingData(responses, layers, rows.__getitem__)
     chosen = SecondSettings(**SETTINGS, on_correction=0.25) if name == "second" else TrainSettings(**SETTINGS)
-    frequent = data.frequent(64, VOCAB)
+    frequent = data.frequent(64, VOCABULARY)
     with mode:
-        target, first, second, flex = models(windowed=False)
+        target, first, second, flex = models(2, 2, dtype=torch.float32)
         drafter = {"first": first, "second": second, "flex": flex}[name]
         drafter.requires_grad_(True)
         with patch.object(loop, "digest_of", lambda *_: ""), patch.object(data, "frequent", lambda *_: None):
@@ -105,15 +108,5 @@ def watched(name: str) -> Watch:
     host = patch.object(loop, "on_host", lambda values: values.tolist)
     with mode, patch.multiple(Tensor, **values), triton, host, (watch := Watch()):
         trainer._update()
-    return watch
-
-
-def main(folder: str, *kinds: str) -> None:
-    guard.load(Path(folder))
-    for kind in kinds:
-        watch = watched(kind)
-        print(json.dumps({"operators": watch.operators, "crossing": watch.crossing}))
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    assert watch.crossing == {}
+    assert watch.launches.total() > 300
