@@ -11,10 +11,13 @@ def run_cli(*arguments: object) -> Result:
     return CliRunner().invoke(main, [str(argument) for argument in arguments])
 
 
-def succeeds(*arguments: object) -> Result:
-    result = run_cli(*arguments)
+def passed(result: Result) -> Result:
     assert result.exit_code == 0, result.output + repr(result.exception)
     return result
+
+
+def succeeds(*arguments: object) -> Result:
+    return passed(run_cli(*arguments))
 
 
 def refused(result: Result, *told: str) -> None:

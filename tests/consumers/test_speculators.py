@@ -13,8 +13,8 @@ from d2sd.convert.formats.convert import convert
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.drafters.dflash import Drafter
 from tests.consumers.helpers import TOLERANCE, expected_added, expected_logits, needs, run_child, write_prompt
-from tests.convert.formats.helpers import reduced, tiny_pair, write_tiny_target
-from tests.convert.helpers import tree_bytes
+from tests.convert.formats.helpers import reduced, tiny_pair
+from tests.convert.helpers import tree_bytes, write_target_dir
 from tests.tiny import HEADS, tiny_drafter
 
 pytestmark = needs("speculators")
@@ -36,7 +36,7 @@ def drafted(folder: Path, target: Path, work: Path, *converted: Path) -> tuple[T
 
 def test_its_loader_reads_ours_and_drafts_the_same(tmp_path: Path, drafter: Drafter) -> None:
     decoder, _ = tiny_pair()
-    target = write_tiny_target(tmp_path / "target", decoder)
+    target = write_target_dir(tmp_path / "target", decoder)
     DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     convert(tmp_path / "zlab", "speculators", tmp_path / "out", target=target)
     logits, ids, _ = drafted(tmp_path / "out", target, tmp_path)
@@ -46,7 +46,7 @@ def test_its_loader_reads_ours_and_drafts_the_same(tmp_path: Path, drafter: Draf
 
 def test_what_its_own_converter_writes_is_our_file_again(tmp_path: Path) -> None:
     decoder, drafter = tiny_pair()
-    target = write_tiny_target(tmp_path / "target", decoder)
+    target = write_target_dir(tmp_path / "target", decoder)
     DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     drafted(tmp_path / "zlab", target, tmp_path, tmp_path / "theirs")
     convert(tmp_path / "theirs", "z-lab", tmp_path / "back", target=target)
@@ -63,7 +63,7 @@ def test_its_heads_score_pairs_the_same(tmp_path: Path, head: str, whole: bool) 
     from_anchor, ids = head != "selector", plain.config.target_layer_ids
     drafter = tiny_drafter(decoder.config, target_layer_ids=ids, head=HEADS[head], sample_from_anchor=from_anchor)
     drafter = drafter if whole else reduced(drafter)
-    target = write_tiny_target(tmp_path / "target", decoder)
+    target = write_target_dir(tmp_path / "target", decoder)
     DFLASH.write(tmp_path / "zlab", drafter.config, drafter.state_dict())
     convert(tmp_path / "zlab", "speculators", tmp_path / "out", target=target)
     logits, tokens, added = drafted(tmp_path / "out", target, tmp_path)

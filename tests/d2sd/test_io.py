@@ -77,19 +77,16 @@ def test_only_regular_files_are_read(tmp_path: Path, kind: str) -> None:
         sha256(path)
 
 
-def test_a_file_that_is_too_large_is_refused_after_its_bound(tmp_path: Path) -> None:
-    file = tmp_path / "a"
-    file.write_text("12345")
-    assert read_text(file, max_bytes=5) == "12345"
-    with pytest.raises(D2SDError, match="too large"):
-        read_text(file, max_bytes=4)
-
-
-def test_bytes_that_are_not_utf8_are_named_by_line(tmp_path: Path) -> None:
+def test_a_file_that_is_too_large_or_not_utf8_is_refused(tmp_path: Path) -> None:
+    """After its bound, and by the line of a wrong byte."""
     file = tmp_path / "a"
     file.write_bytes(b"one\ntwo\nthr\xffe")
     with pytest.raises(D2SDError, match=r"a:3\n  found: byte 0xff"):
         read_text(file)
+    file.write_text("12345")
+    assert read_text(file, max_bytes=5) == "12345"
+    with pytest.raises(D2SDError, match="too large"):
+        read_text(file, max_bytes=4)
 
 
 @pytest.mark.parametrize(
@@ -169,10 +166,13 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_flushed_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the mode that any new file has."""
     seen = list[bool]()
     monkeypatch.setattr(os, "fsync", lambda handle: seen.append((tmp_path / "a").exists()))
     write_text(tmp_path / "a", "x")
     assert seen == [False]
+    (tmp_path / "b").touch()
+    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "b").stat().st_mode)
 
 
 def test_a_pipe_is_written_into_and_stays(tmp_path: Path) -> None:
@@ -195,13 +195,11 @@ def test_a_path_that_cannot_be_written_is_named(tmp_path: Path, kind: str, write
     assert caught.value.filename == str(path)
 
 
-def test_a_full_disk_names_the_file_and_keeps_its_number(tmp_path: Path) -> None:
+def test_an_error_of_writing_names_its_file_and_keeps_its_number(tmp_path: Path) -> None:
+    """A full disk names the file that was written; an error of another file keeps that one's name."""
     with pytest.raises(OSError, match="No space") as caught:
         write_text(Path("/dev/full"), "x" * 100_000)
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/dev/full")
-
-
-def test_an_error_of_another_file_keeps_its_name(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError) as caught, atomic_write(tmp_path / "a"):
         (tmp_path / "none").read_text()
     assert caught.value.filename == str(tmp_path / "none")
@@ -224,12 +222,6 @@ def test_a_link_beside_the_output_is_not_written_through(tmp_path: Path) -> None
         assert (victim.read_text(), victim.stat().st_mtime_ns) == ("precious", before)
         assert not beside.is_symlink()
     assert out.read_text() == "new"
-
-
-def test_a_written_file_has_the_mode_that_any_new_file_has(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    write_text(tmp_path / "b", "x")
-    assert stat.S_IMODE((tmp_path / "a").stat().st_mode) == stat.S_IMODE((tmp_path / "b").stat().st_mode)
 
 
 @pytest.mark.parametrize("kind", ["file", "missing", "device", "loop"])

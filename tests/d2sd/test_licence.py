@@ -7,12 +7,10 @@ import time
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from d2sd.cli.build import build
-from d2sd.cli.inspect import inspect
 from d2sd.licence import NOT_STATED, read_licence, warning
 from d2sd.recipe import load_recipe
+from tests.commands import succeeds
 from tests.convert.helpers import write_project
 
 CARDS = {
@@ -82,13 +80,13 @@ def test_plan_build_and_inspect_say_it(tmp_path: Path) -> None:
     (recipe.parent / "target" / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
     (recipe.parent / "first" / "README.md").write_text("---\nlicense: cc-by-nc-nd-4.0\n---\n")
     said = "drafter_first: its licence, cc-by-nc-nd-4.0, does not allow commercial use"
-    plan = CliRunner().invoke(build, [str(recipe), "--plan"])
+    plan = succeeds("build", recipe, "--plan")
     assert said in plan.stdout
     assert f"licence: {NOT_STATED}" in plan.stdout
     out = tmp_path / "out"
-    built = CliRunner().invoke(build, [str(recipe), "--out", str(out), "--set", "checks.count=1"])
+    built = succeeds("build", recipe, "--out", out, "--set", "checks.count=1")
     assert said in built.stderr.splitlines()
     manifest = json.loads((out / "manifest.json").read_text())
     assert manifest["target"]["licence"] == "apache-2.0"
     assert [manifest["drafters"][name]["licence"] for name in ("first", "second")] == ["cc-by-nc-nd-4.0", NOT_STATED]
-    assert said in CliRunner().invoke(inspect, [str(out)]).stdout
+    assert said in succeeds("inspect", out).stdout

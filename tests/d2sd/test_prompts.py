@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from d2sd.cli.main import main
 from d2sd.errors import D2SDError
 from d2sd.prompt_sets import present, prompt_sets
 from d2sd.prompts import last_prompts, read_documents, read_prompts, read_turns
+from tests.commands import passed, refused, run_cli
 from tests.convert.helpers import write_project
 from tests.data import DATA
 
@@ -76,13 +76,6 @@ def test_a_line_that_is_not_a_prompt_is_named(tmp_path: Path, line: str, told: s
     assert len(str(caught.value)) < 800
 
 
-def test_bytes_that_are_no_text_are_named(tmp_path: Path) -> None:
-    file = write(tmp_path, GOOD)
-    file.write_bytes(file.read_bytes() + b'{"id": "\xff"}')
-    with pytest.raises(D2SDError, match=r"prompts\.jsonl:2\n  found: byte 0xff"):
-        read_prompts(file)
-
-
 def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "prompts.jsonl")
     with pytest.raises(D2SDError, match="Not a regular file"):
@@ -97,9 +90,7 @@ def test_the_plan_reads_the_prompts_that_a_build_would(tmp_path: Path, changes: 
     """They were missed only after all conversion."""
     recipe = write_project(tmp_path / "project")
     overrides = [word for change in changes for word in ("--set", change.format(value))]
-    planned = CliRunner().invoke(main, ["build", str(recipe), "--plan", *overrides])
-    assert planned.exit_code == 2
-    assert f"project/{value}" in planned.stderr
+    refused(run_cli("build", recipe, "--plan", *overrides), f"project/{value}")
 
 
 LINE = b'{"id": "a", "turns": ["w1"]}\n'
@@ -119,12 +110,11 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def fill(tmp_path: Path, *arguments: object) -> Result:
-    return CliRunner().invoke(main, ["data", "--to", str(tmp_path / "data"), *map(str, arguments)])
+    return run_cli("data", "--to", tmp_path / "data", *arguments)
 
 
 def test_sets_at_hand_are_copied_and_the_others_are_described(source: Path, tmp_path: Path) -> None:
-    done = fill(tmp_path, "--from", source)
-    assert done.exit_code == 0, done.output
+    done = passed(fill(tmp_path, "--from", source))
     assert (tmp_path / "data" / "eval" / "a.jsonl").read_bytes() == LINE
     assert present(tmp_path / "data") == {"eval/a.jsonl"}
     for word in ("b.jsonl: missing", "https://example.org/set", "as it is", hashlib.sha256(LINE).hexdigest()):
@@ -133,18 +123,14 @@ def test_sets_at_hand_are_copied_and_the_others_are_described(source: Path, tmp_
 
 
 def test_without_a_folder_nothing_is_written(source: Path, tmp_path: Path) -> None:
-    done = fill(tmp_path)
-    assert done.exit_code == 0, done.output
-    assert done.output.count("missing") == 2
+    assert passed(fill(tmp_path)).output.count("missing") == 2
+    refused(fill(tmp_path, "--from", tmp_path / "nowhere"), "no such folder")
     assert not (tmp_path / "data").exists()
 
 
 def test_a_set_with_another_hash_is_refused_and_not_copied(source: Path, tmp_path: Path) -> None:
     (source / "eval" / "a.jsonl").write_bytes(LINE + LINE)
-    done = fill(tmp_path, "--from", source)
-    assert done.exit_code == 2
-    assert "not the prompt set of that name" in done.output
-    assert hashlib.sha256(LINE).hexdigest() in done.output
+    refused(fill(tmp_path, "--from", source), "not the prompt set of that name", hashlib.sha256(LINE).hexdigest())
     assert not (tmp_path / "data").exists()
 
 
@@ -155,12 +141,6 @@ def test_a_changed_copy_is_replaced(source: Path, tmp_path: Path) -> None:
     assert present(tmp_path / "data") == set()
     fill(tmp_path, "--from", source)
     assert copy.read_bytes() == LINE
-
-
-def test_a_folder_that_is_not_there_is_named(source: Path, tmp_path: Path) -> None:
-    done = fill(tmp_path, "--from", tmp_path / "nowhere")
-    assert done.exit_code == 2
-    assert "no such folder" in done.output
 
 
 @pytest.mark.slow

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -97,3 +100,23 @@ def greedy_tau(drafter: DraftModel, data: TrainingData, visible: int = 1) -> flo
             steps += 1
         means.append(len(gains) / steps)
     return sum(means) / len(means)
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, *kinds: type[Any]) -> list[tuple[Any, dict[str, Tensor]]]:
+    """Trainers of these kinds as they are made, each with the weights that its drafter begins with."""
+    made: list[tuple[Any, dict[str, Tensor]]] = []
+
+    def note(kind: type[Any]) -> None:
+        init = kind.__init__
+
+        def begin(self: Any, *args: Any) -> None:
+            init(self, *args)
+            made.append(
+                (self, {name: tensor.to("cpu", copy=True) for name, tensor in self.drafter.state_dict().items()})
+            )
+
+        monkeypatch.setattr(kind, "__init__", begin)
+
+    for kind in kinds:
+        note(kind)
+    return made

@@ -18,16 +18,25 @@ from d2sd.train.state import Optimizer
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 
+#: By device, and whether it is in bf16.
+TOLERANCE = {("cpu", False): 1e-4, ("cpu", True): 0.1, ("cuda", False): 1e-3, ("cuda", True): 3e-2}
+
 
 @pytest.mark.parametrize("attention", [{}, {"windows": (7, None), "causal": (False, True)}], ids=["plain", "windows"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtype, attention: dict[str, Any]) -> None:
-    """Of two sequences of different lengths, one with fewer blocks."""
-    decoder = tiny_decoder("qwen3", layers=4)
-    drafter = tiny_drafter(decoder.config, block_size=8, attention=attention).requires_grad_(True)
+@pytest.mark.parametrize("lengths", [(40, 23), (57, 57)], ids=str)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
+)
+def test_dense_attention_gives_the_packed_states_and_gradients(
+    device: str, lengths: tuple[int, int], dtype: torch.dtype, attention: dict[str, Any]
+) -> None:
+    """Of two sequences, one with fewer blocks."""
+    decoder, narrow = tiny_decoder("qwen3", layers=4, head_dim=16), dtype is torch.bfloat16
+    drafter = tiny_drafter(decoder.config, block_size=8, attention=attention).requires_grad_(True).to(device)
     assert takes(drafter)
     body, draw = drafter.config.body, torch.Generator().manual_seed(0)
-    width, tolerance = body.hidden_size, 1e-4 if dtype is torch.float32 else 0.1
+    width, tolerance = body.hidden_size, TOLERANCE[device, narrow]
     sequences = [
         TrainingSequence(
             torch.randint(60, (length,), generator=draw),
@@ -35,10 +44,11 @@ def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtyp
             torch.randn(length, width * len(drafter.config.target_layer_ids), generator=draw),
             torch.randn(length, width, generator=draw),
         )
-        for length in (40, 23)
+        for length in lengths
     ]
-    packed = pack_blocks(sequences, [torch.tensor([3, 9, 20, 37]), torch.tensor([3, 21])], 8)
-    embedded = torch.randn(2, 32, width, generator=draw)
+    anchors = [torch.tensor([3, 9, 20, 37]), torch.tensor([3, 21])]
+    packed = pack_blocks(sequences, anchors, 8).to(torch.device(device))
+    embedded = torch.randn(2, 32, width, generator=draw).to(device)
     rows = torch.tensor([32, 16])  # the rest is padding
 
     def plain(packed: Packed) -> Attend:
@@ -48,7 +58,7 @@ def test_dense_attention_gives_the_packed_states_and_gradients(dtype: torch.dtyp
         return attend_dense(drafter, packed, *token_context(drafter, packed))
 
     def out(make: object) -> tuple[Tensor, list[Tensor]]:
-        with torch.autocast("cpu", dtype, enabled=dtype is torch.bfloat16):
+        with torch.autocast(device, dtype, enabled=narrow):
             hidden = drafter(embedded, packed.positions.flatten(1), make(packed))  # type: ignore[operator]
         kept = torch.cat([part[:count] for part, count in zip(hidden.float(), rows.tolist(), strict=True)])
         return kept.detach(), list(torch.autograd.grad(kept.square().sum(), list(drafter.parameters())))

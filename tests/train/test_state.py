@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -172,56 +173,43 @@ def refused(made: Trainer, folder: Path) -> D2SDError:
         ("negatives", 9),
         ("seed", 1),
         ("precision", "bf16"),
+        ("objective", {"ce": 0.3, "kl": 0.8}),
     ],
 )
 def test_changed_settings_are_named(done: Path, key: str, value: object) -> None:
     error = refused(fresh("second", **{key: value}), done)
     assert error.what == "the settings changed since this training began"
     assert error.fix == "restore the recipe, or train in another folder of --work, or under another `name`"
-    assert error.found == {key: value}
+    assert error.found == {key: settings(**{key: value}).model_dump()[key]}
     assert error.expected == {key: settings().model_dump()[key]}
 
 
-def test_a_changed_objective_is_named(done: Path) -> None:
-    error = refused(fresh("second", objective={"ce": 0.3, "kl": 0.8}), done)
-    assert error.what == "the settings changed since this training began"
-    assert isinstance(error.found, dict)
-    assert error.found["objective"]["kl"] == 0.8
-
-
-def test_another_drafter_is_named(done: Path) -> None:
-    """Also one whose tensors have the same shapes: here the other role."""
+def test_another_drafter_or_first_drafter_or_other_data_is_named(done: Path) -> None:
+    """One token fewer in one answer; and a drafter whose tensors have the same shapes: here the other role."""
     error = refused(fresh("first"), done)
-    assert error.what == "the drafter changed since this training began"
     assert error.found == {"role": "first", "prefix_weight_base": None}
-
-
-def test_other_data_is_named(done: Path) -> None:
-    """One token fewer in one answer."""
     answers = greedy_responses()
-    answers = [*answers[:3], type(answers[3])(answers[3].id, answers[3].prompt_ids, answers[3].response_ids[:-1])]
-    made = Trainer(target(), new_drafter(0.9), exact_features(answers), settings(), new_drafter())
-    assert refused(made, done).what == "the data changed since this training began"
-
-
-def test_another_first_drafter_is_named(done: Path) -> None:
-    """A second drafter learns where one very first drafter goes wrong."""
+    shorter = [*answers[:3], replace(answers[3], response_ids=answers[3].response_ids[:-1])]
     other = new_drafter()
     with torch.no_grad():
-        other.norm.weight[0] += 1e-3
-    made = Trainer(target(), new_drafter(0.9), exact_features(greedy_responses()), settings(), other)
-    assert refused(made, done).what == "the first drafter changed since this training began"
+        other.norm.weight[0] += 1e-3  # a second drafter learns where one very first drafter goes wrong
+    made = [
+        Trainer(target(), new_drafter(0.9), exact_features(data), settings(), first)
+        for data, first in ((shorter, new_drafter()), (answers, other))
+    ]
+    told = [error.what, *(refused(one, done).what for one in made)]
+    assert told == [f"the {what} changed since this training began" for what in ("drafter", "data", "first drafter")]
 
 
-@pytest.mark.parametrize("left", [0, 4, 100, 5000, -1], ids=["empty", "length", "header", "tensors", "last byte"])
-def test_a_damaged_state_is_named(done: Path, left: int, tmp_path: Path) -> None:
-    (tmp_path / "state.safetensors").write_bytes((done / "state.safetensors").read_bytes()[:left])
+@pytest.mark.parametrize(
+    "left", [0, 4, 100, 5000, -1, None], ids=["empty", "length", "header", "tensors", "last byte", "no training's"]
+)
+def test_a_damaged_state_is_named(done: Path, left: int | None, tmp_path: Path) -> None:
+    file = tmp_path / "state.safetensors"
+    if left is None:
+        save_file({"x": torch.zeros(1)}, file)
+    else:
+        file.write_bytes((done / file.name).read_bytes()[:left])
     error = refused(fresh("second"), tmp_path)
     assert error.what == "the training checkpoint cannot be read"
     assert "delete" in str(error.fix)
-
-
-def test_another_files_tensors_are_named(tmp_path: Path) -> None:
-    """A safetensors file of that name that no training wrote."""
-    save_file({"x": torch.zeros(1)}, tmp_path / "state.safetensors")
-    assert refused(fresh(), tmp_path).what == "the training checkpoint cannot be read"

@@ -27,6 +27,8 @@ E2M1 = [
     for sign, exponent, fraction in product((0, 1), range(4), (0, 1))
 ]
 BLOCK, GROUP, LAYERS = 128, 16, 1
+#: config.json of models as they are on the hub.
+CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("published_configs.json").read_text())
 Tensors = dict[str, Tensor]
 #: A layer's tensors as lists, a row and a column of its weight -> the number there.
 Number = Callable[[dict[str, Any], int, int], float]
@@ -241,83 +243,53 @@ def _by_scale(stored: Tensors, x: Tensor) -> Tensor:
     return e4m3(x / scale).double() * scale
 
 
+def _compressed(name: str, weights: dict[str, Any], inputs: dict[str, Any] | None, **changes: Any) -> Published:
+    """FP8 by llm-compressor; a scale a channel, unless `changes` say otherwise."""
+    form = "naive-quantized" if inputs is None else "float-quantized"
+    config = compressed(form, _quantized(**weights), inputs, changes.pop("scheme", None))
+    fields: dict[str, Any] = {"store": _channels, "number": _scaled_number, "rounded": _by(of_token)}
+    return Published(name, config, **fields | changes)
+
+
+_BLOCKS = {
+    "activation_scheme": "dynamic",
+    "fmt": "e4m3",
+    "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
+    "quant_method": "fp8",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+_CHANNEL, _TENSOR = {"strategy": "channel"}, {"strategy": "tensor"}
+_BLOCK = {"strategy": "block", "block_structure": [BLOCK, BLOCK]}
+_GROUP = _quantized(strategy="group", group_size=BLOCK, dynamic=True)
+_NVFP4 = "nvfp4-pack-quantized", _quantized(**_FLOAT4)
+_KV = {"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.03])}
+_OF_BLOCKS: dict[str, Any] = {"rounded": _by(of_token_and_group), "hidden": 144}
+
+
+def _channels_calibrated(weight: Tensor) -> Tensors:
+    return _channels(weight) | {"input_scale": torch.tensor([8 / 448])}
+
+
+def _in_blocks(name: str) -> dict[str, Any]:
+    return {"store": _blocks(name), "number": _block_number(name), **_OF_BLOCKS}
+
+
 LAYOUTS = (
-    Published(
-        "fp8-dynamic",
-        compressed("float-quantized", _quantized(strategy="channel"), _TOKEN),
-        _channels,
-        _scaled_number,
-        _by(of_token),
-    ),
-    Published(
-        "fp8-tensor-dynamic",
-        compressed("float-quantized", _quantized(strategy="tensor"), _TOKEN),
-        _tensor,
-        _scaled_number,
-        _by(of_token),
-    ),
-    Published(
-        "fp8-static-kv",
-        compressed("float-quantized", _quantized(strategy="tensor"), _STATIC, _STATIC),
-        _calibrated,
-        _scaled_number,
-        _by_scale,
-        kv={"k_scale": torch.tensor([0.05]), "v_scale": torch.tensor([0.03])},
-    ),
-    Published(
-        "fp8-channels-static",
-        compressed("float-quantized", _quantized(strategy="channel"), _STATIC),
-        lambda weight: _channels(weight) | {"input_scale": torch.tensor([8 / 448])},
-        _scaled_number,
-        _by_scale,
-    ),
-    Published(
-        "fp8-blocks",
-        {
-            "activation_scheme": "dynamic",
-            "fmt": "e4m3",
-            "modules_to_not_convert": ["lm_head", "model.layers.0.input_layernorm"],
-            "quant_method": "fp8",
-            "weight_block_size": [BLOCK, BLOCK],
-        },
-        _blocks("weight_scale_inv"),
-        _block_number("weight_scale_inv"),
-        _by(of_token_and_group),
-        hidden=144,
-    ),
-    Published(
-        "fp8-blocks-compressed",
-        compressed(
-            "float-quantized",
-            _quantized(strategy="block", block_structure=[BLOCK, BLOCK]),
-            _quantized(strategy="group", group_size=BLOCK, dynamic=True),
-        ),
-        _blocks("weight_scale"),
-        _block_number("weight_scale"),
-        _by(of_token_and_group),
-        hidden=144,
-    ),
+    _compressed("fp8-dynamic", _CHANNEL, _TOKEN),
+    _compressed("fp8-tensor-dynamic", _TENSOR, _TOKEN, store=_tensor),
+    _compressed("fp8-static-kv", _TENSOR, _STATIC, scheme=_STATIC, store=_calibrated, rounded=_by_scale, kv=_KV),
+    _compressed("fp8-channels-static", _CHANNEL, _STATIC, store=_channels_calibrated, rounded=_by_scale),
+    Published("fp8-blocks", _BLOCKS, **_in_blocks("weight_scale_inv")),
+    _compressed("fp8-blocks-compressed", _BLOCK, _GROUP, **_in_blocks("weight_scale")),
     Published("nvfp4-modelopt", _modelopt(), _nvfp4(compressed=False, inputs=True), _nvfp4_number, _nvfp4_inputs),
     Published(
         "nvfp4-compressed",
-        compressed("nvfp4-pack-quantized", _quantized(**_FLOAT4), _quantized(**_FLOAT4 | {"dynamic": "local"})),
+        compressed(*_NVFP4, _quantized(**_FLOAT4 | {"dynamic": "local"})),
         _nvfp4(compressed=True, inputs=True),
         _nvfp4_number,
         _nvfp4_inputs,
     ),
-    Published(
-        "nvfp4-weights",
-        compressed("nvfp4-pack-quantized", _quantized(**_FLOAT4), None),
-        _nvfp4(compressed=True, inputs=False),
-        _nvfp4_number,
-        None,
-    ),
-    Published(
-        "fp8-weights",
-        compressed("naive-quantized", _quantized(strategy="channel"), None),
-        _channels,
-        _scaled_number,
-        None,
-    ),
+    Published("nvfp4-weights", compressed(*_NVFP4, None), _nvfp4(compressed=True, inputs=False), _nvfp4_number, None),
+    _compressed("fp8-weights", _CHANNEL, None, rounded=None),
 )
 SERVED = tuple(layout for layout in LAYOUTS if layout.rounded is not None)

@@ -99,11 +99,6 @@ def test_what_would_mean_another_model_is_refused(
         DFLASH.read_config(tmp_path)
 
 
-def test_speculators_numbers_hidden_states_and_the_others_layers() -> None:
-    assert to_hidden_states((1, 9, 17)) == [2, 10, 18]
-    assert from_hidden_states([2, 10, 18]) == (1, 9, 17)
-
-
 @pytest.mark.parametrize(
     ("layers", "target_layers", "expected"),
     [(5, 36, [1, 9, 17, 25, 33]), (8, 24, [1, 4, 7, 10, 12, 15, 18, 21]), (1, 36, [18])],
@@ -119,6 +114,8 @@ def test_ids_that_cannot_be(ids: list[int]) -> None:
     assert fault([3, 0], 4) is None
 
 
-def test_columns_follow_their_ids() -> None:
+def test_columns_follow_their_ids_and_speculators_numbers_hidden_states() -> None:
     fc = torch.arange(12.0).view(2, 6)  # three blocks of two columns, for layers 4, 0 and 2
     assert sort_columns(fc, (4, 0, 2)).tolist() == [[2, 3, 4, 5, 0, 1], [8, 9, 10, 11, 6, 7]]
+    assert to_hidden_states((1, 9, 17)) == [2, 10, 18]
+    assert from_hidden_states([2, 10, 18]) == (1, 9, 17)

@@ -105,12 +105,7 @@ def test_both_keys_may_stand_if_they_agree(folder: Path) -> None:
 WRONG: dict[str, tuple[str, Any, str, str]] = {
     "no block": ("flexdraft_config", ..., "not a FlexDraft head", "flexdraft_config"),
     "no calibration": ("flexdraft_config.enable_anchor_bias_logits", False, "calibration", "enable_anchor_bias_logits"),
-    "calibration unsaid": (
-        "flexdraft_config.enable_anchor_bias_logits",
-        ...,
-        "calibration",
-        "enable_anchor_bias_logits",
-    ),
+    "calibration unsaid": ("flexdraft_config.enable_anchor_bias_logits", ..., "calibration", "anchor_bias_logits"),
     "no rank": ("flexdraft_config.anchor_bias_rank", ..., "missing", "anchor_bias_rank"),
     "anchored is no boolean": ("flexdraft_config.anchored", "yes", "wrong type", "anchored"),
     "every layer": ("num_hidden_layers", 4, "split layer is out of range", "num_hidden_layers"),

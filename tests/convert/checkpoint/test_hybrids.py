@@ -20,6 +20,7 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.scaled_fp8 import BlockFp8Linear
+from tests.convert.checkpoint.published import CONFIGS
 from tests.convert.helpers import edit_json, write_target_dir
 from tests.tiny import full_logits, random_tokens, tiny_decoder
 
@@ -159,45 +160,7 @@ def test_fp8_in_blocks_leaves_out_what_its_names_say(tmp_path: Path) -> None:
         assert 0 < error.abs().mean() < 0.5 * full_logits(decoder, tokens).std()
 
 
-QWEN35_9B: dict[str, Any] = {
-    "architectures": ["Qwen3_5ForConditionalGeneration"],
-    "model_type": "qwen3_5",
-    "text_config": {
-        "attention_bias": False,
-        "attn_output_gate": True,
-        "eos_token_id": 248044,
-        "full_attention_interval": 4,
-        "head_dim": 256,
-        "hidden_act": "silu",
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "mamba_ssm_dtype": "float32",
-        "max_position_embeddings": 262144,
-        "mlp_only_layers": [],
-        "model_type": "qwen3_5_text",
-        "mtp_num_hidden_layers": 1,
-        "num_attention_heads": 16,
-        "num_hidden_layers": 32,
-        "num_key_value_heads": 4,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "mrope_interleaved": True,
-            "mrope_section": [11, 11, 10],
-            "partial_rotary_factor": 0.25,
-            "rope_theta": 10000000,
-            "rope_type": "default",
-        },
-        "vocab_size": 248320,
-    },
-    "tie_word_embeddings": False,
-    "vision_config": {"depth": 27},
-}
+QWEN35_9B = CONFIGS["qwen3.5-9b"]
 
 
 def parsed(values: dict[str, Any]) -> Any:

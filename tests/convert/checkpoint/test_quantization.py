@@ -71,10 +71,6 @@ def test_either_description_is_enough(tmp_path: Path, gone: str | None, kv: bool
     assert read(folder) == Quantization(TARGET.exclude, kv, TARGET.producer)
 
 
-def test_no_description_is_no_quantization(tmp_path: Path) -> None:
-    assert read(write_target_dir(tmp_path, tiny_decoder())) is None
-
-
 @pytest.mark.parametrize(
     ("file", "key", "value", "named"),
     [
@@ -102,10 +98,11 @@ def test_any_other_quantization_is_named(source: Path, file: str, key: str, valu
         read(source)
 
 
-def test_a_damaged_description_is_named(source: Path) -> None:
+def test_a_damaged_description_is_named_and_none_is_none(source: Path, tmp_path: Path) -> None:
     (source / FILE).write_text("{")
     with pytest.raises(CheckpointError, match=rf"{FILE}(.|\n)*not JSON"):
         read(source)
+    assert read(write_target_dir(tmp_path / "plain", tiny_decoder())) is None
 
 
 @pytest.mark.parametrize("kv", [False, True])
@@ -166,11 +163,17 @@ def test_tensors_that_are_not_as_described(source: Path, changes: dict[str, Tens
         load_target(source, torch.float32)
 
 
-def test_fp8_without_a_description_is_named(source: Path) -> None:
+def test_scales_without_their_description_are_refused(source: Path, tmp_path: Path) -> None:
     (source / FILE).unlink()
     edit_json(source / "config.json", KEY, ...)
     with pytest.raises(CheckpointError, match="scales belong to FP8"):
         load_target(source, torch.float32)
+    folder = write_fp8_drafter(tmp_path / "fp8", whole=True)
+    drafter = tiny_drafter(tiny_decoder().config)
+    DFLASH.write(tmp_path / "plain", drafter.config, drafter.state_dict())
+    shutil.copy(folder / FP8_INPUTS, tmp_path / "plain")
+    with pytest.raises(CheckpointError, match="layers in 16 bits"):
+        DFLASH.load(tmp_path / "plain", torch.float32)
 
 
 def test_an_fp8_head_is_refused(source: Path) -> None:
@@ -241,15 +244,6 @@ def test_scales_that_are_not_of_these_layers_are_named(tmp_path: Path, key: str,
     edit_json(tmp_path / FP8_INPUTS, key, value)
     with pytest.raises(CheckpointError, match=named):
         DFLASH.load(tmp_path, torch.float32)
-
-
-def test_scales_need_a_description(tmp_path: Path) -> None:
-    folder = write_fp8_drafter(tmp_path / "fp8", whole=True)
-    drafter = tiny_drafter(tiny_decoder().config)
-    DFLASH.write(tmp_path / "plain", drafter.config, drafter.state_dict())
-    shutil.copy(folder / FP8_INPUTS, tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="layers in 16 bits"):
-        DFLASH.load(tmp_path / "plain", torch.float32)
 
 
 @pytest.mark.parametrize(("narrow", "but"), [("*fc", []), ("*.q_proj", []), ("*.v_proj", ["layers.0.*"])])

@@ -146,18 +146,12 @@ def test_heads_that_the_kernels_do_not_take(export_once: ExportOnce, tmp_path: P
         build_engines([job(tmp_path, "target", 3, profiles=[profile("target", 3, size=8)])], tmp_path / "scratch")
 
 
-def test_what_a_builder_cannot_build_for(graphs: Path) -> None:
+def test_what_a_builder_cannot_build(graphs: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"sm90[\s\S]*sm89"):
         build_engine(job(graphs, "target", LAYERS["target"], compute="sm90"))
-
-
-def test_a_file_that_is_no_graph(graphs: Path, tmp_path: Path) -> None:
     (tmp_path / "target.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(BuildError, match="cannot parse"):
         build_engine(job(tmp_path, "target", LAYERS["target"], plugins=False))
-
-
-def test_a_crashed_builder_is_reported(graphs: Path, tmp_path: Path) -> None:
     (tmp_path / "r").write_text("{}")  # an earlier run's report is not this one's
     doomed = job(graphs, "target", LAYERS["target"], engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
     with pytest.raises(BuildError, match=r"builder crashed[\s\S]*No such file"):

@@ -20,7 +20,6 @@ from d2sd.convert.formats.speculators import to_tensors
 from d2sd.modeling.config import Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from tests.convert.helpers import write_target_dir
 from tests.tiny import tiny_decoder, tiny_drafter
 
 IDS = (0, 3, 17, 40, 62)  # a draft vocabulary of the tiny 0 .. 63, whose mask is 63
@@ -152,11 +151,6 @@ def write_foreign(
     (folder / "config.json").write_text(json.dumps(fields, indent=2))
     save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors", metadata)
     return folder
-
-
-def write_tiny_target(folder: Path, decoder: Decoder) -> Path:
-    """A Hugging Face folder of a tiny target."""
-    return write_target_dir(folder, decoder)
 
 
 def draft_hidden(decoder: Decoder, drafter: Drafter, context: Tensor, anchor: int) -> Tensor:

@@ -26,8 +26,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.where import Where
-from tests.convert.formats.helpers import public_fields, speculators_fields, tiny_pair, write_foreign, write_tiny_target
-from tests.convert.helpers import tree_bytes
+from tests.convert.formats.helpers import public_fields, speculators_fields, tiny_pair, write_foreign
+from tests.convert.helpers import tree_bytes, write_target_dir
 from tests.tiny import pool_for, random_tokens
 
 WINDOW = 6
@@ -251,7 +251,7 @@ def test_windows_through_speculators(tmp_path: Path, non_causal: bool) -> None:
     keys: dict[str, Any] = {"layer_types": [SLIDING, SLIDING if non_causal else FULL], "sliding_window": WINDOW}
     keys |= {"use_sliding_window": True} | ({"is_causal": False} if non_causal else {})
     folder, *_ = checkpoint(tmp_path / "a", keys)
-    target = write_tiny_target(tmp_path / "target", DECODER)
+    target = write_target_dir(tmp_path / "target", DECODER)
     convert(folder, "z-lab", tmp_path / "b")
     convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
     convert(tmp_path / "c", "z-lab", tmp_path / "d", target=target)
@@ -270,7 +270,7 @@ def test_what_speculators_cannot_say(
     tmp_path: Path, keys: dict[str, Any], options: dict[str, bool], message: str
 ) -> None:
     folder, *_ = checkpoint(tmp_path / "a", keys, **options)
-    target = write_tiny_target(tmp_path / "target", DECODER)
+    target = write_target_dir(tmp_path / "target", DECODER)
     with pytest.raises(CheckpointError, match=message):
         convert(folder, "speculators", tmp_path / "b", target=target)
 

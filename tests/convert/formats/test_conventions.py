@@ -19,17 +19,8 @@ from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_fields, from
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import Family, RopeConfig
-from tests.convert.formats.helpers import (
-    IDS,
-    extra,
-    public_fields,
-    reduced,
-    speculators_fields,
-    tiny_pair,
-    write_foreign,
-    write_tiny_target,
-)
-from tests.convert.helpers import hf_fields, set_key, write_project
+from tests.convert.formats.helpers import IDS, extra, reduced, speculators_fields, tiny_pair, write_foreign
+from tests.convert.helpers import hf_fields, write_project, write_target_dir
 from tests.tiny import tiny_decoder, tiny_drafter
 
 DECODER, DRAFTER = tiny_pair()
@@ -69,59 +60,10 @@ def test_rope_that_is_written_twice_may_say_the_same() -> None:
     assert parse("qwen3", rope_theta=1e6, rope_parameters=YARN | {"rope_theta": 1e6}, rope_scaling=old) == expected
 
 
-#: A drafter's config of the DFlash layout, without what it cannot do without -> the message.
-ZLAB: dict[str, tuple[dict[str, Any], str]] = {
-    "a mask by its name alone": (
-        {"dflash_config.mask_token_id": ..., "dflash_config.mask_token": "<|MASK|>"},
-        r"missing(.|\n)*mask_token_id",
-    ),
-    "no block size": ({"block_size": ...}, r"missing(.|\n)*block_size"),
-    "no theta in the new place": (
-        {"rope_theta": ..., "rope_parameters": {"rope_type": "default"}},
-        r"missing(.|\n)*rope_theta",
-    ),
-    "no heads": ({"num_attention_heads": ...}, r"missing(.|\n)*num_attention_heads"),  # ModelOpt would take 32
-    "no width": ({"intermediate_size": ...}, r"missing(.|\n)*intermediate_size"),  # and 22016
-}
-SPECULATORS: dict[str, tuple[dict[str, Any], str]] = {
-    "no block size": (  # its own reader takes 8
-        {"block_size": ..., "speculators_config": None},
-        r"missing(.|\n)*block_size",
-    ),
-    "no layer ids": ({"aux_hidden_state_layer_ids": ...}, r"missing(.|\n)*aux_hidden_state_layer_ids"),
-    "no theta in the new place": (
-        {"transformer_layer_config.rope_parameters": {"rope_type": "default"}},
-        r"missing(.|\n)*rope_theta",
-    ),
-    "windowed layers": (
-        {"transformer_layer_config.layer_types": ["full_attention", "sliding_attention"]},
-        r"contradicts layer_types(.|\n)*transformer_layer_config: use_sliding_window",
-    ),
-}
-
-
-@pytest.mark.parametrize(("changes", "message"), ZLAB.values(), ids=ZLAB)
-def test_nothing_is_guessed_in_the_dflash_layout(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    fields = public_fields(DRAFTER)
-    for key, value in changes.items():
-        set_key(fields, key, value)
-    with pytest.raises(CheckpointError, match=message):
-        read_drafter(write_foreign(tmp_path / "a", fields, DRAFTER.state_dict()))
-
-
-@pytest.mark.parametrize(("changes", "message"), SPECULATORS.values(), ids=SPECULATORS)
-def test_nothing_is_guessed_in_speculators(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    fields = speculators_fields(DRAFTER, d2sd={"num_target_layers": 6})
-    for key, value in changes.items():
-        set_key(fields, key, value)
-    with pytest.raises(CheckpointError, match=message):
-        read_drafter(write_foreign(tmp_path / "a", fields, DRAFTER.state_dict()))
-
-
 def test_a_drafter_of_the_last_layer_is_not_written_as_a_speculator(tmp_path: Path) -> None:
     """The state of the last layer has no number there; z-lab's layout has one."""
     decoder, drafter = tiny_pair(ids=(0, 2, 5))
-    target = write_tiny_target(tmp_path / "target", decoder)
+    target = write_target_dir(tmp_path / "target", decoder)
     DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     with pytest.raises(CheckpointError, match=r"last layer(.|\n)*/a\n(.|\n)*0 to 4"):
         convert(tmp_path / "a", "speculators", tmp_path / "b", target=target)
@@ -144,7 +86,7 @@ def test_a_drafter_of_another_target_is_refused_by_the_differing_key(tmp_path: P
     DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     read_drafter(tmp_path / "a")
     with pytest.raises(CheckpointError, match=rf"another target(.|\n)*{key}\n  found(.|\n)*expected"):
-        read_drafter(tmp_path / "a", read_target_parts(write_tiny_target(tmp_path / "target", DECODER)))
+        read_drafter(tmp_path / "a", read_target_parts(write_target_dir(tmp_path / "target", DECODER)))
 
 
 def test_tensors_of_another_target_are_detected_row_by_row(tmp_path: Path) -> None:
@@ -154,7 +96,7 @@ def test_tensors_of_another_target_are_detected_row_by_row(tmp_path: Path) -> No
     copies["lm_head.weight"] = copies["lm_head.weight"].roll(1, dims=0)
     folder = write_foreign(tmp_path / "a", speculators_fields(drafter), drafter.state_dict() | copies)
     with pytest.raises(CheckpointError, match=r"lm_head.weight\n  found: row 0 differs"):
-        read_drafter(folder, read_target_parts(write_tiny_target(tmp_path / "target", DECODER)))
+        read_drafter(folder, read_target_parts(write_target_dir(tmp_path / "target", DECODER)))
 
 
 LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 8192, 1.0, 4.0)

@@ -21,16 +21,8 @@ from d2sd.errors import CheckpointError
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import MarkovConfig, PairConfig, SelectorConfig
 from d2sd.train.data.packing import attend_packed
-from tests.convert.formats.helpers import (
-    IDS,
-    ROPE,
-    extra,
-    public_fields,
-    speculators_fields,
-    write_foreign,
-    write_tiny_target,
-)
-from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
+from tests.convert.formats.helpers import IDS, ROPE, extra, public_fields, speculators_fields, write_foreign
+from tests.convert.helpers import edit_json, edit_tensors, tree_bytes, write_target_dir
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
 
 DECODER = tiny_decoder(layers=6, rope=ROPE, tie=False)
@@ -187,7 +179,7 @@ RELEASED = {
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_target(tmp_path_factory.mktemp("target") / "t", DECODER)
+    return write_target_dir(tmp_path_factory.mktemp("target") / "t", DECODER)
 
 
 @pytest.mark.sampled(3)

@@ -25,9 +25,8 @@ from tests.convert.formats.helpers import (
     speculators_fields,
     tiny_pair,
     write_foreign,
-    write_tiny_target,
 )
-from tests.convert.helpers import edit_json, tree_bytes, write_target_dir
+from tests.convert.helpers import tree_bytes, write_target_dir
 from tests.tiny import random_tokens, tiny_decoder, tiny_drafter
 
 
@@ -43,7 +42,7 @@ def decoder() -> Decoder:
 
 @pytest.fixture
 def target(tmp_path: Path, decoder: Decoder) -> Path:
-    return write_tiny_target(tmp_path / "target", decoder)
+    return write_target_dir(tmp_path / "target", decoder)
 
 
 @pytest.mark.parametrize("metadata", [{"format": "pt"}, None], ids=["with metadata", "without"])
@@ -144,17 +143,6 @@ def test_other_formats_become_explicit(tmp_path: Path, decoder: Decoder, target:
         assert tree_bytes(tmp_path / f"{form}-2") == tree_bytes(tmp_path / "ours")
 
 
-def test_a_declared_role_is_written(tmp_path: Path) -> None:
-    """A role that was declared must stand in the file, not in the memory of who declared it."""
-    drafter = tiny_pair()[1]
-    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
-    _, notes = convert(source, "z-lab", tmp_path / "b", declared="variable_prefix")
-    assert "the role variable_prefix is declared, not read: the config has no role" in notes
-    values = json.loads((tmp_path / "b/config.json").read_text())
-    assert values["dflash_config"]["training_mode"] == "vp_drafter"
-    assert "auto_map" not in values
-
-
 def test_tensors_keep_their_type(tmp_path: Path) -> None:
     drafter = tiny_pair()[1]
     halves = {name: tensor.bfloat16() for name, tensor in drafter.state_dict().items()}
@@ -192,22 +180,3 @@ def test_code_and_pickles_stay_behind_and_are_named(tmp_path: Path) -> None:
     assert sorted(tree_bytes(tmp_path / "b")) == ["config.json", "model.safetensors"]
     assert "not converted: dflash.py, training_state.pt" in notes
     assert any(note.startswith("training_state.pt is a pickle and was not opened") for note in notes)
-
-
-def test_a_config_may_say_the_same_otherwise(tmp_path: Path) -> None:
-    """Transformers 5's RoPE and Qwen3.5's place of the sizes are read."""
-    drafter = tiny_pair()[1]
-    source = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict())
-    for key, value in {
-        "rope_theta": ...,
-        "rope_scaling": ...,
-        "block_size": ...,
-        "num_target_layers": ...,
-        "rope_parameters": {"rope_theta": 5e5, "rope_type": "default"},
-        "dflash_config.block_size": 4,
-        "dflash_config.num_target_layers": 6,
-    }.items():
-        edit_json(source / "config.json", key, value)
-    assert DFLASH.read_config(source) == drafter.config
-    convert(source, "z-lab", tmp_path / "b")
-    assert DFLASH.read_config(tmp_path / "b") == drafter.config

@@ -16,24 +16,24 @@ from tests.convert.formats.helpers import modelopt_fields, public_fields, specul
 from tests.convert.helpers import edit_tensors
 
 DRAFTER = tiny_pair()[1]
-#: What other projects write -> one value that changes what the drafter is.
-MARKS: dict[str, Any] = {
-    "projector_type": "domino",
-    "gru_hidden_dim": 1024,
-    "emb_dim": 256,
-    "pure_draft_prefix_len": 1,  # Domino
-    "flexdraft_config": {"target_layer_ids": [4]},
-    "enable_anchor_bias_logits": True,
-    "anchor_bias_rank": 256,
-    "eagle_config": {},
-    "spec_decode_type": "dflash",
-    "engine_role": "draft",
-    "mapping": {"tp_size": 1},
-    "attention_value_scale": 0.5,
-    "attention_mode": "mla",
-    "output_multiplier": 2.0,
-    "final_logit_softcapping": 30.0,
-    "use_aux_hidden_state": False,
+#: What other projects write -> one value that changes what the drafter is, and what it is called.
+MARKS: dict[str, tuple[Any, str]] = {
+    "projector_type": ("domino", "drafter with a projector"),
+    "gru_hidden_dim": (1024, "Domino drafter"),
+    "emb_dim": (256, "Domino drafter"),
+    "pure_draft_prefix_len": (1, "Domino drafter"),
+    "flexdraft_config": ({"target_layer_ids": [4]}, "FlexDraft drafter"),
+    "enable_anchor_bias_logits": (True, "FlexDraft drafter"),
+    "anchor_bias_rank": (256, "FlexDraft drafter"),
+    "eagle_config": ({}, "EAGLE-3 drafter"),
+    "spec_decode_type": ("dflash", "Edge-LLM export"),
+    "engine_role": ("draft", "Edge-LLM export"),
+    "mapping": ({"tp_size": 1}, "TensorRT-LLM checkpoint"),
+    "attention_value_scale": (0.5, "another attention"),
+    "attention_mode": ("mla", "another attention"),
+    "output_multiplier": (2.0, "altered logits"),
+    "final_logit_softcapping": (30.0, "altered logits"),
+    "use_aux_hidden_state": (False, "target features"),
 }
 #: A value beside which the same key says nothing.
 HARMLESS: dict[str, Any] = {
@@ -66,9 +66,9 @@ def test_a_key_of_another_model_is_seen_wherever_it_stands(key: str, place: str)
     make, part = PLACES[place]
     fields = make(DRAFTER)
     detect(HFConfig(fields, "config.json"))
-    (fields[part] if part else fields)[key] = MARKS[key]
+    (fields[part] if part else fields)[key], name = MARKS[key]
     where = f"config.json: {part}: {key}" if part else f"config.json: {key}"
-    with pytest.raises(CheckpointError, match=rf"which d2sd does not run(.|\n)*{where}\n"):
+    with pytest.raises(CheckpointError, match=rf"{name}, which d2sd does not run(.|\n)*{where}\n"):
         detect(HFConfig(fields, "config.json"))
 
 
@@ -87,16 +87,7 @@ def modelopt(inside: dict[str, Any], top: dict[str, Any]) -> dict[str, Any]:
 #: Exports that keep the name DFlashDraftModel, and others' whole configs -> what they are called.
 CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "ModelOpt's Domino": (
-        modelopt(
-            {
-                "projector_type": "domino",
-                "shift_label": True,
-                "pure_draft_prefix_len": 1,
-                "gru_hidden_dim": 64,
-                "emb_dim": 16,
-            },
-            {"emb_dim": 16},
-        ),
+        modelopt({"projector_type": "domino", "shift_label": True, "gru_hidden_dim": 64}, {"emb_dim": 16}),
         "Domino drafter",
     ),
     "FlexDraft as published": (

@@ -50,20 +50,28 @@ def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
     return folder, recipe
 
 
-def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The arguments of a bundle's tree."""
+def written(folder: Path, **changes: Any) -> Path:
+    """A bundle with arguments."""
     bundle, recipe = bundle_of(folder, **changes)
     write_llm_args(bundle / FOLDER, recipe)
-    values: dict[str, Any] = yaml.safe_load((bundle / FOLDER / TREE).read_text())
+    return bundle
+
+
+def read(bundle: Path, name: str) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load((bundle / FOLDER / name).read_text())
     return values
 
 
+def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
+    """The arguments of a bundle's tree."""
+    return read(written(folder, **changes), TREE)
+
+
 def test_arguments_of_a_bundle(tmp_path: Path) -> None:
-    bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_llm_args(bundle / FOLDER, recipe)
+    bundle = written(tmp_path / "bundle")
     assert sorted(p.name for p in (bundle / FOLDER).iterdir()) == sorted([DFLASH, TREE, MODULE, TRITON])
     assert check_llm_args(bundle) == [DFLASH, TREE]
-    values = yaml.safe_load((bundle / FOLDER / DFLASH).read_text())
+    values = read(bundle, DFLASH)
     assert values["speculative_config"] == {
         "decoding_type": "DFlash",
         "speculative_model": "drafter_first",
@@ -103,34 +111,24 @@ def test_arguments_of_a_tree(tmp_path: Path) -> None:
     assert parsed.eagle3_layers_to_capture == {0, 1}
 
 
-@pytest.mark.parametrize(("max_batch", "nodes"), [(1, 64), (8, 64), (16, 32), (64, 8), (512, 4)])
+@pytest.mark.parametrize(("max_batch", "nodes"), [(1, 64), (8, 64), (16, 32), (64, 8), (512, 4), (1, 128)])
 def test_a_larger_batch_has_smaller_trees(tmp_path: Path, max_batch: int, nodes: int) -> None:
-    values = tree_of(
-        tmp_path / "bundle",
-        tree={"block_size": 4, "branches": 3, "row_budget": 64},
-        limits={"max_batch": max_batch, "max_context": 64},
-    )
+    """A wide one is not sampled by rejection."""
+    tree, limits = {"block_size": 4, "branches": 3, "row_budget": max(64, nodes)}, {"max_batch": max_batch}
+    values = tree_of(tmp_path / "bundle", tree=tree, limits=limits | {"max_context": 64})
     assert values["speculative_config"]["max_total_draft_tokens"] + 1 == nodes
     assert values["max_num_tokens"] >= max_batch * nodes
-
-
-def test_a_wide_tree_is_not_sampled_by_rejection(tmp_path: Path) -> None:
-    values = tree_of(
-        tmp_path / "bundle",
-        tree={"block_size": 4, "branches": 3, "row_budget": 128},
-        limits={"max_batch": 1, "max_context": 64},
-    )
-    assert values["speculative_config"]["dynamic_tree_max_topK"] == 43
-    assert not values["speculative_config"]["use_rejection_sampling"]
+    if nodes == 128:
+        assert values["speculative_config"]["dynamic_tree_max_topK"] == 43
+        assert not values["speculative_config"]["use_rejection_sampling"]
 
 
 def test_tritons_model_has_the_same_arguments(tmp_path: Path) -> None:
-    bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_llm_args(bundle / FOLDER, recipe)
+    bundle = written(tmp_path / "bundle")
     values = yaml.safe_load((bundle / FOLDER / TRITON / "model.yaml").read_text())
     assert values.pop("triton_config") == {"max_batch_size": 0, "decoupled": True}
     assert values.pop("model") == "target"
-    assert values == yaml.safe_load((bundle / FOLDER / TREE).read_text())
+    assert values == read(bundle, TREE)
     assert "register(" in (bundle / FOLDER / TRITON / "model.py").read_text()
 
 
@@ -157,8 +155,7 @@ def test_policies_of_trees(tmp_path: Path, drafters: int, policy: str, asked: st
 
 
 def test_one_drafter_has_a_tree_as_well(tmp_path: Path) -> None:
-    bundle, recipe = bundle_of(tmp_path / "bundle", drafters={"first": {"path": "first"}})
-    write_llm_args(bundle / FOLDER, recipe)
+    bundle = written(tmp_path / "bundle", drafters={"first": {"path": "first"}})
     assert check_llm_args(bundle) == [DFLASH, TREE]
     assert "ddtree+lookup of 16 rows" in (bundle / FOLDER / TREE).read_text()
 
@@ -172,43 +169,39 @@ def test_what_it_cannot_serve(tmp_path: Path) -> None:
     assert unsupported_reason(recipe) is None
 
 
+#: Of either mode, and of one.
+REFUSED: list[tuple[str, object]] = [
+    ("speculative_config.second_model", "drafter_second"),  # there is no such key: hence the module
+    ("speculative_config.max_draft_len", "3"),
+    ("speculative_config.max_draft_len", -1),
+    ("speculative_config.moe_backend", "FASTEST"),
+    ("speculative_config.spec_dec_variant", 0),
+    ("speculative_config.acceptance_rate_threshold", 1.5),
+    ("speculative_config.decoding_type", "D2SD"),
+    ("kv_cache_config.enable_block_reuse", "no"),
+    ("max_batchsize", 4),
+    ("max_batch_size", 4.0),
+    ("max_num_tokens", "8192"),
+    ("tensor_parallel_size", None),
+]
+OF_ONE: list[tuple[str, str, object]] = [
+    (DFLASH, "speculative_config.attention_backend", "FA3"),
+    (DFLASH, "speculative_config.target_layer_ids", ["0", "1"]),
+    (DFLASH, "speculative_config.use_dynamic_tree", True),
+    (TREE, "speculative_config.target_layer_ids", [0, 1]),
+    (TREE, "speculative_config.eagle_choices", [[0]]),  # gone since #18210
+    (TREE, "speculative_config.eagle3_one_model", True),
+    (TREE, "speculative_config.eagle3_model_arch", "qwen"),
+    (TREE, "speculative_config.use_dynamic_tree", "yes"),
+]
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", [DFLASH, TREE])
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("speculative_config.second_model", "drafter_second"),  # there is no such key: hence the module
-        ("speculative_config.max_draft_len", "3"),
-        ("speculative_config.max_draft_len", -1),
-        ("speculative_config.moe_backend", "FASTEST"),
-        ("speculative_config.spec_dec_variant", 0),
-        ("speculative_config.acceptance_rate_threshold", 1.5),
-        ("kv_cache_config.enable_block_reuse", "no"),
-        ("max_batchsize", 4),
-        ("max_batch_size", 4.0),
-        ("max_num_tokens", "8192"),
-        ("tensor_parallel_size", None),
-    ],
+    ("name", "key", "value"), [*OF_ONE, *((name, *row) for name in (DFLASH, TREE) for row in REFUSED)]
 )
 def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, name: str, key: str, value: object) -> None:
     refuses(tmp_path, name, key, value)
-
-
-@pytest.mark.parametrize(
-    ("name", "key", "value"),
-    [
-        (DFLASH, "attention_backend", "FA3"),
-        (DFLASH, "target_layer_ids", ["0", "1"]),
-        (DFLASH, "use_dynamic_tree", True),
-        (TREE, "target_layer_ids", [0, 1]),
-        (TREE, "eagle_choices", [[0]]),  # gone since #18210
-        (TREE, "eagle3_one_model", True),
-        (TREE, "eagle3_model_arch", "qwen"),
-        (TREE, "use_dynamic_tree", "yes"),
-    ],
-)
-def test_keys_of_one_mode(tmp_path: Path, name: str, key: str, value: object) -> None:
-    refuses(tmp_path, name, f"speculative_config.{key}", value, key)
 
 
 @pytest.mark.parametrize(
@@ -229,18 +222,13 @@ def test_what_its_validators_ask_of_a_tree(tmp_path: Path, changes: dict[str, An
 
 
 def refuses(tmp_path: Path, name: str, key: str, value: object, told: str | None = None) -> None:
-    bundle, recipe = bundle_of(tmp_path / "bundle")
-    write_llm_args(bundle / FOLDER, recipe)
+    bundle = written(tmp_path / "bundle")
     path = bundle / FOLDER / name
     values = yaml.safe_load(path.read_text())
     set_key(values, key, value)
     path.write_text(yaml.safe_dump(values))
     with pytest.raises(BundleError, match=told or key.rpartition(".")[2]):
         check_llm_args(bundle)
-
-
-def test_a_mode_that_is_neither(tmp_path: Path) -> None:
-    refuses(tmp_path, TREE, "speculative_config.decoding_type", "D2SD", "decoding_type")
 
 
 @pytest.mark.parametrize("name", [DFLASH, TREE])
@@ -250,18 +238,11 @@ def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str
 
 def test_a_smaller_block_drafts_less(tmp_path: Path) -> None:
     """Of a drafter that was trained on blocks of four."""
-    bundle, recipe = bundle_of(tmp_path / "bundle", tree={"block_size": 3, "branches": 2, "row_budget": 16})
-    write_llm_args(bundle / FOLDER, recipe)
+    bundle = written(tmp_path / "bundle", tree={"block_size": 3, "branches": 2, "row_budget": 16})
     for name in (DFLASH, TREE):
-        values = yaml.safe_load((bundle / FOLDER / name).read_text())
+        values = read(bundle, name)
         assert values["speculative_config"]["max_draft_len"] == 2
     assert check_llm_args(bundle) == [DFLASH, TREE]
-
-
-def test_no_arguments(tmp_path: Path) -> None:
-    bundle, _ = bundle_of(tmp_path / "bundle")
-    with pytest.raises(BundleError, match="no TensorRT-LLM arguments"):
-        check_llm_args(bundle)
 
 
 def test_the_table_as_it_was_read() -> None:

@@ -15,6 +15,7 @@ from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
 from d2sd.runtime.speculation.policy import Policy
 from d2sd.runtime.step_times import StepTimes
+from tests.commands import passed, refused
 from tests.convert.helpers import add_calibration, write_project
 from tests.d2sd.serve.conftest import build_tiny
 
@@ -45,8 +46,7 @@ def capacity(source: Path, **changed: object) -> Result:
 
 
 def test_without_measured_steps_a_sheet_has_memory_and_says_how_to_measure(recipe: Path, tmp_path: Path) -> None:
-    found = capacity(recipe, out=tmp_path / "sheet.json", tensor_parallel=2)
-    assert found.exit_code == 0, found.output
+    found = passed(capacity(recipe, out=tmp_path / "sheet.json", tensor_parallel=2))
     assert f"d2sd generate {recipe} --policy auto --device cuda -p Hello --tensor-parallel 2\n" in found.output
     assert "Nothing is known of its speed" in found.output
     assert "ITL" not in found.output
@@ -62,8 +62,7 @@ def test_without_measured_steps_a_sheet_has_memory_and_says_how_to_measure(recip
 
 
 def test_measured_steps_are_shown_by_batch(recipe: Path, tmp_path: Path, measured: None) -> None:
-    found = capacity(recipe, policy="chain", tau=2, max_batch=4, out=tmp_path / "sheet.json")
-    assert found.exit_code == 0, found.output
+    found = passed(capacity(recipe, policy="chain", tau=2, max_batch=4, out=tmp_path / "sheet.json"))
     plain, chain = json.loads((tmp_path / "sheet.json").read_text())["options"]
     assert [(step["batch"], step["seconds"], step["tokens"]) for step in plain["steps"]] == [
         (batch, 2e-4, 1) for batch in (1, 2, 3, 4)
@@ -101,13 +100,9 @@ def test_a_bundle_has_the_plan_of_its_recipe(tmp_path: Path) -> None:
     ],
 )
 def test_bad_input_is_named(recipe: Path, changed: dict[str, object], message: str) -> None:
-    found = capacity(recipe, **changed)
-    assert found.exit_code == 2
-    assert message in found.output
+    refused(capacity(recipe, **changed), message)
 
 
 def test_a_model_too_large_for_the_gpu_is_refused(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(GPUS, "H100", 40_000)
-    found = capacity(recipe)
-    assert found.exit_code == 2
-    assert "does not fit on one H100" in found.output
+    refused(capacity(recipe), "does not fit on one H100")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from d2sd.bench.compare import compare
-from d2sd.bench.result import ResultError
+from d2sd.bench.result import Cell, ResultError
 from tests.d2sd.bench.helpers import PROVENANCE, SETTINGS, cell, result
 
 PROMPTS = [[2], [4], [2], [4], [2], [4]]
@@ -41,21 +41,20 @@ def test_ratios_of_the_common_cells_with_marks() -> None:
     assert "Differs between" not in text
 
 
-def test_an_interval_around_one_is_not_marked() -> None:
-    text = compare(result(cell("d2sd", [2], [4])), result(cell("d2sd", [4], [2])))
-    (line,) = lines(text)
-    assert line[8:10] == ["1.000", "0.500 – 2.000"]
+OTHERS = [{"id": name, "accepted": [4], "tokens": 4} for name in "xyz"]
 
 
-def test_only_shared_prompts_are_compared() -> None:
-    text = compare(result(cell("d2sd", [2], [2], [9])), result(cell("d2sd", [3], [3])))
-    assert lines(text)[0][5:10] == ["2 of 3", "2.00", "3.00", "1.500", "1.500 – 1.500 ▲"]
-
-
-def test_without_shared_prompts_there_is_a_ratio_and_no_interval() -> None:
-    others = [{"id": name, "accepted": [4], "tokens": 4} for name in "xyz"]
-    text = compare(result(cell("d2sd", [2], [2])), result(cell("d2sd", requests=others)))
-    assert lines(text)[0][5:10] == ["0 of 2", "2.00", "4.00", "2.000", "–"]
+@pytest.mark.parametrize(
+    ("a", "b", "told"),
+    [
+        (cell("d2sd", [2], [4]), cell("d2sd", [4], [2]), ["2 of 2", "3.00", "3.00", "1.000", "0.500 – 2.000"]),
+        (cell("d2sd", [2], [2], [9]), cell("d2sd", [3], [3]), ["2 of 3", "2.00", "3.00", "1.500", "1.500 – 1.500 ▲"]),
+        (cell("d2sd", [2], [2]), cell("d2sd", requests=OTHERS), ["0 of 2", "2.00", "4.00", "2.000", "–"]),
+    ],
+    ids=["an interval around one is not marked", "shared prompts", "none shared"],
+)
+def test_a_ratio_is_of_the_shared_prompts(a: Cell, b: Cell, told: list[str]) -> None:
+    assert lines(compare(result(a), result(b)))[0][5:10] == told
 
 
 def test_cells_of_one_result_only_are_listed() -> None:

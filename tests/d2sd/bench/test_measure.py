@@ -153,14 +153,6 @@ def test_differences_are_reported_with_their_gap(gap: float, excused: bool) -> N
     assert [r.sampling for r in asked] == [REQUESTS[1].sampling, REQUESTS[3].sampling]
 
 
-def test_two_runs_count_the_same() -> None:
-    """Times aside."""
-    one, other = (measured("hybrid", 3) for _ in range(2))
-    times: dict[str, Any] = {"wall_seconds": 1.0, "stage_seconds": {}}
-    assert one.tau == other.tau > 1.5
-    assert one.model_copy(update=times) == other.model_copy(update=times)
-
-
 def test_what_speculation_gains_does_not_depend_on_concurrency() -> None:
     accepted = [[one.accepted for one in measured("hybrid", concurrency).requests] for concurrency in (1, 3)]
     assert accepted[0] == accepted[1]

@@ -75,7 +75,7 @@ def test_a_file_without_a_policy_is_read(recipe: Path) -> None:
     assert forecasts(load_calibration(path)).keys() == {"chain", "hybrid", "flex_parallel"}  # a chain too
 
 
-def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
+def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path, tmp_path: Path) -> None:
     found = run(recipe, out / "tiny")
     assert found[NAME] == recipe.with_name("calibration.json").read_bytes()
     manifest = json.loads(found["manifest.json"])
@@ -90,11 +90,8 @@ def test_it_is_copied_verified_and_loaded(recipe: Path, out: Path) -> None:
     (out / "tiny" / NAME).unlink()
     with pytest.raises(BundleError, match=rf"missing(.|\n)*{NAME}"):
         load_bundle(out / "tiny")
-
-
-def test_without_one_there_is_none(tmp_path: Path, out: Path) -> None:
-    assert NAME not in run(write_project(tmp_path / "project"), out / "tiny")
-    assert load_bundle(out / "tiny").calibration is None
+    assert NAME not in run(write_project(tmp_path / "other"), out / "plain")
+    assert load_bundle(out / "plain").calibration is None
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------

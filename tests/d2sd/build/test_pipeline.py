@@ -65,11 +65,6 @@ def test_the_same_inputs_give_the_same_bytes_anywhere(recipe: Path, out: Path, t
     assert run(tmp_path / "moved" / "recipe.yaml", out / "other") == first
 
 
-def test_a_plain_target_needs_no_drafters(tmp_path: Path, out: Path) -> None:
-    recipe = write_project(tmp_path / "project", drafters={}, tree={"policy": "off"})
-    assert not [name for name in run(recipe, out / "tiny") if name.startswith("drafter")]
-
-
 class Bad(NamedTuple):
     """One kind of bad input: what is done to the project, and what the message must name."""
 
@@ -223,15 +218,12 @@ def test_a_bundle_is_replaced_only_by_a_whole_one(recipe: Path, out: Path) -> No
     assert leftovers(out) == ["tiny"]
 
 
-def test_a_folder_that_is_no_bundle_is_never_replaced(recipe: Path, out: Path) -> None:
+def test_a_folder_that_is_not_ours_is_never_replaced(recipe: Path, out: Path) -> None:
     (out / "photos").mkdir()
     (out / "photos" / "a.jpg").touch()
     with pytest.raises(BuildError, match="photos"):
         run(recipe, out / "photos")
     assert (out / "photos" / "a.jpg").exists()
-
-
-def test_a_folder_with_a_manifest_that_is_not_ours_is_never_replaced(recipe: Path, out: Path) -> None:
     folder = out / "work"
     folder.mkdir()
     (folder / "thesis").write_text("x")
@@ -240,7 +232,7 @@ def test_a_folder_with_a_manifest_that_is_not_ours_is_never_replaced(recipe: Pat
         with pytest.raises(BuildError, match=r"not a bundle(.|\n)*work"):
             run(recipe, folder)
         assert leftovers(folder) == ["manifest.json", "thesis"], text
-    assert leftovers(out) == ["work"]
+    assert leftovers(out) == ["photos", "work"]
 
 
 @pytest.mark.parametrize("stray", ["thesis.txt", "target/notes.md", "link"])
@@ -371,15 +363,7 @@ def test_links_and_folders_in_the_place_of_the_work_folder_are_not_touched(
     assert not (out / "tiny").exists()
 
 
-def test_no_room_is_noticed_before_a_stage(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = shutil.disk_usage(out)._replace(free=1000)
-    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
-    with pytest.raises(BuildError, match=r"disk space for stage target(.|\n)*1,000 bytes free"):
-        run(recipe, out / "tiny")
-    assert leftovers(out) == []
-
-
-def test_a_disk_that_fills_up_is_a_build_error(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_is_noticed_before_a_stage_and_in_it(recipe: Path, out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: Path, tensors: object) -> None:
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"half")
@@ -393,4 +377,9 @@ def test_a_disk_that_fills_up_is_a_build_error(recipe: Path, out: Path, monkeypa
     monkeypatch.setattr("d2sd.convert.checkpoint.target.write_tensors", full)
     with pytest.raises(BuildError, match="filled up during stage target"):
         run(recipe, out / "other")
+    assert leftovers(out) == [".tiny.building"]
+    usage = shutil.disk_usage(out)._replace(free=1000)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: usage)
+    with pytest.raises(BuildError, match=r"disk space for stage target(.|\n)*1,000 bytes free"):
+        run(recipe, out / "third")
     assert leftovers(out) == [".tiny.building"]

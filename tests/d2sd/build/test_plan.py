@@ -24,6 +24,7 @@ from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, RecipeError
+from d2sd.modeling.config import Family
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Engines, load_recipe
 from tests.convert.helpers import edit_json, write_project
@@ -59,30 +60,31 @@ def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> 
         make_plan(load_recipe(recipe))
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [("engines={compute: [portable]}", "engines"), ("fp8={drafters: false}", "fp8.target"), ("exact=true", "exact")],
-)
-def test_experts_are_refused_where_they_have_no_products(tmp_path: Path, change: str, key: str) -> None:
-    recipe = write_project(tmp_path, tiny_decoder("qwen3_moe"), precision="bf16")
-    with pytest.raises(
-        RecipeError, match=rf"(?i)experts(.|\n)*where: recipe: {key}\n(.|\n)*found: qwen3_moe in(.|\n)*fix: "
-    ):
-        make_plan(load_recipe(recipe, [change]))
+ENGINES = "engines={compute: [portable]}"
 
 
 @pytest.mark.parametrize(
-    ("change", "key"),
-    [("engines={compute: [portable]}", "engines"), ("exact=true", "exact"), ("limits.page_size=16", "")],
+    ("family", "change", "told"),
+    [
+        ("qwen3_moe", ENGINES, r"(?i)experts(.|\n)*where: recipe: engines\n(.|\n)*found: qwen3_moe in(.|\n)*fix: "),
+        (
+            "qwen3_moe",
+            "fp8={drafters: false}",
+            r"(?i)experts(.|\n)*fp8\.target\n(.|\n)*found: qwen3_moe in(.|\n)*fix: ",
+        ),
+        ("qwen3_moe", "exact=true", r"(?i)experts(.|\n)*where: recipe: exact\n(.|\n)*found: qwen3_moe in(.|\n)*fix: "),
+        ("gemma3_text", ENGINES, r"where: recipe: engines\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove engines"),
+        ("gemma3_text", "exact=true", r"where: recipe: exact\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove exact"),
+        ("gemma3_text", "limits.page_size=16", ""),
+    ],
 )
-def test_layers_that_are_not_fused_are_refused_where_they_have_to_be(tmp_path: Path, change: str, key: str) -> None:
-    recipe = load_recipe(write_project(tmp_path, tiny_decoder("gemma3_text"), precision="bf16"), [change])
-    if not key:
+def test_what_a_family_has_not_is_refused(tmp_path: Path, family: Family, change: str, told: str) -> None:
+    """Products of experts, and layers that are not fused where they have to be."""
+    recipe = load_recipe(write_project(tmp_path, tiny_decoder(family), precision="bf16"), [change])
+    if not told:
         assert make_plan(recipe).parts
         return
-    with pytest.raises(
-        RecipeError, match=rf"where: recipe: {key}\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove {key}"
-    ):
+    with pytest.raises(RecipeError, match=told):
         make_plan(recipe)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from click.testing import Result
 
 from d2sd.bench.result import load_result
 from d2sd.build import engines as stages
@@ -19,13 +19,13 @@ from d2sd.build.validate.graph_parity import ShadowDecoder
 from d2sd.bundle.backends import choose_compute
 from d2sd.bundle.load import Bundle, assemble, load_bundle
 from d2sd.bundle.serving import make_engine
-from d2sd.cli.main import main
 from d2sd.convert.engines.build import Job, Report
 from d2sd.errors import BuildError, BundleError
 from d2sd.modeling.kv_pool import Rows
 from d2sd.modeling.where import Where
 from d2sd.recipe import Policy, load_recipe
 from d2sd.runtime.backends.exported import OnnxSession
+from tests.commands import passed, refused, run_cli, succeeds
 from tests.conftest import Once
 from tests.convert.helpers import add_flex, write_project
 from tests.runtime.helpers import some_requests
@@ -65,13 +65,13 @@ def with_graphs(once: Once, *, of_head: bool) -> Bundle:
 
 @pytest.fixture(scope="module")
 def bundle(once: Once) -> Bundle:
-    """Of a pair. Nobody writes into it."""
+    """A bundle of a pair. Nobody writes into it."""
     return with_graphs(once, of_head=False)
 
 
 @pytest.fixture(scope="module")
 def head(once: Once) -> Bundle:
-    """Of a FlexDraft head. Nobody writes into it."""
+    """A bundle of a FlexDraft head. Nobody writes into it."""
     return with_graphs(once, of_head=True)
 
 
@@ -89,18 +89,13 @@ def test_a_build_compares_graphs_with_models(bundle: Bundle, head: Bundle) -> No
     assert of_head["drafter_first"].keys() == {"hidden"}
 
 
-@pytest.mark.parametrize("policy", ["off", "chain", "d2sd", "hybrid"])
-def test_graphs_write_what_pytorch_writes(bundle: Bundle, policy: Policy) -> None:
+@pytest.mark.parametrize(
+    ("of", "policy"),
+    [*(("bundle", policy) for policy in ("off", "chain", "d2sd", "hybrid")), ("head", "chain"), ("head", "ddtree")],
+)
+def test_graphs_write_what_pytorch_writes(request: pytest.FixtureRequest, of: str, policy: Policy) -> None:
     """Ten requests, greedy and sampled: prompts of several chunks, answers of several pages."""
-    check_graphs(bundle, policy)
-
-
-@pytest.mark.parametrize("policy", ["chain", "ddtree"])
-def test_a_heads_graph_writes_what_pytorch_writes(head: Bundle, policy: Policy) -> None:
-    check_graphs(head, policy)
-
-
-def check_graphs(bundle: Bundle, policy: Policy) -> None:
+    bundle: Bundle = request.getfixturevalue(of)
     plain = make_engine(bundle, policy="off").generate(some_requests())
     found = make_engine(bundle, policy=policy, backend="onnx").generate(some_requests())
     assert [s.answer for s in found] == [s.answer for s in plain]
@@ -179,24 +174,18 @@ def test_padding_is_not_compared() -> None:
     assert beside.errors.largest["k"] == pytest.approx(1, abs=1e-5)
 
 
-def generate(bundle: Path, *options: str) -> tuple[int, str]:
-    done = CliRunner().invoke(
-        main, ["generate", str(bundle), "-p", "w1 w5", "--raw", "--max-new-tokens", "8", *options]
-    )
-    return done.exit_code, done.output
+def generate(bundle: Path, *options: str) -> Result:
+    return run_cli("generate", bundle, "-p", "w1 w5", "--raw", "--max-new-tokens", 8, *options)
 
 
 def test_the_command(bundle: Bundle) -> None:
-    code, plain = generate(bundle.path)
-    assert (code, plain) == generate(bundle.path, "--executor", "onnx")
-    assert code == 0
+    plain, graphs = generate(bundle.path), generate(bundle.path, "--executor", "onnx")
+    assert passed(plain).output == passed(graphs).output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_engines_without_a_gpu(bundle: Bundle) -> None:
-    code, told = generate(bundle.path, "--executor", "tensorrt")
-    assert code == 2
-    assert "PyTorch finds none" in told
+    refused(generate(bundle.path, "--executor", "tensorrt"), "PyTorch finds none")
 
 
 def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +196,7 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
     for runner in ("torch", "onnx"):
         # one folder: cells of another executor are not taken for finished
         chosen = [*small, "--prompts", str(tmp_path / "words.jsonl"), "--out", str(out), "--executor", runner]
-        ended = CliRunner().invoke(main, ["bench", str(bundle.path), *chosen])
-        assert ended.exit_code == 0, ended.output
+        succeeds("bench", bundle.path, *chosen)
         found[runner] = load_result(out / "result.json")
     assert [result.provenance.device for result in found.values()] == ["cpu", "cpu, onnx"]
     taus = [[cell.tau for cell in result.cells] for result in found.values()]
@@ -217,12 +205,9 @@ def test_a_benchmark_says_what_it_ran(bundle: Bundle, tmp_path: Path, monkeypatc
 
 
 def test_a_bundle_without_graphs(tmp_path: Path) -> None:
-    recipe = write_project(tmp_path / "project")
-    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
+    build(load_recipe(write_project(tmp_path / "project")), tmp_path / "bundle", validate=False)
     for runner in ("onnx", "tensorrt"):
-        code, told = generate(tmp_path / "bundle", "--executor", runner)
-        assert code == 2
-        assert "neither graphs nor engines" in told
+        refused(generate(tmp_path / "bundle", "--executor", runner), "neither graphs nor engines")
 
 
 def test_engines_for_this_gpu_come_before_those_for_any() -> None:

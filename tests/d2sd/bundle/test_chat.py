@@ -26,6 +26,9 @@ TEMPLATE = (
 )
 
 
+W1: dict[str, Any] = {"role": "user", "content": "w1"}
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target_dir(tmp_path_factory.mktemp("chat") / "target", tiny_decoder())
@@ -62,7 +65,7 @@ FAILING = {
 def test_a_template_that_fails_is_named(folder: Path, template: str, named: str) -> None:
     known = tokenizer(folder, template)
     with pytest.raises(RequestError, match="chat template cannot be rendered") as caught:
-        encode_turns(known, [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+        encode_turns(known, [W1], {}, "bundle/target: chat_template")
     assert caught.value.where == "bundle/target: chat_template"
     assert named.lower() in str(caught.value).lower()
 
@@ -76,7 +79,7 @@ def test_a_template_that_takes_too_long_is_named_and_the_next_is_rendered(
     limited = TemplateProcess(TemplateLimits(seconds=0.1))
     monkeypatch.setattr(chat, "PROCESS", limited)
     with pytest.raises(RequestError, match="cannot be rendered") as caught:
-        encode_turns(tokenizer(folder, NESTED), [{"role": "user", "content": "w1"}], {}, "bundle/target: chat_template")
+        encode_turns(tokenizer(folder, NESTED), [W1], {}, "bundle/target: chat_template")
     assert (caught.value.found, caught.value.where) == ("more than 0.1 s", "bundle/target: chat_template")
     assert encode_turns(tokenizer(folder, TEMPLATE), [{"role": "user", "content": "w11"}], {}, "here") == [1, 11, 2]
     limited.close()
@@ -85,16 +88,15 @@ def test_a_template_that_takes_too_long_is_named_and_the_next_is_rendered(
 def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = TemplateProcess(TemplateLimits(length=1000))
     monkeypatch.setattr(chat, "PROCESS", limited)
-    known = tokenizer(folder, "{% for i in range(999) %}w1 {% endfor %}")
     with pytest.raises(RequestError, match=r"renders too much text(.|\n)*1,002 characters(.|\n)*at most 1,000"):
-        encode_turns(known, [{"role": "user", "content": "w1"}], {}, "here")
+        encode_turns(tokenizer(folder, "{% for i in range(999) %}w1 {% endfor %}"), [W1], {}, "here")
     limited.close()
 
 
 def test_a_tokenizer_with_several_templates_takes_the_one_for_tools(folder: Path) -> None:
     known = tokenizer(folder, TEMPLATE)
     known.chat_template = {"default": "w1 {{ eos_token }}", "tool_use": "w2 {{ tools[0].function.name }}"}
-    turns, tools = [{"role": "user", "content": "w1"}], [{"type": "function", "function": {"name": "w5"}}]
+    turns, tools = [W1], [{"type": "function", "function": {"name": "w5"}}]
     assert encode_turns(known, turns, {}, "here") == known("w1 " + known.eos_token).input_ids
     assert encode_turns(known, turns, {}, "here", tools) == [2, 5]
     known.chat_template = {"other": "w1"}
@@ -125,7 +127,7 @@ def test_text_that_is_not_unicode_is_refused(folder: Path) -> None:
     with pytest.raises(RequestError, match=r"not Unicode(.|\n)*messages\[0\]\.content"):
         encode_turns(known, [{"role": "user", "content": "w1 \ud800"}], {}, "here")
     with pytest.raises(RequestError, match="not Unicode"):
-        encode_turns(tokenizer(folder, "{{ '\\ud800' }}"), [{"role": "user", "content": "w1"}], {}, "here")
+        encode_turns(tokenizer(folder, "{{ '\\ud800' }}"), [W1], {}, "here")
 
 
 USER: Any = {"role": "user", "content": "Weather in Oslo?"}

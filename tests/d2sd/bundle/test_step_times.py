@@ -17,33 +17,36 @@ from d2sd.runtime.step_times import measure_step_times
 POLICIES = [Off(1), Chain(4), Hybrid(8, 2)]
 
 
-def file(
-    *,
-    files: str = "0" * 64,
-    precision: str = "fp32",
-    block_size: int = 4,
-    drafters: int = 2,
-    max_batch: int = 4,
-    max_context: int = 64,
-    page_size: int = 8,
-    calibration: object = None,
-    policies: Any = POLICIES,
-    backend: Any = "torch",
-    device: str = "cpu",
-    ranks: int | None = None,
-) -> Path:
+DEFAULTS: dict[str, Any] = {
+    "files": "0" * 64,
+    "precision": "fp32",
+    "block_size": 4,
+    "drafters": 2,
+    "max_batch": 4,
+    "max_context": 64,
+    "page_size": 8,
+    "calibration": None,
+    "policies": POLICIES,
+    "backend": "torch",
+    "device": "cpu",
+    "ranks": None,
+}
+
+
+def measure(**changes: Any) -> Any:
+    given = SimpleNamespace(**DEFAULTS | changes)
     bundle: Any = SimpleNamespace(
-        manifest=SimpleNamespace(files={"target/model": files}),
-        recipe=SimpleNamespace(precision=precision, exact=False),
-        ranks=ranks and SimpleNamespace(size=ranks),
+        manifest=SimpleNamespace(files={"target/model": given.files}),
+        recipe=SimpleNamespace(precision=given.precision, exact=False),
+        ranks=given.ranks and SimpleNamespace(size=given.ranks),
     )
-    engine: Any = SimpleNamespace(
-        runner=SimpleNamespace(device=device, block_size=block_size, drafters=range(drafters)),
-        calibration=calibration,
-        limits=SimpleNamespace(max_batch=max_batch, max_context=max_context, page_size=page_size),
-    )
-    measure: Any = step_times.step_times(bundle, engine, policies, backend)
-    (path,) = measure.args
+    given.drafters = range(given.drafters)
+    engine: Any = SimpleNamespace(runner=given, calibration=given.calibration, limits=given)
+    return step_times.step_times(bundle, engine, given.policies, given.backend)
+
+
+def file(**changes: Any) -> Path:
+    (path,) = measure(**changes).args
     return Path(path)
 
 
@@ -107,13 +110,7 @@ def test_a_user_without_a_home_measures_each_time(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", no_home)
-    bundle: Any = SimpleNamespace(
-        manifest=SimpleNamespace(files={}), recipe=SimpleNamespace(precision="fp32", exact=False), ranks=None
-    )
-    runner = SimpleNamespace(device="cpu", block_size=4, drafters={})
-    limits = SimpleNamespace(max_batch=1, max_context=64, page_size=8)
-    engine: Any = SimpleNamespace(runner=runner, calibration=None, limits=limits)
-    assert step_times.step_times(bundle, engine, POLICIES, "torch") is measure_step_times
+    assert measure() is measure_step_times
 
 
 def test_a_system_that_does_not_tell_the_cores_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from d2sd.recipe import Method
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.stats import Clock, EngineStats, SequenceStats
-from tests.commands import run_cli, succeeds
+from tests.commands import passed, refused, run_cli, succeeds
 from tests.convert.helpers import edit_json, write_project
 
 
@@ -122,8 +122,7 @@ def test_one_engine_has_pools_at_a_time(built: Path, tmp_path: Path, monkeypatch
         return engine
 
     monkeypatch.setattr("d2sd.cli.generate.make_engine", make)
-    result = run(built, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html"))
-    assert result.exit_code == 0, result.output
+    passed(run(built, "-p", "w1", "--policy", "d2sd", "--stats", "--html", str(tmp_path / "a.html")))
     assert len(pools) == 4, "of target and two drafters, and of the target alone"
 
 
@@ -139,8 +138,7 @@ def test_the_speedup_is_that_of_whole_answers(capsys: pytest.CaptureFixture[str]
 
 
 def test_statistics_are_shown(built: Path) -> None:
-    result = run(built, "-p", "w1", "--stats")
-    assert result.exit_code == 0, result.output
+    result = passed(run(built, "-p", "w1", "--stats"))
     for word in ("tau", "accepted by position", "won by", "cycle cost", "rows verified", "prefix hits"):
         assert word in " ".join(result.output.split())
 
@@ -155,9 +153,7 @@ def test_statistics_are_shown(built: Path) -> None:
     ],
 )
 def test_bad_requests_are_a_message(built: Path, arguments: list[str], told: str) -> None:
-    result = run(built, "-p", "w1", *arguments)
-    assert result.exit_code == 2
-    assert told in result.output
+    refused(run(built, "-p", "w1", *arguments), told)
 
 
 def test_a_missing_drafter_is_named(tmp_path: Path, bundle: Bundle) -> None:

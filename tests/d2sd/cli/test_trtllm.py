@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 from d2sd.cli.trtllm import trtllm
 from d2sd.convert.trtllm.llm_args import DFLASH, FOLDER, TREE, write_llm_args
 from d2sd.recipe import load_recipe
+from tests.commands import passed, refused
 from tests.convert.helpers import write_project
 from tests.d2sd.integrations.trtllm.shop import write_bundle
 from tests.d2sd.integrations.trtllm.standin import modules as standin
@@ -49,42 +50,29 @@ def test_every_help_has_an_example(command: click.Command) -> None:
 
 def test_check_where_all_fits(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
     standin.install(monkeypatch)
-    done = invoke("check", bundle, "--tree")
-    assert done.exit_code == 0, done.output
+    done = passed(invoke("check", bundle, "--tree"))
     assert "NO  " not in done.output
     assert "Eagle3OneModelDynamicTreeWorker._forward_draft_loop" in done.output
     for name in (DFLASH, TREE):
         assert f"{name}: every key" in done.output
     assert "d2sd's tree: would be registered, not yet run on a GPU" in done.output
-
-
-def test_arguments_alone_need_no_tensorrt_llm(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
-    done = invoke("check", bundle)
-    assert done.exit_code == 0
+    done = passed(invoke("check", bundle))
     assert f"{TREE}: every key" in done.output
 
 
-def test_check_of_a_newer_version(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_of_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     standin.install(monkeypatch, "1.5.0")
     done = invoke("check", "--tree")
     assert done.exit_code == 1
     assert "NO  tensorrt_llm: 1.5.0" in done.output
     assert "expected: >=1.3.0rc27" in done.output
     assert "d2sd's tree: no: tensorrt_llm: 1.5.0" in done.output
-
-
-def test_check_where_nothing_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
     done = invoke("check", "--tree")
     assert done.exit_code == 1
     assert "cannot be imported" in done.output
-
-
-def test_check_of_no_bundle(tmp_path: Path) -> None:
-    done = invoke("check", tmp_path)
-    assert done.exit_code == 2
-    assert "no TensorRT-LLM arguments" in done.output
+    refused(invoke("check", tmp_path), "no TensorRT-LLM arguments")
 
 
 @pytest.mark.sampled(3)
@@ -108,9 +96,7 @@ def test_check_of_no_bundle(tmp_path: Path) -> None:
 )
 def test_check_of_arguments_out_of_bounds(bundle: Path, text: str) -> None:
     (bundle / FOLDER / TREE).write_text(text, "utf-8")
-    done = invoke("check", bundle)
-    assert done.exit_code == 2, done.output
-    assert TREE in done.output
+    refused(invoke("check", bundle), TREE)
 
 
 def test_check_of_arguments_in_yaml_1_1(bundle: Path) -> None:
@@ -122,15 +108,12 @@ def test_check_of_arguments_in_yaml_1_1(bundle: Path) -> None:
 
 @pytest.mark.parametrize("out", ["missing/tree.yaml", "."])
 def test_arguments_to_no_file(bundle: Path, tmp_path: Path, out: str) -> None:
-    done = invoke("args", bundle, "-o", tmp_path / out)
-    assert done.exit_code == 2
-    assert str(tmp_path) in done.output
+    refused(invoke("args", bundle, "-o", tmp_path / out), str(tmp_path))
 
 
 def test_arguments_of_another_size(bundle: Path, tmp_path: Path) -> None:
     out = tmp_path / "tree8.yaml"
-    done = invoke("args", bundle, "--nodes", 8, "--max-batch", 64, "-o", out)
-    assert done.exit_code == 0, done.output
+    done = passed(invoke("args", bundle, "--nodes", 8, "--max-batch", 64, "-o", out))
     assert "hybrid+lookup of 8 rows" in done.output
     values = yaml.safe_load(out.read_text())
     assert values["max_batch_size"] == 64
@@ -142,9 +125,7 @@ def test_arguments_of_another_size(bundle: Path, tmp_path: Path) -> None:
     [(["--nodes", 3], "at least a path"), (["--nodes", 2000], "out of range"), (["--nodes", "many"], "not a valid")],
 )
 def test_arguments_of_no_tree(bundle: Path, tmp_path: Path, arguments: list[object], told: str) -> None:
-    done = invoke("args", bundle, *arguments, "-o", tmp_path / "tree.yaml")
-    assert done.exit_code == 2
-    assert told in done.output
+    refused(invoke("args", bundle, *arguments, "-o", tmp_path / "tree.yaml"), told)
     assert not (tmp_path / "tree.yaml").exists()
 
 
@@ -152,6 +133,4 @@ def test_arguments_of_a_bundle_in_fp32(tmp_path: Path) -> None:
     decoder = tiny_decoder()
     recipe = write_project(tmp_path / "project", decoder, precision="fp32")
     folder = write_bundle(tmp_path / "bundle", recipe, decoder, tiny_drafter(decoder.config), None)
-    done = invoke("args", folder, "-o", tmp_path / "tree.yaml")
-    assert done.exit_code == 2
-    assert "16-bit" in done.output
+    refused(invoke("args", folder, "-o", tmp_path / "tree.yaml"), "16-bit")

@@ -37,15 +37,8 @@ def test_a_chat_equals_the_python_api(server: Running, llm: LLM) -> None:
     details = found.usage.completion_tokens_details
     assert details is not None
     steps = expected.stats.steps
-    assert details.accepted_prediction_tokens is not None
-    assert (
-        0
-        <= len(expected.token_ids) - steps
-        <= details.accepted_prediction_tokens
-        <= len(expected.token_ids) - steps + 1
-    )
-    assert details.rejected_prediction_tokens is not None
-    assert details.rejected_prediction_tokens > 0
+    assert details.accepted_prediction_tokens in (len(expected.token_ids) - steps, len(expected.token_ids) - steps + 1)
+    assert details.rejected_prediction_tokens
 
 
 def test_a_stream_adds_up(server: Running) -> None:
@@ -102,13 +95,6 @@ def test_a_seed_that_is_left_out_is_fresh_and_reported(server: Running) -> None:
     assert first.model_extra["seed"] != second.model_extra["seed"]
     again = server.openai.chat.completions.create(**options, seed=first.model_extra["seed"])
     assert again.choices[0].message.content == first.message.content
-
-
-def test_stop_strings_end_an_answer(server: Running) -> None:
-    whole = server.openai.completions.create(model="tiny", prompt="w5 w7", max_tokens=16).choices[0].text
-    stop = whole.split()[2]
-    cut = server.openai.completions.create(model="tiny", prompt="w5 w7", max_tokens=16, stop=[stop, "other"])
-    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (whole[: whole.index(stop)], "stop")
 
 
 def test_defaults_are_the_recipes(server: Running, llm: LLM) -> None:

@@ -59,11 +59,11 @@ def test_the_page_runs_nothing_but_its_own_script(server: Running) -> None:
     assert set(re.findall(r'element\("(\w+)"\)', server.http.get("/page.js").text)) <= set(ids)
 
 
-def test_a_visitor_chooses_a_policy(server: Running) -> None:
+def test_a_visitor_chooses_a_policy_of_what_an_engine_has(server: Running, bundle: Bundle) -> None:
     """The text is the same; only requests that are alone are served by it."""
-    page = server.http.get("/").text
-    offered = re.findall(r"<option>(\w+)</option>", page)
-    assert f'<option value="">{server.engine.policy.name}, the server\'s</option>' in page
+    text = server.http.get("/").text
+    offered = re.findall(r"<option>(\w+)</option>", text)
+    assert f'<option value="">{server.engine.policy.name}, the server\'s</option>' in text
     assert {"off", "chain", "ddtree", "d2sd"} <= set(offered)
     assert server.engine.policy.name not in offered
     texts = set()
@@ -76,9 +76,6 @@ def test_a_visitor_chooses_a_policy(server: Running) -> None:
     assert {event["policy"] for event in own} == {server.engine.policy.name}
     assert server.http.post("/trace", json=CHAT | {"policy": "flex_parallel"}).json()["error"]["param"] == "policy"
     assert server.http.post("/v1/chat/completions", json=CHAT | {"policy": "off"}).status_code == 400
-
-
-def test_a_choice_is_limited_to_what_an_engine_has(bundle: Bundle) -> None:
     plain = make_engine(bundle, policy="off")
     assert list(choices(bundle, plain)) == ["off", "lookup"]
     one = make_engine(bundle, policy="ddtree")
@@ -273,17 +270,8 @@ def test_sigterm_drains(tiny_bundle: Path, drain: float) -> None:
         "Engine.step = lambda self: (time.sleep(0.02), step(self))[1]\n"
         "from d2sd.cli.main import main; main()"
     )
-    command = [
-        sys.executable,
-        "-c",
-        code,
-        "serve",
-        str(tiny_bundle),
-        "--port",
-        str(port),
-        "--drain-timeout",
-        str(drain),
-    ]
+    options = ["--port", str(port), "--drain-timeout", str(drain)]
+    command = [sys.executable, "-c", code, "serve", str(tiny_bundle), *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=os.environ) as process:
         assert process.stderr is not None
         for line in process.stderr:

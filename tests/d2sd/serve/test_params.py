@@ -39,6 +39,8 @@ def test_n_completions_have_consecutive_seeds(llm: LLM) -> None:
     several, single = llm.generate([PROMPT, "w31"], [params, SamplingParams(max_tokens=2)])
     assert [one.index for one in several.outputs] == [0, 1, 2]
     assert [one.seed for one in several.outputs] == [2**64 - 2, 2**64 - 1, 0]
+    with pytest.raises(RequestError, match="one completion"):
+        next(llm.stream(PROMPT, params))
     assert several.outputs[0] is several
     assert single.outputs == [single]
     for one in several.outputs:
@@ -198,11 +200,6 @@ def test_numbers_of_numpy_and_torch() -> None:
     )
     for name in (*FLOATS, *INTEGERS):
         assert type(getattr(given, name)) in (int, float, type(None))
-
-
-def test_a_stream_has_one_completion(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="one completion"):
-        next(llm.stream(PROMPT, SamplingParams(n=2)))
 
 
 def test_as_many_stop_tokens_as_are_allowed(llm: LLM) -> None:

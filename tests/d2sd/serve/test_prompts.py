@@ -99,50 +99,24 @@ def test_a_token_outside_the_vocabulary(llm: LLM, token: int) -> None:
         llm.generate([[]], GOOD)
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        5,
-        None,
-        "w5",
-        b"w5",
-        USER,
-        {},
-        [],
-        [5],
-        ["w5"],
-        [{}],
-        [{"role": "user"}],
-        [{"content": "w5"}],
-        [USER, [USER]],
-        [{"role": 5, "content": "w5"}],
-        [{"role": "user", "content": 5}],
-        [[USER], []],
-        [[5]],
-        [USER, None],
-    ],
-    ids=str,
-)
-def test_what_is_no_conversation(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(RequestError, match="messages"):
-        llm.chat(wrong, GOOD)
+CONVERSATIONS: list[object] = [5, None, "w5", b"w5", USER, {}, [], [5], ["w5"], [{}], [{"role": "user"}], [USER, None]]
+CONVERSATIONS += [[{"content": "w5"}], [USER, [USER]], [{"role": 5, "content": "w5"}], [[USER], []], [[5]]]
+CONVERSATIONS += [[{"role": "user", "content": 5}]]
+TOOLS: list[object] = [5, "x", {}, [5], ["x"], {"type": "function"}]
+PARAMS: list[object] = [5, "x", {"temperature": 1}, [5], [None], [{"n": 1}], SamplingParams]
+NAMED: list[tuple[str, Any, list[object]]] = [
+    ("messages", lambda llm, wrong: llm.chat(wrong, GOOD), CONVERSATIONS),
+    ("tools", lambda llm, wrong: llm.chat([USER], GOOD, wrong), TOOLS),
+    ("sampling_params", lambda llm, wrong: llm.generate(["w5"], wrong), PARAMS),
+    ("sampling_params", lambda llm, wrong: llm.chat([USER], wrong), PARAMS),
+    ("sampling_params", lambda llm, wrong: next(llm.stream("w5", wrong)), PARAMS),
+]
 
 
-@pytest.mark.parametrize("wrong", [5, "x", {}, [5], ["x"], {"type": "function"}], ids=str)
-def test_what_are_no_tools(llm: LLM, wrong: Any) -> None:
-    with pytest.raises(RequestError, match="tools"):
-        llm.chat([USER], GOOD, wrong)
-
-
-@pytest.mark.parametrize("wrong", [5, "x", {"temperature": 1}, [5], [None], [{"n": 1}], SamplingParams], ids=str)
-def test_what_are_no_sampling_params(llm: LLM, wrong: Any) -> None:
-    for call in (
-        lambda: llm.generate(["w5"], wrong),
-        lambda: llm.chat([USER], wrong),
-        lambda: next(llm.stream("w5", wrong)),
-    ):
-        with pytest.raises(RequestError, match="sampling_params"):
-            call()
+@pytest.mark.parametrize(("name", "call", "wrong"), [(*one, value) for *one, all in NAMED for value in all], ids=str)
+def test_a_wrong_argument_of_a_call_is_named(llm: LLM, name: str, call: Any, wrong: object) -> None:
+    with pytest.raises(RequestError, match=name):
+        call(llm, wrong)
 
 
 @pytest.mark.parametrize(

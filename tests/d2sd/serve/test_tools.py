@@ -41,13 +41,17 @@ def test_nothing_is_demanded(choice: str | None) -> None:
     assert tool_grammar(TOOLS, choice) is None
 
 
-def test_required() -> None:
+def test_required_and_named() -> None:
     assert takes(WEATHER, "required")
     assert takes(NOW, "required")
     assert takes(f"{WEATHER}\n{NOW}", "required")
     assert not takes(f"{WEATHER}\n{NOW}", "required", parallel=False)
     assert not takes(WEATHER.replace("Oslo", "Bonn"), "required")
     assert not takes("hello", "required")
+    choice = {"type": "function", "function": {"name": "now"}}
+    assert takes(NOW, choice)
+    assert not takes(WEATHER, choice)
+    assert not takes(f"{NOW}\n{NOW}", choice)
 
 
 def test_a_model_that_has_words_for_calls_writes_them() -> None:
@@ -62,13 +66,6 @@ def test_a_model_that_has_words_for_calls_writes_them() -> None:
     for token in (*call, END):
         assert has(matcher.allowed(), token), tokens.decode([token])
         assert token == END or matcher.consume(token)
-
-
-def test_named() -> None:
-    choice = {"type": "function", "function": {"name": "now"}}
-    assert takes(NOW, choice)
-    assert not takes(WEATHER, choice)
-    assert not takes(f"{NOW}\n{NOW}", choice)
 
 
 @pytest.mark.parametrize(

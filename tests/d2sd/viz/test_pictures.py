@@ -35,7 +35,7 @@ from d2sd.viz.record import Recording
 from d2sd.viz.svg import inline, key, standalone
 from d2sd.viz.text import asset, cut, text_markup, token_markup, visible
 from d2sd.viz.words import mix, shade, story
-from tests.commands import run_cli
+from tests.commands import passed, run_cli
 from tests.tiny import random_tree
 
 HOSTILE = [
@@ -503,8 +503,7 @@ def test_generate_draws_what_it_wrote(
     plain = run(built, "-p", "w1 w5 w9", "--policy", policy)
     for svg, web in (files[:2], files[2:]):
         monkeypatch.setattr("d2sd.viz.record.perf_counter", count().__next__)
-        result = run(built, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web)
-        assert result.exit_code == 0, result.output
+        result = passed(run(built, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web))
         assert result.stdout == plain.stdout
     assert [f.read_bytes() for f in files[:2]] == [f.read_bytes() for f in files[2:]]
     assert sorted(tmp_path.iterdir()) == sorted(files)
@@ -538,7 +537,7 @@ def test_several_prompts_have_a_section_each(built: Path, tmp_path: Path) -> Non
     assert read.texts["prompt"] == "w1 w2w7"
     alone = [run(built, "-p", prompt).stdout.removesuffix("\n") for prompt in ("w1 w2", "w7")]
     assert read.texts["answer"] == "".join(alone)
-    assert result.exit_code == 0
+    passed(result)
 
 
 @pytest.mark.parametrize("option", ["--tree-svg", "--html"])

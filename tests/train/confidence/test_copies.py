@@ -36,9 +36,6 @@ def test_without_outcomes_the_odds_are_the_default_s() -> None:
     found = fit_copies([], 9)
     assert (found.length, found.support) == ([*DEFAULT_ODDS.length], [*DEFAULT_ODDS.support])
     assert found.slot == [*DEFAULT_ODDS.slot, *[DEFAULT_ODDS.slot[-1]] * 2]
-
-
-def test_entries_without_an_outcome_stay() -> None:
     found = fit_copies([CopyOutcome(2, 3, 1, False)] * 50, 3)
     assert found.length[2] < DEFAULT_ODDS.length[2]
     assert found.length[:2] == [*DEFAULT_ODDS.length[:2]]

@@ -79,12 +79,6 @@ def test_a_drafter_that_lies_keeps_a_little_of_its_order() -> None:
     assert float(torch.sigmoid(slope * x + offset).mean()) == pytest.approx(float(y.mean()), abs=0.02)
 
 
-def test_nothing_judged_is_taken_at_its_word() -> None:
-    empty = fit([], [], 3)
-    assert torch.equal(empty.slope, torch.ones(2, len(DraftUse), 3, 2))
-    assert torch.equal(empty.offset, torch.zeros(2, len(DraftUse), 3, 2))
-
-
 @pytest.mark.parametrize("warm", [0, 1])
 @pytest.mark.parametrize("use", DraftUse)
 @pytest.mark.parametrize("sibling", [False, True])

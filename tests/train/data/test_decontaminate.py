@@ -137,13 +137,11 @@ def test_what_is_no_prompt(text: str, reason: str | None) -> None:
     assert PromptFilter([], ["<|im_start|>", "<|im_end|>", ""]).fault(text) == reason
 
 
-def test_words_do_not_see_spacing_punctuation_case_or_the_kind_of_quotes() -> None:
+def test_words_and_their_runs() -> None:
+    """Words have no spacing, punctuation, case or kind of quotes; runs of fewer words are all of them."""
     assert words("Janet’s  ducks,\nlay_16 EGGS!") == ["janet", "s", "ducks", "lay", "16", "eggs"]
     assert words("Janet's ducks lay １６ eggs") == words("Janet’s  ducks,\nlay_16 EGGS!")
     assert words("TeX是什么") == ["tex", "是", "什", "么"]
-
-
-def test_runs_of_fewer_words_are_all_of_them() -> None:
     assert list(runs(["a", "b", "c"], 2)) == [("a", "b"), ("b", "c")]
     assert list(runs(["a", "b"], 3)) == [("a", "b")]
     assert list(runs([], 3)) == []
@@ -165,10 +163,8 @@ def test_of_near_duplicates_the_first_stays() -> None:
 
 def test_what_is_dropped_for_another_reason_drops_no_other() -> None:
     other = LONG.replace("Tom", "Tim").replace("four", "six")
-    marked = jobs(f"{other} <end>", other)
-    kept, dropped = PromptFilter([], ["<end>"]).judge(marked)
-    assert [job.id for job in kept] == ["p1"]
-    assert dropped == {"p0": "holds chat markers"}
+    kept, dropped = PromptFilter([], ["<end>"]).judge(jobs(f"{other} <end>", other))
+    assert ([job.id for job in kept], dropped) == (["p1"], {"p0": "holds chat markers"})
 
 
 def test_rare_runs_find_what_all_pairs_find() -> None:

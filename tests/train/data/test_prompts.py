@@ -45,12 +45,10 @@ def test_more_prompts_leave_those_already_planned_as_they_were() -> None:
     assert [(job.id, job.text) for job in after if job.id in known] == [(job.id, job.text) for job in before]
 
 
-def test_no_count_means_all_and_too_large_a_count_too() -> None:
+def test_counts_and_shared_ids() -> None:
+    """No count means all prompts, and too large a count too; an id that two share is refused."""
     assert len(plan_prompts([(FILE, None)], data())) == 30
     assert len(plan_prompts([(FILE, 99)], data())) == 30
-
-
-def test_an_id_that_two_prompts_share_is_refused() -> None:
     with pytest.raises(D2SDError, match=r"same id(.|\n)*p0"):
         plan_prompts([(FILE, None), (FILE[:1], None)], data())
 

@@ -41,15 +41,12 @@ def names(path: Path) -> list[str]:
     return [answer.id for answer in read_responses(path, vocab_size=6)]
 
 
-def test_what_is_written_is_read(path: Path) -> None:
+def test_what_is_written_is_read_and_is_on_its_way_to_the_disk_at_once(path: Path) -> None:
     write(path, "a", "b")
     assert read_responses(path, vocab_size=6) == [Response("a", [1, 2], [3, 4, 5]), Response("b", [1, 2], [3, 4, 5])]
-
-
-def test_every_answer_is_on_its_way_to_the_disk_at_once(path: Path) -> None:
     with append_to(path) as out:
-        append_response(out, "a", [1], [2, 3])
-        assert finished_ids(path) == {"a": None}
+        append_response(out, "c", [1], [2, 3])
+        assert finished_ids(path) == dict.fromkeys("abc")
 
 
 @pytest.mark.parametrize("kept", [1, 12, -1])
@@ -69,17 +66,13 @@ def test_a_line_cut_short_is_left_out_then_cut_off_then_asked_again(path: Path, 
     assert finished_ids(path).keys() == {"a", "b"}
 
 
-def test_a_first_line_cut_short_is_nothing(path: Path) -> None:
-    path.write_text('{"id": "a", "prom')
-    assert finished_ids(path) == {}
-    write(path, "a")
-    assert names(path) == ["a"]
-
-
 def test_nothing_is_finished_before_the_first_answer(path: Path) -> None:
     assert finished_ids(path) == finished_ids(path.parent) == {}
-    path.touch()
-    assert finished_ids(path) == finished_ids(path.parent) == {}
+    for begun in ("", '{"id": "a", "prom'):
+        path.write_text(begun)
+        assert finished_ids(path) == finished_ids(path.parent) == {}
+    write(path, "a")
+    assert names(path) == ["a"]
 
 
 # --- Several processes -----------------------------------------------------------------------------------------------

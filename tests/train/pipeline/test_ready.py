@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -25,6 +24,7 @@ from d2sd.train.pair_head import PairTrainer
 from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import draw, edit, rows, train, trained, write_training
 from tests.tiny import HEADS, tiny_decoder, tiny_drafter
+from tests.train.helpers import noted
 
 GEOMETRY = {"layers": 2, "block_size": 4, "mask_token_id": 62, "target_layer_ids": [0, 2]}
 
@@ -47,18 +47,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Trainer] = []
-    init = Trainer.__init__
-
-    def noted(self: Trainer, *args: Any) -> None:
-        init(self, *args)
-        made.append(self)
-        weights = {name: tensor.to("cpu", copy=True) for name, tensor in self.drafter.state_dict().items()}
-        ready = DFLASH.load(project / "ready", torch.float32).state_dict()
-        assert weights.keys() == ready.keys()
-        assert all(torch.equal(weights[name], ready[name]) for name in ready), "it starts from the first"
-
-    monkeypatch.setattr(Trainer, "__init__", noted)
+    made = noted(monkeypatch, Trainer)
     files = trained(project)
     assert files.keys() == {
         ".d2sd-run.json",
@@ -67,8 +56,11 @@ def test_the_second_is_trained_on_the_ready_first(project: Path, monkeypatch: py
         "evaluation.json",
         *(f"{name}/{file}" for name in ("first", "second") for file in ("config.json", "model.safetensors")),
     }
-    (trainer,) = made  # the ready one is not trained
+    ((trainer, weights),) = made  # the ready one is not trained
     assert isinstance(trainer.first, Drafter)
+    before = DFLASH.load(project / "ready", torch.float32).state_dict()
+    assert weights.keys() == before.keys()
+    assert all(torch.equal(weights[name], before[name]) for name in before), "it starts from the first"
     ready, first, second = (DFLASH.load(project / path, torch.float32) for path in ("ready", "out/first", "out/second"))
     of_first, of_second = DFLASH.fingerprint(first), DFLASH.fingerprint(second)
     assert DFLASH.fingerprint(trainer.first) == of_first == DFLASH.fingerprint(ready) != of_second
@@ -134,23 +126,11 @@ def test_heads_are_trained_after_the_drafters(project: Path) -> None:
 
 @pytest.mark.slow
 def test_heads_learn_from_responses_that_drafters_have_not_seen(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[str, list[str]]] = []
-
-    def noted(kind: type[Trainer] | type[PairTrainer]) -> None:
-        init = kind.__init__
-
-        def began(self: Any, *args: Any) -> None:
-            init(self, *args)
-            seen.append((kind.__name__, [self.data.name(index) for index in range(len(self.data))]))
-
-        monkeypatch.setattr(kind, "__init__", began)
-
-    noted(Trainer)
-    noted(PairTrainer)
+    made = noted(monkeypatch, Trainer, PairTrainer)
     edit(project, "head", HEAD | {"unseen": 2})
     trained(project)
-    (_, of_second), (_, of_head), (_, also) = seen
-    assert [name for name, _ in seen] == ["Trainer", "PairTrainer", "PairTrainer"]
+    assert [type(one) for one, _ in made] == [Trainer, PairTrainer, PairTrainer]
+    of_second, of_head, also = ([one.data.name(index) for index in range(len(one.data))] for one, _ in made)
     assert len(of_head) == 2
     assert of_head == also
     assert not {*of_head} & {*of_second}
@@ -188,18 +168,11 @@ def test_the_second_is_plain_behind_a_first_that_is_not(
         for parameter in ready.parameters():
             parameter.normal_(std=0.2)
     DFLASH.write(project / "ready", ready.config, ready.state_dict())
-    began: list[Trainer] = []
-    init = Trainer.__init__
-
-    def noted(self: Trainer, *args: Any) -> None:
-        init(self, *args)
-        began.append(self)
-        weights, told = self.drafter.state_dict(), ready.float().state_dict()
-        assert all(torch.equal(weights[name], told[name]) for name in weights), "it starts from the first"
-
-    monkeypatch.setattr(Trainer, "__init__", noted)
+    made = noted(monkeypatch, Trainer)
     trained(project)
-    assert len(began) == 1
+    ((_, weights),) = made
+    told = ready.float().state_dict()
+    assert all(torch.equal(weights[name], told[name]) for name in weights), "it starts from the first"
     first, second = (DFLASH.read_config(project / "out" / name) for name in ("first", "second"))
     assert first == ready.config
     assert second == replace(before, role="variable_prefix", prefix_weight_base=0.9)
@@ -232,19 +205,20 @@ def test_another_shape_than_the_recipes_is_refused_before_any_work(
     refused(project, told, more)
 
 
-def test_a_drafter_of_another_target_is_refused_before_any_work(project: Path) -> None:
-    edit_json(project / "ready" / "config.json", "rope_theta", 5.0)
-    refused(project, ["another target", "rope_theta"])
-
-
-def test_a_second_drafter_is_no_first_one(project: Path) -> None:
-    edit_json(project / "ready" / "config.json", "dflash_config.training_mode", "vp_drafter")
-    refused(project, ["training_mode", "first"])
-
-
-def test_weights_that_are_not_of_the_config_are_refused_before_any_work(project: Path) -> None:
-    edit_json(project / "ready" / "config.json", "intermediate_size", 28)
-    refused(project, ["mlp", "[32, 24]", "[32, 28]"])
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("rope_theta", 5.0, ["another target", "rope_theta"]),
+        ("dflash_config.training_mode", "vp_drafter", ["training_mode", "first"]),
+        ("intermediate_size", 28, ["mlp", "[32, 24]", "[32, 28]"]),
+    ],
+    ids=["of another target", "a second drafter", "other weights than its config's"],
+)
+def test_a_drafter_that_is_no_first_one_here_is_refused_before_any_work(
+    project: Path, key: str, value: object, told: list[str]
+) -> None:
+    edit_json(project / "ready" / "config.json", key, value)
+    refused(project, told)
 
 
 def refused(project: Path, told: list[str], more: tuple[str, ...] = ()) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,9 +13,10 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.train.data.draws import PrefixDraws, choose_prefixes
 from d2sd.train.loop import Trainer
 from d2sd.train.rejections import kept_steps
-from tests.d2sd.cli.train.helpers import SETTINGS, draw, edit, refused, train, trained, undo, write_training
+from tests.commands import refused
+from tests.d2sd.cli.train.helpers import SETTINGS, draw, edit, refusal, train, trained, undo, write_training
 from tests.tiny import tiny_decoder, tiny_drafter
-from tests.train.helpers import settings
+from tests.train.helpers import noted, settings
 
 
 @pytest.fixture
@@ -25,43 +25,29 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return write_training(tmp_path / "project")
 
 
-def noted(monkeypatch: pytest.MonkeyPatch) -> list[Trainer]:
-    made: list[Trainer] = []
-    init = Trainer.__init__
-
-    def note(self: Trainer, *args: Any) -> None:
-        init(self, *args)
-        self.began = {name: tensor.clone() for name, tensor in self.drafter.state_dict().items()}  # type: ignore[attr-defined]
-        made.append(self)
-
-    monkeypatch.setattr(Trainer, "__init__", note)
-    return made
-
-
 @pytest.mark.slow
 def test_an_earlier_state_of_the_first_rejects(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With features in memory. The second starts from the last state, and a second run ends in the same bytes."""
     edit(project, "second", SETTINGS | {"rejections": "matched"})
     edit(project, "data.features", "device")
-    made = noted(monkeypatch)
-    monkeypatch.setattr("d2sd.train.rejections.mean_right", lambda one, *given: float(one is not made[0].drafter))
+    made = noted(monkeypatch, Trainer)
+    monkeypatch.setattr("d2sd.train.rejections.mean_right", lambda one, *given: float(one is not made[0][0].drafter))
     files = trained(project)
     assert not (project / "work" / "features.bf16").exists()
     kept = {path.name for path in (project / "work" / "first").glob("step-*")}
     assert kept == {f"step-{step}.safetensors" for step in kept_steps(SETTINGS["steps"])}
-    one, two = made
+    (one, _), (two, began) = made
     assert isinstance(two.first, Drafter)
     assert two.first is one.drafter, "its rate on held-out responses is met by itself alone"
-    began = two.began  # type: ignore[attr-defined]
     assert all(torch.equal(began[name], tensor) for name, tensor in one.drafter.state_dict().items())
 
     undo(project, "second")
     monkeypatch.undo()
     monkeypatch.setattr("d2sd.train.pipeline.run.plot_training", draw)
-    again = noted(monkeypatch)
+    again = noted(monkeypatch, Trainer)
     trained(project)
     assert trained(project).keys() == files.keys()
-    assert isinstance(again[1].first, Drafter)
+    assert isinstance(again[1][0].first, Drafter)
 
 
 @pytest.mark.slow
@@ -69,16 +55,14 @@ def test_no_kept_state_is_a_message(project: Path) -> None:
     trained(project)
     undo(project, "second")
     edit(project, "second", SETTINGS | {"rejections": "matched"})
-    result = train(project)
-    assert result.exit_code == 2
-    assert "no earlier state" in result.stderr
+    refused(train(project), "no earlier state")
 
 
 def test_matched_needs_a_trained_first(project: Path) -> None:
     edit(project, "first", ...)
     edit(project, "ready_first", {"path": "ready"})
     edit(project, "second", SETTINGS | {"rejections": "matched"})
-    assert "matched needs a first drafter that is trained" in refused(project)
+    assert "matched needs a first drafter that is trained" in refusal(project)
 
 
 @pytest.mark.slow
@@ -93,10 +77,10 @@ def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.Mo
     edit(project, "drafter.layers", layers)
     edit(project, "drafter.block_size", start.config.block_size + 2)
     edit(project, "drafter.draft_vocab_size", 12)
-    made = noted(monkeypatch)
+    made = noted(monkeypatch, Trainer)
     trained(project)
     stored = DFLASH.load(project / "start", torch.float32).state_dict()
-    began = made[0].began  # type: ignore[attr-defined]
+    began = made[0][1]
     assert all(torch.equal(began[name], stored[name]) for name in stored)
     config = DFLASH.read_config(project / "out" / "first")
     assert config.block_size == start.config.block_size + 2

@@ -19,6 +19,7 @@ from d2sd.cli.main import main
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.fp8 import Fp8Linear
+from tests.commands import passed, refused
 from tests.convert.helpers import add_flex, tree_bytes, write_project
 
 pytest.importorskip("modelopt", reason="the extra fp8 is not installed")
@@ -111,18 +112,19 @@ def test_a_head_is_fp8_too(of_head: Path) -> None:
 
 def test_the_bundle_generates_and_shows_itself(bundle: Path, of_head: Path) -> None:
     for path, policy in ((bundle, "hybrid"), (bundle, "off"), (of_head, "flex")):
-        done = CliRunner().invoke(main, ["generate", str(path), "-p", WORDS[0], "--policy", policy, "--raw"])
-        assert done.exit_code == 0, done.output
-    shown = CliRunner().invoke(main, ["inspect", str(bundle)])
-    assert shown.exit_code == 0, shown.output
+        passed(CliRunner().invoke(main, ["generate", str(path), "-p", WORDS[0], "--policy", policy, "--raw"]))
+    shown = passed(CliRunner().invoke(main, ["inspect", str(bundle)]))
     assert "FP8" in shown.output
     assert "perplexity" in shown.output
 
 
-def test_calibration_is_of_unquantized_drafters(bundle: Path, tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["calibrate", str(bundle), "--out", str(tmp_path / "calibration.json")])
-    assert done.exit_code == 2
-    assert "calibrate a bundle without fp8" in done.output
+def test_what_cannot_be_is_named(bundle: Path, tmp_path: Path, project: Path) -> None:
+    refused(
+        CliRunner().invoke(main, ["calibrate", str(bundle), "--out", str(tmp_path / "calibration.json")]),
+        "calibrate a bundle without fp8",
+    )
+    refused(build(project, tmp_path / "out", "precision=fp32"), "fp8 computes in 16 bits")
+    refused(build(project, tmp_path / "out", "fp8.prompts=nowhere.jsonl"), "nowhere.jsonl")
 
 
 def test_equal_inputs_give_equal_bytes(project: Path, bundle: Path, tmp_path: Path) -> None:
@@ -148,16 +150,12 @@ def test_a_bound_fails_the_build(
     monkeypatch.setattr("d2sd.build.pipeline.check_bundle", lambda bundle, progress: {})
     taus = cycle([3.0, 2.9])  # random drafters lose nothing
     monkeypatch.setattr("d2sd.build.fp8.mean_tau", lambda stats: next(taus))
-    done = build(project, tmp_path / "out", f"fp8.{bound}=0.01", "fp8.kv=false")
-    assert done.exit_code == 2
-    assert named in done.output
-    assert f"fp8.{bound}" in done.output
+    refused(build(project, tmp_path / "out", f"fp8.{bound}=0.01", "fp8.kv=false"), named, f"fp8.{bound}")
     assert not (tmp_path / "out").exists()
 
 
 def test_parts_can_stay_wide(project: Path, tmp_path: Path) -> None:
-    done = build(project, tmp_path / "out", "fp8.target=false")
-    assert done.exit_code == 0, done.output
+    passed(build(project, tmp_path / "out", "fp8.target=false"))
     assert not (tmp_path / "out" / "target" / "hf_quant_config.json").exists()
     assert (tmp_path / "out" / "drafter_first" / "hf_quant_config.json").exists()
     assert "target" not in checks(tmp_path / "out")
@@ -169,24 +167,10 @@ def test_an_fp8_source_is_served_as_it_is_and_not_quantized_twice(project: Path,
     values["drafters"] = {name: {"path": str(bundle / f"drafter_{name}")} for name in ("first", "second")}
     recipe = project.with_name("from-fp8.yaml")
     recipe.write_text(yaml.safe_dump(values))
-    done = build(recipe, tmp_path / "twice")
-    assert done.exit_code == 2
-    assert "FP8 already" in done.output
+    refused(build(recipe, tmp_path / "twice"), "FP8 already")
     del values["fp8"]
     recipe.write_text(yaml.safe_dump(values))
     assert build(recipe, tmp_path / "once").exit_code == 0
     for folder, _, _ in PARTS:
         for file in (f"{folder}/model.safetensors", *([f"{folder}/{FP8_INPUTS}"] if folder in DRAFTERS else [])):
             assert (tmp_path / "once" / file).read_bytes() == (bundle / file).read_bytes()
-
-
-def test_fp8_needs_sixteen_bits_around_it(project: Path, tmp_path: Path) -> None:
-    done = build(project, tmp_path / "out", "precision=fp32")
-    assert done.exit_code == 2
-    assert "fp8 computes in 16 bits" in done.output
-
-
-def test_prompts_that_do_not_exist_are_named(project: Path, tmp_path: Path) -> None:
-    done = build(project, tmp_path / "out", "fp8.prompts=nowhere.jsonl")
-    assert done.exit_code == 2
-    assert "nowhere.jsonl" in done.output

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from click.testing import CliRunner, Result
+from click.testing import Result
 
-from d2sd.cli.main import main
 from d2sd.io import MARKER
 from d2sd.train.data.responses import Response, read_responses
 from d2sd.viz.training import Curve
+from tests.commands import passed, run_cli, succeeds
 from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
 from tests.tiny import tiny_decoder
 
@@ -102,17 +102,24 @@ def arguments(project: Path) -> list[str]:
 
 
 def train(project: Path, *more: str) -> Result:
-    return CliRunner().invoke(main, [*arguments(project), *more])
+    return run_cli(*arguments(project), *more)
 
 
 def trained(project: Path) -> dict[str, bytes]:
-    result = train(project)
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    passed(train(project))
     return tree_bytes(project / "out")
 
 
 def rows(project: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (project / "work" / name).read_text().splitlines()]
+
+
+#: Steps of a drafter's log, and whether the drafter is evaluated there.
+LOGGED = [(1, False), (2, False), (3, False), (3, True), (4, False), (4, True)]
+
+
+def logged(project: Path, name: str) -> list[tuple[int, bool]]:
+    return [(row["step"], "cells" in row) for row in rows(project, f"{name}.jsonl")]
 
 
 def read(project: Path) -> list[Response]:
@@ -131,8 +138,7 @@ def bundled(finished: Path, calibration: str | None) -> Path:
         "sampling": {"max_new_tokens": 8},
     }
     (finished / "bundle.yaml").write_text(yaml.safe_dump(recipe))
-    ended = CliRunner().invoke(main, ["build", f"{finished}/bundle.yaml", "--out", f"{finished}/bundle"])
-    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    succeeds("build", f"{finished}/bundle.yaml", "--out", f"{finished}/bundle")
     return finished / "bundle"
 
 
@@ -173,7 +179,7 @@ main({arguments(project)})
     return path
 
 
-def refused(project: Path) -> str:
+def refusal(project: Path) -> str:
     result = train(project)
     assert result.exit_code == 2, result.output + repr(result.exception)
     assert tree_bytes(project / "out").keys() <= {MARKER}

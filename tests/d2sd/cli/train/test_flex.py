@@ -8,12 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.calibration import load_calibration
-from d2sd.cli.main import main
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import FLEXDRAFT
 from d2sd.errors import RecipeError
@@ -23,8 +21,9 @@ from d2sd.runtime.speculation.policy import Chain, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.finish import weights_digest
 from d2sd.train_recipe import load_train_recipe
+from tests.commands import passed, refused, run_cli, succeeds
 from tests.convert.helpers import edit_json
-from tests.d2sd.cli.train.helpers import SETTINGS, arguments, edit, nth_time, rows, train, trained, write_training
+from tests.d2sd.cli.train.helpers import LOGGED, SETTINGS, edit, logged, nth_time, train, trained, write_training
 
 HEAD = {"layers": 1, "block_size": 4, "calibration_size": 8, "draft_vocab_size": 12}
 
@@ -50,14 +49,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         "evaluation.json",
         *(f"first/{name}" for name in ("config.json", "draft_vocab.json", "model.safetensors")),
     ]
-    assert [(row["step"], "cells" in row) for row in rows(project, "first.jsonl")] == [
-        (1, False),
-        (2, False),
-        (3, False),
-        (3, True),
-        (4, False),
-        (4, True),
-    ]
+    assert logged(project, "first") == LOGGED
     found = json.loads(files["evaluation.json"])
     assert found["methods"]["chain"]["rows"] == 4
     target = load_target(project / "work" / "target" / "target", torch.float32)
@@ -77,8 +69,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
         "sampling": {"max_new_tokens": 8},
     }
     (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
-    ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/bundle"])
-    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    succeeds("build", project / "bundle.yaml", "--out", project / "bundle")
     selector = make_engine(load_bundle(project / "bundle")).selector
     assert selector is not None
     assert {policy.name for policy in selector.policies} == {"off", "lookup", "chain", "ddtree", "flex_parallel"}
@@ -96,19 +87,16 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert trained(project) == files
 
     edit_json(project / "out" / "calibration.json", "drafters.first", "0" * 16)
-    ended = CliRunner().invoke(main, ["build", f"{project}/bundle.yaml", "--out", f"{project}/other"])
-    assert ended.exit_code == 2
-    assert "another first drafter" in ended.output
+    refused(run_cli("build", project / "bundle.yaml", "--out", project / "other"), "another first drafter")
     assert not (project / "other").exists()
 
 
 def test_the_plan_knows_it(project: Path) -> None:
-    result = train(project, "--plan")
-    assert result.exit_code == 0, result.output
+    result = passed(train(project, "--plan"))
     assert "first drafter   0 of 4 steps" in result.output
     assert "calibration     3 held-out prompts" in result.output
     edit(project, "flex.head.layers", 3)
-    result = CliRunner().invoke(main, [*arguments(project), "--plan"])
+    result = train(project, "--plan")
     assert result.exit_code != 0
     assert "flex.head.layers" in result.output + repr(result.exception)
 

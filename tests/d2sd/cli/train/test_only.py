@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import passed
 from tests.convert.helpers import tree_bytes
 from tests.d2sd.cli.train.helpers import SETTINGS, edit, rows, train
 
@@ -17,8 +18,7 @@ def test_the_stages_one_by_one_end_in_the_same_bytes(
 ) -> None:
     """Drafters are not evaluated while they are trained, and the target is not asked again."""
     shutil.copytree(whole / "work" / "target", project / "work" / "target")
-    result = train(project, "--only", "answers")
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    result = passed(train(project, "--only", "answers"))
     assert not (project / "out").exists()
     assert rows(project, "answers.jsonl") == rows(whole, "answers.jsonl")
 
@@ -33,8 +33,7 @@ def test_the_stages_one_by_one_end_in_the_same_bytes(
     assert {name for name in made if "/" in name} == {name for name in expected if "/" in name}
     assert all(made[name] == expected[name] for name in made)
     assert all("cells" not in row for row in rows(project, "first.jsonl"))
-    result = train(project)
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    passed(train(project))
     found = tree_bytes(project / "out")
     assert {name: found[name] for name in expected if "curves" not in name} == {
         name: content for name, content in expected.items() if "curves" not in name
@@ -47,8 +46,7 @@ def test_drafters_take_the_responses_there_are(project: Path, whole: Path) -> No
     shutil.copytree(whole / "work" / "target", work / "target")
     lines = (whole / "work" / "answers.jsonl").read_text().splitlines(keepends=True)
     (work / "answers.jsonl").write_text("".join(lines[: len(lines) * 2 // 3]))
-    result = train(project, "--only", "drafters")
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    passed(train(project, "--only", "drafters"))
     assert (project / "out" / "second" / "model.safetensors").exists()
     assert not (work / "turns.jsonl").exists()
     assert len(rows(project, "answers.jsonl")) == len(lines) * 2 // 3
@@ -66,8 +64,7 @@ def test_states_are_kept_by_the_share_of_the_seconds(
     edit(project, "first", timed)
     edit(project, "second", timed | {"rejections": "matched"})
     monkeypatch.setattr("d2sd.train.loop.reached", lambda settings, step, begun: min(settings.steps, 25 * step))
-    result = train(project, "--only", "drafters")
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    passed(train(project, "--only", "drafters"))
     kept = {path.name for path in (project / "work" / "first").glob("step-*")}
     assert kept == {f"step-{step}.safetensors" for step in (20, 40, 75)}
     assert [row["step"] for row in rows(project, "first.jsonl")] == [1, 2, 3, 4]

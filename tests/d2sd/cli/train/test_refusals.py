@@ -12,8 +12,9 @@ import pytest
 
 from benchmarks import fuzz_inputs
 from d2sd.io import MARKER
+from tests.commands import refused
 from tests.convert.helpers import edit_json, tree_bytes
-from tests.d2sd.cli.train.helpers import add_documents_and_heads, edit, refused, train, trained
+from tests.d2sd.cli.train.helpers import add_documents_and_heads, edit, refusal, train, trained
 
 
 @pytest.mark.parametrize(
@@ -36,25 +37,25 @@ def test_a_recipe_that_cannot_work_is_refused_before_any_answer(
         "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
     )
     edit(project, key, value)
-    assert told in refused(project)
+    assert told in refusal(project)
 
 
 def test_writing_turns_needs_a_chat_template(project: Path) -> None:
     edit_json(project / "target" / "tokenizer_config.json", "chat_template", ...)
-    assert "data.self_written" in refused(project)
+    assert "data.self_written" in refusal(project)
 
 
 @pytest.mark.slow
 def test_too_few_responses_for_held_out(finished: Path) -> None:
     edit(finished, "data.held_out", 99)
     shutil.rmtree(finished / "out")
-    assert "data.held_out" in refused(finished)
+    assert "data.held_out" in refusal(finished)
 
 
 def test_a_damaged_response_is_named_by_file_and_line(finished: Path) -> None:
     (finished / "work" / "answers.jsonl").write_text('{"id": "p1"}\n')
     shutil.rmtree(finished / "out")
-    assert "answers.jsonl:1" in refused(finished)
+    assert "answers.jsonl:1" in refusal(finished)
 
 
 @pytest.mark.sampled(3)
@@ -75,7 +76,7 @@ def test_a_recipe_that_changed_on_the_way_is_refused(finished: Path, key: str, v
     shutil.rmtree(finished / "out")
     edit(finished, key, value)
     for _ in range(2):  # the refusal leaves nothing that would let a second try pass
-        assert told in refused(finished)
+        assert told in refusal(finished)
 
 
 def test_an_unwritable_folder_is_refused_before_any_response(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,9 +84,7 @@ def test_an_unwritable_folder_is_refused_before_any_response(project: Path, monk
         "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
     )
     (project / "out").write_text("a file")
-    result = train(project)
-    assert result.exit_code == 2
-    assert str(project / "out") in result.stderr
+    refused(train(project), str(project / "out"))
 
 
 def test_what_another_training_wrote_is_not_replaced(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,13 +93,9 @@ def test_what_another_training_wrote_is_not_replaced(finished: Path, monkeypatch
     )
     before = tree_bytes(finished / "out")
     edit(finished, "first.steps", 5)
-    told = train(finished)
-    assert told.exit_code == 2
-    assert "error: The folder belongs to another run." in told.stderr
+    refused(train(finished), "error: The folder belongs to another run.")
     (finished / "out" / MARKER).unlink()
-    told = train(finished)
-    assert told.exit_code == 2
-    assert "error: The folder holds files that this run did not write." in told.stderr
+    refused(train(finished), "error: The folder holds files that this run did not write.")
     assert tree_bytes(finished / "out") == {name: before[name] for name in before.keys() - {MARKER}}
 
 
@@ -137,16 +132,14 @@ def test_a_line_of_a_log_with_a_bad_value_is_named(finished: Path, key: str) -> 
     index = next(i for i, line in enumerate(lines) if f'"{key}"' in line)
     lines[index] = json.dumps({**json.loads(lines[index]), key: "x"})
     log.write_text("\n".join(lines) + "\n")
-    result = train(finished, "--plan")
-    assert result.exit_code == 2, result.output
-    assert f"first.jsonl:{index + 1}: {key}" in result.stderr
+    refused(train(finished, "--plan"), f"first.jsonl:{index + 1}: {key}")
 
 
 @pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff"])
 def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: bytes) -> None:
     (finished / "work" / "asked.json").write_bytes(damage)
     shutil.rmtree(finished / "out")
-    assert "asked.json" in refused(finished)
+    assert "asked.json" in refusal(finished)
 
 
 @pytest.mark.sampled(3)

@@ -11,12 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from click.testing import CliRunner
 
 from d2sd.bench.result import load_result
 from d2sd.bundle.load import load_bundle
 from d2sd.calibration import load_calibration
-from d2sd.cli.main import main
 from d2sd.convert.kinds import DFLASH
 from d2sd.io import MARKER
 from d2sd.policies import DrafterRole
@@ -25,8 +23,22 @@ from d2sd.runtime.evaluation import Evaluation
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import Evaluator
 from d2sd.train_recipe import load_train_recipe
+from tests.commands import passed, succeeds
 from tests.convert.helpers import tree_bytes
-from tests.d2sd.cli.train.helpers import PROMPTS, STOP, bundled, edit, nth_time, read, rows, train, trained, undo
+from tests.d2sd.cli.train.helpers import (
+    LOGGED,
+    PROMPTS,
+    STOP,
+    bundled,
+    edit,
+    logged,
+    nth_time,
+    read,
+    rows,
+    train,
+    trained,
+    undo,
+)
 from tests.tiny import greedy_text, tiny_decoder
 
 
@@ -63,14 +75,7 @@ def test_the_lines_of_a_recipe_are_printed(whole: Path) -> None:
 def test_the_log_has_every_step_once(whole: Path) -> None:
     for name, methods in (("first", {"chain"}), ("second", {"reanchor", "d2sd"})):
         found = rows(whole, f"{name}.jsonl")
-        assert [(row["step"], "cells" in row) for row in found] == [
-            (1, False),
-            (2, False),
-            (3, False),
-            (3, True),
-            (4, False),
-            (4, True),
-        ]
+        assert logged(whole, name) == LOGGED
         for row in found:
             assert row["seconds"] > 0
             if "cells" in row:
@@ -117,26 +122,9 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
     assert len(said["prompts"]) == 2
     assert said["settings"]["second"]["steps"] == 4
     (finished / "held.jsonl").write_text("\n".join(texts[name] for name in said["prompts"]) + "\n")
-    ended = CliRunner().invoke(
-        main,
-        [
-            "bench",
-            str(bundled(finished, None)),
-            "--prompts",
-            f"{finished}/held.jsonl",
-            "--temperatures",
-            "0",
-            "--methods",
-            "chain,reanchor,d2sd",
-            "--rows",
-            "64",
-            "--max-new-tokens",
-            "8",
-            "--out",
-            f"{finished}/bench",
-        ],
-    )
-    assert ended.exit_code == 0, ended.output + repr(ended.exception)
+    methods = ("--methods", "chain,reanchor,d2sd", "--temperatures", "0", "--rows", 64, "--max-new-tokens", 8)
+    places = ("--prompts", finished / "held.jsonl", "--out", finished / "bench")
+    succeeds("bench", bundled(finished, None), *methods, *places)
     cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
     last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
     for method, of in (("chain", "first"), ("reanchor", "second"), ("d2sd", "second")):
@@ -278,6 +266,5 @@ def test_the_plan_estimates_from_what_was_measured(finished: Path) -> None:
 
 
 def planned(project: Path) -> list[str]:
-    result = train(project, "--plan")
-    assert result.exit_code == 0, result.output + repr(result.exception)
+    result = passed(train(project, "--plan"))
     return result.stdout.splitlines()

@@ -6,7 +6,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import make_dataclass
+from dataclasses import fields, make_dataclass
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,7 +17,7 @@ from packaging.version import Version
 
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm import llm_args as faces
-from d2sd.errors import D2SDError, RecipeError
+from d2sd.errors import D2SDError
 from d2sd.integrations.trtllm import __main__ as launcher
 from d2sd.integrations.trtllm import register as registration
 from d2sd.integrations.trtllm import tree_drafters
@@ -75,9 +75,25 @@ def test_other_draft_models_are_tensorrt_llms(shop: Shop, monkeypatch: pytest.Mo
         other._forward_draft_loop(None, None, None, made, *[None] * 7)
 
 
-def test_other_processes_would_not_see_it(shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SINGLE_PROCESS)
-    with pytest.raises(D2SDError, match=SINGLE_PROCESS):
+@pytest.mark.parametrize(
+    ("version", "environment", "told"),
+    [
+        ("1.4.0rc1", {SINGLE_PROCESS: ""}, SINGLE_PROCESS),  # other processes would not see it
+        ("1.5.0", {}, r"(?s)1\.5\.0.*llm_args\.dflash\.yaml"),
+        *(
+            ("1.4.0rc1", {registration.POLICY: name}, "hybrid")
+            for name in ("flex_parallel", "off", "lookup", "nonsense")
+        ),
+    ],
+)
+def test_refused(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, version: str, environment: dict[str, str], told: str
+) -> None:
+    single_process(monkeypatch)
+    modules = standin.install(monkeypatch, version)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(D2SDError, match=told):
         register(shop.bundle)
     assert untouched(modules)
 
@@ -89,25 +105,6 @@ def test_an_old_triton_on_hopper(shop: Shop, modules: Modules, monkeypatch: pyte
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         assert bool(registration.environment_faults()) == refused
     with pytest.raises(D2SDError, match=r"triton 3\.7\.0"):
-        register(shop.bundle)
-    assert untouched(modules)
-
-
-def test_an_unknown_version_is_refused(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    single_process(monkeypatch)
-    modules = standin.install(monkeypatch, "1.5.0")
-    with pytest.raises(D2SDError, match=r"1\.5\.0") as error:
-        register(shop.bundle)
-    assert "llm_args.dflash.yaml" in str(error.value)
-    assert untouched(modules)
-
-
-@pytest.mark.parametrize("policy", ["flex_parallel", "off", "lookup", "nonsense"])
-def test_a_policy_without_a_tree_there(
-    shop: Shop, modules: Modules, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    monkeypatch.setenv(registration.POLICY, policy)
-    with pytest.raises(RecipeError, match="hybrid"):
         register(shop.bundle)
     assert untouched(modules)
 
@@ -190,28 +187,35 @@ def test_a_changed_tensor_of_the_slots(shop: Shop, monkeypatch: pytest.MonkeyPat
         first_step(shop, monkeypatch, change)
 
 
-@pytest.mark.parametrize("name", ["_accepted_tokens_buf", "_num_accepted_tokens_buf", "_accepted_draft_indices_tensor"])
-def test_a_changed_buffer_of_the_worker(shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    def change(server: Server) -> None:
-        setattr(server.worker, name, getattr(server.worker, name).long())
+def long(name: str) -> Callable[[Server], None]:
+    return lambda server: setattr(server.worker, name, getattr(server.worker, name).long())
 
-    with pytest.raises(D2SDError, match=f"{name} is torch.int64"):
-        first_step(shop, monkeypatch, change)
+
+def cached(name: str, value: object) -> Callable[[Server], None]:
+    return lambda server: setattr(server.cache, name, value)
+
+
+BUFFERS = ("_accepted_tokens_buf", "_num_accepted_tokens_buf", "_accepted_draft_indices_tensor")
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "told"),
+    ("change", "told"),
     [
-        ("enable_block_reuse", True, "enable_block_reuse"),
-        ("num_kv_heads_per_layer", [2, 1], "numbers of K/V heads"),
-        ("max_attention_window_vec", [32], "an attention window"),
+        *((long(name), f"{name} is torch.int64") for name in BUFFERS),
+        (cached("enable_block_reuse", True), "enable_block_reuse"),
+        (cached("num_kv_heads_per_layer", [2, 1]), "numbers of K/V heads"),
+        (cached("max_attention_window_vec", [32]), "an attention window"),
+        (lambda server: setattr(server.spec_metadata, "layers_to_capture", [1]), "layers_to_capture"),
+        (None, "5 slots of 96 tokens"),
     ],
 )
-def test_a_cache_that_does_not_suit(
-    shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str, value: object, told: str
+def test_a_first_step_that_does_not_suit(
+    shop: Shop, monkeypatch: pytest.MonkeyPatch, change: Callable[[Server], None] | None, told: str
 ) -> None:
+    if change is None:
+        monkeypatch.setattr(tree_drafters, "free_memory", lambda device: 10_000)
     with pytest.raises(D2SDError, match=told):
-        first_step(shop, monkeypatch, lambda server: setattr(server.cache, name, value))
+        first_step(shop, monkeypatch, change or (lambda server: None))
 
 
 def test_context_is_as_long_as_the_server_was_told(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,17 +224,6 @@ def test_context_is_as_long_as_the_server_was_told(shop: Shop, monkeypatch: pyte
     server.cache.max_seq_len = 16
     server.run([Request([1, 2, 3], 4)])
     assert server.drafters._table.shape == (5, 24), "pages of 4 tokens"
-
-
-def test_other_layers_captured(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(D2SDError, match="layers_to_capture"):
-        first_step(shop, monkeypatch, lambda s: setattr(s.spec_metadata, "layers_to_capture", [1]))
-
-
-def test_context_that_does_not_fit(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_drafters, "free_memory", lambda device: 10_000)
-    with pytest.raises(D2SDError, match="5 slots of 96 tokens"):
-        first_step(shop, monkeypatch, lambda server: None)
 
 
 def test_a_quantized_head(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,19 +251,16 @@ def test_tritons_model_registers(shop: Shop, modules: Modules, monkeypatch: pyte
     """Next to TensorRT-LLM's own model, under the name that docs/tensorrt-llm.md gives it."""
     (tmp_path / "llmapi_model.py").write_text("class TritonPythonModel:\n    ours = False\n")
     (tmp_path / "model.py").write_text(Path(faces.__file__).with_name("triton_model.py").read_text())
+    monkeypatch.delenv("D2SD_BUNDLE", raising=False)
+    with pytest.raises(D2SDError, match="D2SD_BUNDLE"):
+        _run(tmp_path / "model.py", "model")
+    assert untouched(modules)
     monkeypatch.setenv("D2SD_BUNDLE", str(shop.bundle))
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, "llmapi_model", raising=False)
     model = _run(tmp_path / "model.py", "model")
     assert not model.TritonPythonModel.ours
     assert not untouched(modules)
-
-
-def test_tritons_model_without_a_bundle(modules: Modules, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("D2SD_BUNDLE", raising=False)
-    with pytest.raises(D2SDError, match="D2SD_BUNDLE"):
-        _run(Path(faces.__file__).with_name("triton_model.py"), "model")
-    assert untouched(modules)
 
 
 def _run(path: Path, name: str) -> Any:
@@ -285,24 +275,17 @@ def _run(path: Path, name: str) -> Any:
 # -- the contract ------------------------------------------------------------------------------------------------------
 
 
-def test_known_good(monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.install(monkeypatch)
-    rows = probe()
-    assert failures(rows) == []
-    assert len(rows) == 1 + len(NEEDS)
+READ = ("1.3.0rc27", "1.3.0", "1.4.0rc1", "1.4.0rc1+cu13")
+NOT_READ = ("1.4.0rc2", "1.4.0", "2.0.0", "1.3.0rc26", "1.2.1", "no version")
 
 
-@pytest.mark.parametrize("version", ["1.3.0rc27", "1.3.0", "1.4.0rc1", "1.4.0rc1+cu13"])
+@pytest.mark.parametrize("version", [*READ, *NOT_READ])
 def test_versions_whose_sources_were_read(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Another one is refused though every name fits."""
     standin.install(monkeypatch, version)
-    assert failures(probe()) == []
-
-
-@pytest.mark.parametrize("version", ["1.4.0rc2", "1.4.0", "2.0.0", "1.3.0rc26", "1.2.1", "no version"])
-def test_another_version_is_refused_though_every_name_fits(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
-    standin.install(monkeypatch, version)
-    (reason,) = failures(probe())
-    assert version in reason
+    rows = probe()
+    assert len(rows) == 1 + len(NEEDS)
+    assert [version in reason for reason in failures(rows)] == [True] * (version in NOT_READ)
 
 
 def test_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,21 +314,19 @@ def _owner(need: Need) -> tuple[Any, str]:
     return owner, name
 
 
-def _without(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name = _owner(need)
-    if isinstance(owner, type) and issubclass(owner, int):
-        monkeypatch.setattr(sys.modules[need.modules[0]], need.name.split(".")[0], SimpleNamespace())
+def without(owner: Any, name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if isinstance(owner, type) and issubclass(owner, int):  # an enumeration keeps its members
+        monkeypatch.setattr(sys.modules[f"{standin.PACKAGE}.speculative.interface"], owner.__name__, None)
     elif name in vars(owner):
         monkeypatch.delattr(owner, name)
     else:
         monkeypatch.setattr(owner, name, None)
 
 
-def _with_another_parameter(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
-    owner, name = _owner(need)
+def with_another_parameter(owner: Any, name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     value = getattr(owner, name)
     parameters = list(inspect.signature(value).parameters.values())
-    extra = inspect.Parameter("more", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    extra = inspect.Parameter(lost, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
     def changed(*args: Any, **kwargs: Any) -> Any:
         return value(*args, **kwargs)
@@ -354,52 +335,41 @@ def _with_another_parameter(need: Need, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(owner, name, changed)
 
 
-@pytest.mark.parametrize("need", NEEDS, ids=lambda need: need.label)
-def test_each_name_that_is_gone_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.install(monkeypatch)
-    _without(need, monkeypatch)
-    assert any(reason.startswith(need.label) for reason in failures(probe()))
-
-
-@pytest.mark.parametrize("need", [n for n in NEEDS if n.parameters], ids=lambda need: need.label)
-def test_each_signature_that_changed_is_named(need: Need, monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.install(monkeypatch)
-    _with_another_parameter(need, monkeypatch)
-    (reason,) = [reason for reason in failures(probe()) if reason.startswith(need.label)]
-    assert "more" in reason
-
-
-@pytest.mark.parametrize(
-    ("need", "word"), [(n, word) for n in NEEDS for word in n.mentions], ids=lambda x: getattr(x, "label", x)
-)
-def test_each_word_that_is_gone_is_named(need: Need, word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    standin.install(monkeypatch)
-    owner, name = _owner(need)
+def without_word(owner: Any, name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     source, value = inspect.getsource, getattr(owner, name)
     monkeypatch.setattr(
-        inspect, "getsource", lambda found: source(found).replace(word, "gone") if found is value else source(found)
+        inspect, "getsource", lambda found: source(found).replace(lost, "gone") if found is value else source(found)
     )
-    (reason,) = [reason for reason in failures(probe()) if reason.startswith(need.label)]
-    assert word in reason
+
+
+def without_field(owner: Any, name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = [one.name for one in fields(getattr(owner, name)) if one.name != lost]
+    monkeypatch.setattr(owner, name, make_dataclass(name, kept))
+
+
+def another_object(owner: Any, name: str, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(owner, name, type("Another", (getattr(owner, name),), {}))
+
+
+Break = Callable[[Any, str, str, pytest.MonkeyPatch], None]
+BROKEN: list[tuple[Need, Break, str]] = [
+    *((need, without, "") for need in NEEDS),
+    *((need, with_another_parameter, "more") for need in NEEDS if need.parameters),
+    *((need, without_word, word) for need in NEEDS for word in need.mentions),
+    *((need, without_field, field) for need in NEEDS for field in need.fields),
+    *((need, another_object, "another object") for need in NEEDS if need.same_as),
+]
 
 
 @pytest.mark.parametrize(
-    ("need", "field"), [(n, field) for n in NEEDS for field in n.fields], ids=lambda x: getattr(x, "label", x)
+    ("need", "change", "lost"), BROKEN, ids=lambda x: getattr(x, "label", getattr(x, "__name__", x))
 )
-def test_each_field_that_is_gone_is_named(need: Need, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_name_that_changed_is_named(need: Need, change: Break, lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
     standin.install(monkeypatch)
-    owner, name = _owner(need)
-    monkeypatch.setattr(owner, name, make_dataclass(name, [f for f in need.fields if f != field]))
-    (reason,) = failures(probe())
-    assert f"no field {field}" in reason
-
-
-def test_another_worker_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    modules = standin.install(monkeypatch)
-    stock = worker.Eagle3OneModelDynamicTreeWorker
-    modules["utils"].Eagle3OneModelDynamicTreeWorker = type("Another", (stock,), {})
-    (reason,) = failures(probe())
-    assert "utils: Eagle3OneModelDynamicTreeWorker: another object" in reason
+    change(*_owner(need), lost, monkeypatch)
+    reasons = [reason for reason in failures(probe()) if reason.startswith(need.label)]
+    assert reasons
+    assert lost in reasons[0]
 
 
 def test_a_launcher_for_servers_that_import_no_modules(

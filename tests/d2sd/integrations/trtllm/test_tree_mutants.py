@@ -120,6 +120,18 @@ def rows_of_another_slot(monkeypatch: pytest.MonkeyPatch, server: Server) -> Non
     )
 
 
+def layout_of_another_architecture(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
+    """The mask is written for one and read as of another."""
+    update = server.metadata.update_spec_dec_param
+
+    def swapped(**arguments: Any) -> None:
+        server.metadata.sm = 100
+        update(**arguments)
+        server.metadata.sm = 90
+
+    monkeypatch.setattr(server.metadata, "update_spec_dec_param", swapped)
+
+
 class Seen(NamedTuple):
     """What a run shows."""
 
@@ -128,8 +140,8 @@ class Seen(NamedTuple):
     steps: bool  # are those of d2sd's own runtime
 
 
-def served(shop: Shop, modules: Any, broken: Break | None, monkeypatch: pytest.MonkeyPatch) -> Seen:
-    server = shop.server(modules, Settings(), padding=25)
+def served(shop: Shop, broken: Break | None, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings(), padding=25)
     requests = random_requests(random.Random(11), 12, shop.decoder.config.vocab_size, longest=30)
     server.requests, state = list(requests), True
     with monkeypatch.context() as patch:
@@ -161,6 +173,7 @@ WRONG_TEXT: dict[str, Break] = {
     "wrong word of the mask": _stored(wrong_word),
     "link to an invalid node": _stored(link_to_an_invalid_node),
     "validity not reset": validity_not_reset,
+    "layout of another architecture": layout_of_another_architecture,
 }
 #: Each costs tokens a step and no text.
 WRONG_DRAFTS: dict[str, Break] = {
@@ -178,14 +191,14 @@ def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
 @pytest.mark.slow
 @pytest.mark.full
 def test_unbroken(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert served(shop, registered(monkeypatch, shop.bundle), None, monkeypatch) == (True, True, True)
+    assert served(shop, None, monkeypatch) == (True, True, True)
 
 
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", WRONG_TEXT)
 def test_wrong_text_or_state_is_noticed(name: str, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = served(shop, registered(monkeypatch, shop.bundle), WRONG_TEXT[name], monkeypatch)
+    seen = served(shop, WRONG_TEXT[name], monkeypatch)
     assert not seen.texts or not seen.state
 
 
@@ -193,23 +206,5 @@ def test_wrong_text_or_state_is_noticed(name: str, shop: Shop, monkeypatch: pyte
 @pytest.mark.full
 @pytest.mark.parametrize("name", WRONG_DRAFTS)
 def test_wrong_drafts_cost_tokens_a_step_and_no_text(name: str, shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen = served(shop, registered(monkeypatch, shop.bundle), WRONG_DRAFTS[name], monkeypatch)
+    seen = served(shop, WRONG_DRAFTS[name], monkeypatch)
     assert seen == (True, True, False)
-
-
-@pytest.mark.slow
-def test_the_layouts_of_the_mask_are_not_interchangeable(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Written for one architecture and read as of another."""
-
-    def as_of_another(patch: pytest.MonkeyPatch, server: Server) -> None:
-        update = server.metadata.update_spec_dec_param
-
-        def swapped(**arguments: Any) -> None:
-            server.metadata.sm = 100
-            update(**arguments)
-            server.metadata.sm = 90
-
-        patch.setattr(server.metadata, "update_spec_dec_param", swapped)
-
-    seen = served(shop, registered(monkeypatch, shop.bundle), as_of_another, monkeypatch)
-    assert not seen.texts or not seen.state

@@ -23,11 +23,14 @@ from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Sett
 from tests.tiny import greedy_text
 
 
-def serve(server: Server, requests: list[Request]) -> None:
+def serve(shop: Shop, server: Server, requests: list[Request], *, own: bool = True) -> None:
+    """Serve requests, whose texts are plain decoding's, and whose steps are d2sd's own."""
     server.run(requests)
     assert not server.worker.drafting_failed
     for request in requests:
         assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
+    if own:
+        same_steps(requests, shop.own(requests, server.drafters.policy))
 
 
 def same_steps(requests: list[Request], own: list[Request]) -> None:
@@ -43,32 +46,29 @@ def same_steps(requests: list[Request], own: list[Request]) -> None:
 )
 def test_text_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any, rows: int, sm: int) -> None:
     shop = make_shop(tmp_path, policy=policy, rows=rows)
-    modules = registered(monkeypatch, shop.bundle)
-    _, made = shop.arguments()
-    server = shop.server(modules, Settings(sm=sm, padding=2))
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings(sm=sm, padding=2))
     assert isinstance(server.drafters, TreeDrafters)
+    assert server.drafters.policy == shop.arguments()[1]
     requests = random_requests(random.Random(rows + sm), 9, shop.decoder.config.vocab_size)
-    serve(server, requests)
-    same_steps(requests, shop.own(requests, made))
+    serve(shop, server, requests)
     assert max(max(r.counts, default=0) for r in requests) > 1, "drafts must have been accepted"
 
 
 def test_one_drafter_has_trees_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = make_shop(tmp_path, second=False, policy="auto")
-    modules = registered(monkeypatch, shop.bundle)
     arguments, made = shop.arguments()
     assert str(made) == f"ddtree+lookup of {arguments['max_total_draft_tokens'] + 1} rows"
-    server = shop.server(modules, Settings())
-    requests = random_requests(random.Random(1), 5, shop.decoder.config.vocab_size)
-    serve(server, requests)
-    same_steps(requests, shop.own(requests, made))
+    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
+    serve(shop, server, random_requests(random.Random(1), 5, shop.decoder.config.vocab_size))
 
 
 def test_another_policy_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = make_shop(tmp_path)
     server = shop.server(registered(monkeypatch, shop.bundle, "reanchor"), Settings())
     assert server.drafters.policy.name == "reanchor"
-    serve(server, random_requests(random.Random(1), 4, shop.decoder.config.vocab_size))
+    assert not server.worker.set_guided_decoder(object()), "guided decoding is declined"
+    assert server.worker.guided_decoder is None
+    serve(shop, server, random_requests(random.Random(1), 4, shop.decoder.config.vocab_size), own=False)
 
 
 def test_committed_state_equals_a_dense_pass(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,9 +99,7 @@ def test_committed_state_equals_a_dense_pass(tmp_path: Path, monkeypatch: pytest
 def test_a_target_that_walks_in_circles_is_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shop = make_shop(tmp_path, vocab=7, policy="ddtree", rows=12)
     server = shop.server(registered(monkeypatch, shop.bundle), Settings())
-    request = Request([1, 2, 3] * 6, 40)
-    serve(server, [request])
-    same_steps([request], shop.own([request], shop.arguments()[1]))
+    serve(shop, server, [Request([1, 2, 3] * 6, 40)])
 
 
 def test_drafting_that_fails_leaves_plain_decoding(
@@ -148,13 +146,6 @@ def test_context_that_fails_leaves_plain_decoding(tmp_path: Path, monkeypatch: p
         assert request.counts == [1] * len(request.counts)
 
 
-def test_guided_decoding_is_declined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shop = make_shop(tmp_path)
-    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
-    assert not server.worker.set_guided_decoder(object())
-    assert server.worker.guided_decoder is None
-
-
 def of_files(shop: Shop, write: Callable[[Path, Drafter], None]) -> Shop:
     """The shop with drafters written anew by `write`, and read from there."""
     made = []
@@ -188,6 +179,5 @@ def test_drafters_of_their_own_kind(
     shop = of_files(make_shop(tmp_path, vocab=12), write)
     server = shop.server(registered(monkeypatch, shop.bundle), Settings())
     requests = random_requests(random.Random(4), 6, shop.decoder.config.vocab_size)
-    serve(server, requests)
-    same_steps(requests, shop.own(requests, server.drafters.policy))
+    serve(shop, server, requests)
     assert max(max(r.counts, default=0) for r in requests) > 1

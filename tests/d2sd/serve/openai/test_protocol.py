@@ -82,18 +82,19 @@ def plain(server: Running) -> dict[str, str]:
     return {path: text_of(server.http.post(path, json=body)) for path, body in bodies.items()}
 
 
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("change", [*HARMLESS, *HARMLESS_CHATS], ids=str)
-def test_a_value_that_changes_nothing_is_accepted_in_chats(server: Running, plain: Any, change: dict[str, Any]) -> None:
-    assert text_of(server.http.post("/v1/chat/completions", json=CHAT | change)) == plain["/v1/chat/completions"]
+#: Paths and bodies with a change.
+CHANGED = [("/v1/chat/completions", CHAT, change) for change in [*HARMLESS, *HARMLESS_CHATS]] + [
+    ("/v1/completions", TEXT, change)
+    for change in [*HARMLESS, {"suffix": ""}, {"suffix": None}, {"add_special_tokens": True}]
+]
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("change", [*HARMLESS, {"suffix": ""}, {"suffix": None}, {"add_special_tokens": True}], ids=str)
-def test_a_value_that_changes_nothing_is_accepted_in_completions(
-    server: Running, plain: Any, change: dict[str, Any]
+@pytest.mark.parametrize(("path", "body", "change"), CHANGED, ids=str)
+def test_a_value_that_changes_nothing_is_accepted(
+    server: Running, plain: Any, path: str, body: dict[str, Any], change: dict[str, Any]
 ) -> None:
-    assert text_of(server.http.post("/v1/completions", json=TEXT | change)) == plain["/v1/completions"]
+    assert text_of(server.http.post(path, json=body | change)) == plain[path]
 
 
 @pytest.mark.parametrize(

@@ -75,10 +75,7 @@ def test_a_thought_that_the_limit_cuts(thinker: Running, say: Any) -> None:
     (choice,) = ask(thinker, max_tokens=12).choices
     assert choice.finish_reason == "length"
     assert choice.message.content is None
-    assert (
-        "<think>" + choice.message.reasoning_content
-        == "<think>one two three four"[: len("<think>") + len(choice.message.reasoning_content)]
-    )
+    assert "one two three four".startswith(choice.message.reasoning_content)
 
 
 def test_an_answer_of_a_demanded_form_is_said(thinker: Running) -> None:
@@ -136,11 +133,8 @@ def test_items_of_a_response(thinker: Running, say: Any, answer: str, items: lis
 
 
 def test_earlier_thoughts_are_not_sent_again(thinker: Running) -> None:
-    sent = {"role": "assistant", "content": "Cold.", "reasoning_content": "Is it?"}
-    count = len(thinker.http.post("/tokenize", json={"messages": [USER, sent, USER]}).json()["tokens"])
-    other = len(
-        thinker.http.post("/tokenize", json={"messages": [USER, sent | {"reasoning_content": "x" * 50}, USER]}).json()[
-            "tokens"
-        ]
-    )
-    assert count == other
+    counts = set()
+    for thought in ("Is it?", "x" * 50):
+        sent = {"role": "assistant", "content": "Cold.", "reasoning_content": thought}
+        counts.add(thinker.http.post("/tokenize", json={"messages": [USER, sent, USER]}).json()["count"])
+    assert len(counts) == 1

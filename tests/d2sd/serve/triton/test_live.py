@@ -105,28 +105,18 @@ def test_32_streams_equal_llm(streams: Streams, llm: LLM) -> None:
     params = [SamplingParams(temperature=0.7 * (i % 2), top_p=0.9, seed=i, max_tokens=20 + i) for i in range(32)]
     for i, p in enumerate(params):
         prompt = f"w{i + 3} w4"
+        given: dict[str, Any] = {
+            "temperature": p.temperature,
+            "top_p": p.top_p,
+            "seed": p.seed,
+            "max_tokens": p.max_tokens,
+        }
         if i % 3 == 0:
-            streams.open(
-                str(i),
-                text_input=prompt,
-                streaming=True,
-                sampling_param_temperature=p.temperature,
-                sampling_param_top_p=p.top_p,
-                sampling_param_seed=p.seed,
-                sampling_param_max_tokens=p.max_tokens,
-            )
+            named = {f"sampling_param_{name}": value for name, value in given.items()}
+            streams.open(str(i), text_input=prompt, streaming=True, **named)
         elif i % 3 == 1:
-            streams.open(
-                str(i),
-                text_input=prompt,
-                stream=True,
-                temperature=p.temperature,
-                top_p=p.top_p,
-                seed=p.seed,
-                max_tokens=p.max_tokens,
-            )
+            streams.open(str(i), text_input=prompt, stream=True, **given)
         else:
-            given = {"temperature": p.temperature, "top_p": p.top_p, "seed": p.seed, "max_tokens": p.max_tokens}
             streams.open(str(i), text_input=prompt, stream=True, sampling_parameters=json.dumps(given))
     found = [streams.text(str(i)) for i in range(32)]
     assert found == [answer.text for answer in llm.generate([f"w{i + 3} w4" for i in range(32)], params)]
@@ -172,16 +162,9 @@ def test_a_killed_client_frees_its_pages(server: Triton) -> None:
     ("inputs", "message"),
     [
         ({"max_tokens": 2}, "text_input"),
-        ({"text_input": "w3", "max_tokens": 0}, "max_tokens out of range"),
         ({"text_input": "w3", "max_tokens": 10_000}, "maximum context length"),
-        ({"text_input": "w3", "temperature": -1}, "temperature"),
-        ({"text_input": "w3", "top_p": 2}, "top_p"),
-        ({"text_input": "w3", "max_tokens": 2, "sampling_param_max_tokens": 3}, "Two inputs"),
-        ({"text_input": "w3", "sampling_parameters": "{"}, "not JSON"),
         ({"text_input": "w3", "sampling_parameters": '{"nonsense": 1}'}, "nonsense"),
-        ({"text_input": "w3", "sampling_param_best_of": 2}, "sampling_param_best_of"),
         ({"text_input": "w3", "lora_name": "x"}, "lora_name"),
-        ({"text_input": "w3", "guided_decoding_guide_type": "?", "guided_decoding_guide": "x"}, "Unknown guide"),
         ({"text_input": "w3", "no_such_input": 1}, "no_such_input"),
         ({"text_input": ["w3", "w4"]}, "one value"),
         ({"text_input": "w3", "max_tokens": "many"}, "Unable to parse"),

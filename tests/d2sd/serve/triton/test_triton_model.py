@@ -77,16 +77,11 @@ def test_both_families_and_shapes_give_the_text_of_llm(start: Start, llm: LLM) -
     params = SamplingParams(temperature=0.7, top_p=0.9, seed=3, max_tokens=12, stop="w54")
     (expected,) = llm.generate("w3 w4", params)
     given = {"temperature": 0.7, "top_p": 0.9, "seed": 3, "max_tokens": 12, "stop": ["w54"], "n": 1, "logprobs": False}
+    named: dict[str, Any] = {
+        f"sampling_param_{key}": given[key] for key in ("temperature", "top_p", "seed", "max_tokens", "stop")
+    }
     requests = [
-        Request(
-            text_input="w3 w4",
-            sampling_param_temperature=0.7,
-            sampling_param_top_p=0.9,
-            sampling_param_seed=3,
-            sampling_param_max_tokens=12,
-            sampling_param_stop=["w54"],
-            streaming=True,
-        ),
+        Request(text_input="w3 w4", streaming=True, **named),
         Request(text_input="w3 w4", temperature=0.7, top_p=0.9, seed=3, max_tokens=12, stop_words=["w54"], stream=True),
         Request(shape=(1, 1), text_input="w3 w4", sampling_parameters=json.dumps(given)),
     ]
@@ -99,17 +94,9 @@ def test_the_last_response_reports_what_was_asked(start: Start, llm: LLM) -> Non
     params = SamplingParams(max_tokens=12, logprobs=0)
     (expected,) = llm.generate("w3 w4", params)
     model = start()
-    asked = Request(
-        text_input="w3 w4",
-        max_tokens=12,
-        sampling_param_return_perf_metrics=True,
-        return_finish_reason=True,
-        return_stop_reason=True,
-        return_cumulative_logprob=True,
-        return_num_input_tokens=True,
-        return_num_output_tokens=True,
-        exclude_input_in_output=False,
-    )
+    names = ("finish_reason", "stop_reason", "cumulative_logprob", "num_input_tokens", "num_output_tokens")
+    flags: dict[str, Any] = {f"return_{name}": True for name in names} | {"sampling_param_return_perf_metrics": True}
+    asked = Request(text_input="w3 w4", max_tokens=12, exclude_input_in_output=False, **flags)
     model.execute([asked])
     outputs = asked.all()
     assert outputs["text_output"] == "w3 w4" + expected.text
@@ -304,16 +291,13 @@ def test_metrics_are_published_in_triton(start: Start) -> None:
     assert metrics["d2sd_generation_tokens_total tiny tiny_0_0"].value == 12
 
 
-def test_outputs_of_a_batched_model_have_two_dimensions(start: Start) -> None:
+def test_parameters_of_the_model(start: Start, tiny_bundle: Path) -> None:
     model = start(max_batch_size=1)
     request = Request(shape=(1, 1), text_input="w3", max_tokens=2)
     model.execute([request])
     response, _ = request.sender.sent.get(timeout=20)
     assert response is not None
     assert response.output_tensors[0].as_numpy().shape == (1, 1)
-
-
-def test_the_prefix_cache_is_a_parameter(start: Start, tiny_bundle: Path) -> None:
     assert start()._engine.engine.limits.prefix_cache
     given = Parameters.parse([f"bundle={tiny_bundle}", "prefix_cache=false"])
     assert not start(**given.model_dump())._engine.engine.limits.prefix_cache

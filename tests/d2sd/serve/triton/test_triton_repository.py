@@ -16,13 +16,13 @@ from d2sd.serve.triton import run
 from d2sd.serve.triton.names import INPUTS, OUTPUTS
 from d2sd.serve.triton.parameters import Parameters
 from d2sd.serve.triton.repository import config_text, write_repository
+from tests.commands import passed
 
 
 def test_the_command_writes_a_model(tiny_bundle: Path, tmp_path: Path) -> None:
     arguments = ["triton", str(tiny_bundle), "-o", str(tmp_path / "models"), "--gpu", "0", "--gpu", "2"]
     for _ in range(2):  # its own folder is overwritten
-        result = CliRunner().invoke(main, [*arguments, "--set", "policy=chain", "--set", "max_waiting=7"])
-        assert result.exit_code == 0, result.output
+        passed(CliRunner().invoke(main, [*arguments, "--set", "policy=chain", "--set", "max_waiting=7"]))
     model = tmp_path / "models" / "tiny"
     config = (model / "config.pbtxt").read_text()
     assert "instance_group [ { kind: KIND_GPU count: 1 gpus: [0, 2] } ]" in config

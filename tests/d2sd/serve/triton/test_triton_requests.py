@@ -24,66 +24,21 @@ def body(**inputs: Any) -> CompletionBody:
     return made
 
 
+#: Inputs of TensorRT-LLM's LLM API model, of Triton's OpenAI frontend, and outputs of either.
+LLMAPI = """text_input image_url streaming stop lora_id lora_name lora_path lora_ckpt_source return_finish_reason
+return_stop_reason return_cumulative_logprob sampling_param_best_of sampling_param_temperature sampling_param_top_k
+sampling_param_top_p sampling_param_frequency_penalty sampling_param_presence_penalty sampling_param_max_tokens
+sampling_param_stop sampling_param_seed sampling_param_exclude_input_from_output sampling_param_return_perf_metrics"""
+FRONTEND = """text_input stream max_tokens stop_words top_p temperature seed frequency_penalty presence_penalty
+guided_decoding_guide guided_decoding_guide_type sampling_parameters exclude_input_in_output return_num_input_tokens
+return_num_output_tokens"""
+REPORTED = """text_output finish_reason stop_reason cumulative_logprob acceptance_rate total_accepted_draft_tokens
+total_draft_tokens num_input_tokens num_output_tokens kv_cache_hit_rate first_scheduled_time_ns"""
+
+
 def test_the_names_are_those_of_the_clients() -> None:
-    llmapi = {
-        f"sampling_param_{name}"
-        for name in (
-            "best_of",
-            "temperature",
-            "top_k",
-            "top_p",
-            "frequency_penalty",
-            "presence_penalty",
-            "max_tokens",
-            "stop",
-            "seed",
-            "exclude_input_from_output",
-            "return_perf_metrics",
-        )
-    }
-    llmapi |= {f"return_{name}" for name in ("finish_reason", "stop_reason", "cumulative_logprob")}
-    llmapi |= {"text_input", "image_url", "streaming", "stop", "lora_id", "lora_name", "lora_path", "lora_ckpt_source"}
-    frontend = {
-        "text_input",
-        "stream",
-        "max_tokens",
-        "stop_words",
-        "top_p",
-        "temperature",
-        "seed",
-        "frequency_penalty",
-        "presence_penalty",
-        "guided_decoding_guide",
-        "guided_decoding_guide_type",
-        "sampling_parameters",
-        "exclude_input_in_output",
-        "return_num_input_tokens",
-        "return_num_output_tokens",
-    }
-    assert INPUTS.keys() == llmapi | frontend
-    assert {
-        "text_output",
-        "finish_reason",
-        "stop_reason",
-        "cumulative_logprob",
-        "acceptance_rate",
-        "total_accepted_draft_tokens",
-        "total_draft_tokens",
-        "num_input_tokens",
-        "num_output_tokens",
-        "kv_cache_hit_rate",
-        "first_scheduled_time_ns",
-    } <= OUTPUTS.keys()
-
-
-def test_every_field_is_one_of_the_completion() -> None:
-    fields = {kind.field for kind in INPUTS.values() if kind.field and not kind.field.startswith("@")}
-    assert fields <= CompletionBody.model_fields.keys()
-
-
-def test_float32_values_are_restored() -> None:
-    made = body(temperature=0.7, top_p=0.95, presence_penalty=-1e-3)
-    assert (made.temperature, made.top_p, made.presence_penalty) == (0.7, 0.95, -0.001)
+    assert INPUTS.keys() == {*LLMAPI.split(), *FRONTEND.split()}
+    assert set(REPORTED.split()) <= OUTPUTS.keys()
 
 
 def test_values_of_any_shape() -> None:
@@ -92,6 +47,8 @@ def test_values_of_any_shape() -> None:
         assert made is not None
         assert (made.prompt, made.seed, made.stream) == ("w3", 2**64 - 1, True)
     assert body(stop_words=["a", "b"]).stop == ["a", "b"]
+    restored = body(temperature=0.7, top_p=0.95, presence_penalty=-1e-3)
+    assert (restored.temperature, restored.top_p, restored.presence_penalty) == (0.7, 0.95, -0.001), "sent as float32"
 
 
 def test_what_the_openai_frontend_sends() -> None:
@@ -140,14 +97,11 @@ def test_what_is_not_supported_is_refused_by_name(inputs: dict[str, Any], where:
     assert refused.value.where == where
 
 
-def test_text_that_is_not_utf8() -> None:
-    with pytest.raises(RequestError, match="UTF-8"):
-        read_call({"text_input": np.array([b"\xff"], np.object_)}, {})
-
-
 def test_unknown_members_of_a_body_are_refused() -> None:
     """Triton passes them as parameters, and its own begin with triton_."""
     tensors = {"text_input": np.array([b"w3"], np.object_)}
+    with pytest.raises(RequestError, match="UTF-8"):
+        read_call({"text_input": np.array([b"\xff"], np.object_)}, {})
     assert read_call(tensors, {"triton_enable_empty_final_response": True}).body
     with pytest.raises(RequestError, match="no_such_input"):
         read_call(tensors, {"no_such_input": 1})

@@ -69,11 +69,12 @@ class Eagle3OneModelWorker(SpecWorkerBase):
     ) -> dict[str, Any]:
         batch_size, num_contexts = attn_metadata.num_seqs, attn_metadata.num_contexts
         num_gens = batch_size - num_contexts
-        accepted_tokens, num_accepted_tokens = self.sample_and_accept_draft_tokens(
+        hooks: Any = self
+        accepted_tokens, num_accepted_tokens = hooks.sample_and_accept_draft_tokens(
             input_ids, logits, attn_metadata, spec_metadata
         )
         attn_metadata.prepare_for_spec_dec("_seq_lens", "_seq_lens_cuda")
-        inputs = self.prepare_1st_drafter_inputs(
+        inputs = hooks.prepare_1st_drafter_inputs(
             input_ids=input_ids,
             position_ids=position_ids.squeeze(0),
             hidden_states=hidden_states,
@@ -82,7 +83,7 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             spec_metadata=spec_metadata,
             draft_model=draft_model,
         )
-        next_draft_tokens = self._forward_draft_loop(
+        next_draft_tokens = hooks._forward_draft_loop(
             inputs,
             attn_metadata,
             spec_metadata,
@@ -104,39 +105,6 @@ class Eagle3OneModelWorker(SpecWorkerBase):
             "next_draft_tokens": next_draft_tokens,
             "next_new_tokens": torch.cat([last, next_draft_tokens], dim=1),
         }
-
-    def sample_and_accept_draft_tokens(
-        self, input_ids: Any, logits: Any, attn_metadata: Any, spec_metadata: Any
-    ) -> Any:
-        raise NotImplementedError
-
-    def prepare_1st_drafter_inputs(
-        self,
-        input_ids: Any,
-        position_ids: Any,
-        hidden_states: Any,
-        accepted_tokens: Any,
-        attn_metadata: Any,
-        spec_metadata: Any,
-        draft_model: Any,
-    ) -> Any:
-        raise NotImplementedError("Eagle's own drafting")
-
-    def _forward_draft_loop(
-        self,
-        inputs: Any,
-        attn_metadata: Any,
-        spec_metadata: Any,
-        draft_model: Any,
-        draft_kv_cache_manager: Any,
-        num_contexts: Any,
-        num_gens: Any,
-        batch_size: Any,
-        num_accepted_tokens: Any,
-        original_all_rank_num_tokens: Any,
-        resource_manager: Any,
-    ) -> Any:
-        raise NotImplementedError("Eagle's own drafting")
 
 
 def sampled(logits: Tensor, temperatures: Tensor, *args: Any, **kwargs: Any) -> Tensor:
