@@ -154,11 +154,14 @@ def test_layers_above_the_ops_import_no_launcher(room: str) -> None:
     assert not launchers
 
 
-@pytest.mark.parametrize("room", ["foundation", *ROOMS])
-def test_layers_have_no_import_cycles(room: str) -> None:
-    """Between the files of a room, at import or inside functions; names for type checkers may go in circles."""
-    own = {m for m in files() if room_of(m) == room or (room == "foundation" and m in FOUNDATION)}
-    graph = {module: {i for i, typing in own_imports(module) if not typing and i in own - {module}} for module in own}
+def test_no_circle_of_files_in_the_product() -> None:
+    """Imports inside functions and names for type checkers included, but for these within modeling and runtime."""
+
+    def counts(module: str, imported: str, typing: bool) -> bool:
+        tolerated = typing and room_of(module) == room_of(imported) and room_of(module) in ("modeling", "runtime")
+        return imported != module and not tolerated
+
+    graph = {m: {i for i, typing in own_imports(m) if counts(m, i, typing)} for m in files()}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -232,6 +235,44 @@ def function_lines(module: str, name: str) -> list[int]:
     tree = ast.parse(files()[module].read_text("utf-8"))
     found = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == name]
     return [(node.end_lineno or 0) - node.lineno + 1 for node in found]
+
+
+#: Functions of more parameters, and classes of more methods, that are to be divided.
+WIDER = {
+    "modeling.inference.with_context": 9,
+    "modeling.fused.with_context": 9,
+    "runtime.step_times.time_steps": 10,
+    "runtime.model_runner.ModelRunner": 32,
+}
+
+
+def test_functions_have_eight_parameters_at_most_and_classes_twenty_methods() -> None:
+    """But for ops, kernels and commands, whose parameters are written by name where they are called."""
+    wide = {}
+    for module, path in files().items():
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                size, most = sum(isinstance(part, FUNCTIONS) for part in node.body), 20
+            elif isinstance(node, FUNCTIONS) and room_of(module) != "plugins" and not is_command_or_kernel(node):
+                size, most = parameters_of(node), 8
+            else:
+                continue
+            if size > WIDER.get(f"{module}.{node.name}", most):
+                wide[f"{module}.{node.name}"] = size
+    assert not wide
+
+
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def is_command_or_kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(one).startswith(("click.command", "triton.jit")) for one in node.decorator_list)
+
+
+def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Parameters without `self`."""
+    own = [one.arg for one in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    return len([name for name in own if name not in ("self", "cls")]) + bool(node.args.vararg) + bool(node.args.kwarg)
 
 
 def test_cli_holds_options_and_tables_only() -> None:

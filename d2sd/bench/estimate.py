@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from d2sd.bench.matrix import Matrix
-    from d2sd.bundle.backends import BackendName
+    from d2sd.bundle.devices import BackendName
     from d2sd.bundle.load import Bundle
     from d2sd.recipe import Method
 

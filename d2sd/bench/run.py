@@ -19,7 +19,7 @@ from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, ResultError, Settings, load_result, save
 from d2sd.bench.tables import tables
 from d2sd.build.validate.near_ties import top2_margin
-from d2sd.bundle.backends import BackendName
+from d2sd.bundle.devices import BackendName
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
-from d2sd.errors import BundleError, D2SDError
+from d2sd.bundle.devices import BackendName, check_device
+from d2sd.errors import BundleError
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from d2sd.modeling.drafters.interface import DraftModel
     from d2sd.policies import DrafterRole
     from d2sd.runtime.model_runner import ModelRunner
-
-BackendName = Literal["torch", "onnx", "tensorrt"]
 
 
 def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendName, device: str) -> ModelRunner:
@@ -66,24 +64,6 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
             fix="build it again, choose another {policy}, or torch for {executor}",
         )
     return _onnx(bundle, drafters) if name == "onnx" else _tensorrt(bundle, drafters, built)
-
-
-def check_device(device: str) -> None:
-    """Raise `D2SDError` unless `device` is cpu, cuda, or cuda:N with a GPU of that number."""
-    if device == "cpu":
-        return
-    import torch
-
-    gpus = torch.cuda.device_count()
-    number = re.fullmatch(r"cuda(?::([0-9]{1,3}))?", device)
-    if number is None or int(number[1] or 0) >= gpus:
-        raise D2SDError(
-            "No such device.",
-            where="device",
-            found=repr(device),
-            expected=", ".join(["cpu", *(["cuda"] if gpus else []), *(f"cuda:{i}" for i in range(gpus))]),
-            fix="choose one of these" if gpus else "use cpu: PyTorch finds no CUDA GPU on this machine",
-        )
 
 
 def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRunner:

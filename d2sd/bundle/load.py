@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from d2sd.bundle.backends import check_device
+from d2sd.bundle.devices import check_device
 from d2sd.bundle.files import verify_files
 from d2sd.bundle.ranks import Ranks, rank_device
 from d2sd.calibration import NAME as CALIBRATION_NAME

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from pydantic import BeforeValidator, Field, ValidationError
 from typing_extensions import Self
 
-from d2sd.bundle.backends import BackendName
+from d2sd.bundle.devices import BackendName
 from d2sd.errors import D2SDError
 from d2sd.policies import current_name
 from d2sd.progress import Progress, silent

@@ -9,7 +9,8 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from d2sd.bundle.backends import BackendName, make_runner
+from d2sd.bundle.backends import make_runner
+from d2sd.bundle.devices import BackendName
 from d2sd.bundle.options import EngineOptions
 from d2sd.errors import BundleError
 from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName, parse_method, with_branches

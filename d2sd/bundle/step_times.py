@@ -31,7 +31,7 @@ from d2sd.runtime.step_times import LIMIT, Forecast, StepTimes, measure_step_tim
 from d2sd.schema import Closed, read_model
 
 if TYPE_CHECKING:
-    from d2sd.bundle.backends import BackendName
+    from d2sd.bundle.devices import BackendName
     from d2sd.bundle.load import Bundle
     from d2sd.runtime.cuda_graphs.steps import DecodeSteps
     from d2sd.runtime.engine import Engine

@@ -14,7 +14,7 @@ from d2sd.bench.matrix import Matrix, read_sets, with_copies
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run, own_folder
 from d2sd.bench.summary import remarks, summary
-from d2sd.bundle.backends import BackendName
+from d2sd.bundle.devices import BackendName
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import can_run
 from d2sd.cli.options import FilePath, backend_option, device_option

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from d2sd.bundle.backends import check_device
+from d2sd.bundle.devices import check_device
 from d2sd.bundle.options import EngineOptions, ServiceOptions
 from d2sd.option_types import FilePath as FilePath  # for all commands
 from d2sd.option_types import PolicyType, RealRange

@@ -14,13 +14,14 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Sequence
 from queue import Empty, SimpleQueue
-from threading import RLock, Thread, current_thread
+from threading import Thread, current_thread
 from typing import TYPE_CHECKING, Literal
 
 from d2sd.errors import D2SDError, GenerationError, RequestError
 from d2sd.progress import bar
 from d2sd.runtime.sequence import Output
-from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
+from d2sd.serve.admission import Admission
+from d2sd.serve.errors import DeadlineExceeded, EngineFailed, ShuttingDown
 from d2sd.serve.stream import Stream, Watch
 
 if TYPE_CHECKING:
@@ -47,11 +48,10 @@ class AsyncEngine:
     """
 
     def __init__(self, engine: Engine, *, max_waiting: int = 256) -> None:
-        self.engine, self.max_waiting = engine, max_waiting
+        self.engine = engine
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._lock = RLock()  # guards the next two; a finalizer may call `halt` in a thread that has it
-        self._live: set[Stream] = set()  # accepted and not ended
-        self._refusal: D2SDError | None = EngineFailed("The engine has not been started.", fix="await start()")
+        not_started = EngineFailed("The engine has not been started.", fix="await start()")
+        self._admission = Admission(engine.limits.max_batch, max_waiting, not_started)
         self._running: dict[Running, Stream] = {}  # of the engine's thread alone
         self._thread: Thread | None = None
         self._failure: str | None = None
@@ -98,33 +98,15 @@ class AsyncEngine:
                 "the deadline is not in the future", where="deadline", found=deadline, expected="above 0"
             )
         expires = None if deadline is None else time.monotonic() + deadline
-        streams = [Stream(request, self._abandon, expires, watch, interval) for request in requests]
-        room = self.engine.limits.max_batch + self.max_waiting
-        with self._lock:
-            if self._refusal is not None:
-                raise self._refusal
-            if not self._has_room(requests, room):
-                raise QueueFull(
-                    "Too many requests are waiting.",
-                    found=f"{len(self._live)} running and waiting",
-                    expected=f"at most {room}",
-                    fix="try again later",
-                )
-            self._live.update(streams)
-            for stream in streams:
-                self._inbox.put(("submit", stream))
+
+        def abandon(stream: Stream) -> None:
+            self._inbox.put(("cancel", stream))
+
+        streams = [Stream(request, abandon, expires, watch, interval) for request in requests]
+        self._admission.add(streams)
+        for stream in streams:
+            self._inbox.put(("submit", stream))
         return streams
-
-    def _has_room(self, requests: Sequence[Request], room: int) -> bool:
-        """Whether the queue takes the requests: at its end it has places for clients that have none in it."""
-        live = len(self._live) + len(requests)
-        if live <= room:
-            return True
-        is_new = requests[0].client not in {stream.request.client for stream in self._live}
-        return is_new and len(requests) == 1 and live <= room + self.engine.limits.max_batch
-
-    def _abandon(self, stream: Stream) -> None:
-        self._inbox.put(("cancel", stream))
 
     # -- life ----------------------------------------------------------------------------------------------------------
 
@@ -138,12 +120,12 @@ class AsyncEngine:
     @property
     def accepting(self) -> bool:
         """Whether new requests are accepted: the engine works and is not being drained."""
-        return self._refusal is None
+        return self._admission.refusal is None
 
     @property
     def live(self) -> int:
         """Requests accepted and not ended."""
-        return len(self._live)
+        return len(self._admission)
 
     async def start(self) -> None:
         """Warm the engine up and start the thread. It can be started again after `stop`, not after a failure."""
@@ -154,7 +136,7 @@ class AsyncEngine:
     def launch(self) -> None:
         """Start the thread without a warm-up: on a GPU, steps are captured when they first run."""
         self._check_startable()
-        self._refusal = None
+        self._admission.refuse(None)
         self.engine.runner.on_failure(self._fail)
         self._thread = Thread(target=self._run, name="d2sd-engine", daemon=True)
         self._thread.start()
@@ -168,18 +150,11 @@ class AsyncEngine:
 
         The step that runs may go on for seconds; if it never ends, its requests end without it.
         """
-        self._refuse(_shutting_down())
-        if not await self._idle(timeout):
+        self._admission.refuse(_shutting_down())
+        if not await self._admission.emptied(timeout):
             self._inbox.put(("end", None))
-            if not await self._idle(_LAST_STEP):
+            if not await self._admission.emptied(_LAST_STEP):
                 self._end_all(_shutting_down(), release=False)
-
-    async def _idle(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds until no request is left; returns whether none is."""
-        end = time.monotonic() + timeout
-        while self._live and time.monotonic() < end:
-            await asyncio.sleep(0.02)
-        return not self._live
 
     async def stop(self) -> None:
         """End all requests with ShuttingDown and the thread with them; returns when it has ended, or its step hangs."""
@@ -187,17 +162,11 @@ class AsyncEngine:
 
     def halt(self, timeout: float | None = None) -> None:
         """Do as `stop`, without an event loop. In the engine's thread itself, return at once."""
-        self._refuse(_shutting_down())
+        self._admission.refuse(_shutting_down())
         if self._thread is not None:
             self._inbox.put(("stop", None))
             if self._thread is not current_thread():
                 self._thread.join(timeout)
-
-    def _refuse(self, reason: D2SDError) -> None:
-        """Refuse new requests with this error; a failure of the engine remains the reason."""
-        with self._lock:
-            if self._failure is None:
-                self._refusal = reason
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
@@ -213,13 +182,11 @@ class AsyncEngine:
 
     def _fail(self, error: BaseException) -> None:
         """Tell every reader, and `health`, why the engine ended; also from another thread while a step is stuck."""
-        with self._lock:
-            if self._failure is not None:
-                return
-            self._failure = f"{type(error).__name__}: {error}"[:500]
-            self._refusal = failed = EngineFailed(
-                "The engine failed; the server must be restarted.", found=self._failure
-            )
+        failure = f"{type(error).__name__}: {error}"[:500]
+        failed = EngineFailed("The engine failed; the server must be restarted.", found=failure)
+        if not self._admission.refuse(failed, final=True):
+            return
+        self._failure = failure
         logger.error("the engine failed", exc_info=error)
         self._end_all(failed, release=False)
         self._inbox.put(("stop", None))
@@ -282,13 +249,11 @@ class AsyncEngine:
             self.engine.cancel(stream.sequence, error)
             self._running.pop(stream.sequence, None)
         stream.end(error)
-        with self._lock:
-            self._live.discard(stream)
+        self._admission.discard(stream)
 
     def _end_all(self, error: D2SDError, *, release: bool = True) -> None:
-        with self._lock:
-            # what is not live any more but runs was given up by `drain`
-            streams = [*self._live.union(self._running.values() if release else ())]
+        # what is not live any more but runs was given up by `drain`
+        streams = [*self._admission.streams.union(self._running.values() if release else ())]
         for stream in streams:
             self._end(stream, error, release=release)
         Stream.wake(streams)

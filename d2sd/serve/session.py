@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, finalize
 
-from d2sd.bundle.backends import check_device
+from d2sd.bundle.devices import check_device
 from d2sd.bundle.options import EngineOptions, naming_options
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError

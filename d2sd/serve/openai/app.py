@@ -151,9 +151,8 @@ class Server:
         prompt_only = isinstance(body, CompletionBody) and body.echo and body.max_tokens == 0
         # An answer whose form is demanded is said as a whole: its grammar leaves no room for a thought.
         markers = self.markers if isinstance(body, ChatBody) and self.requests.form(body)[1] is None else None
-        return Generation(
-            self.engine, self.metrics, prepared, facts, deadline, watch, prompt_only=prompt_only, markers=markers
-        )
+        streams = self.engine.submit(prepared, deadline=deadline, watch=watch)
+        return Generation(streams, self.metrics, facts, prompt_only, markers)
 
     async def _prepared(
         self, http: Request, body: GenerationBody, encode: Callable[..., list[EngineRequest]]

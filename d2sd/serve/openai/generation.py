@@ -11,10 +11,8 @@ from d2sd.serve.openai.metrics import Metrics, RequestTimer
 from d2sd.serve.reasoning import Markers, Thought
 
 if TYPE_CHECKING:
-    from d2sd.runtime.request import Request
     from d2sd.runtime.sequence import FinishReason, Output, TokenLogprobs
-    from d2sd.serve.async_engine import AsyncEngine
-    from d2sd.serve.stream import Stream, Watch
+    from d2sd.serve.stream import Stream
 
 
 @dataclass(slots=True)
@@ -58,25 +56,20 @@ class Choice:
 class Generation:
     """Runs requests; iterate once over `outputs`, then `close`, whatever happened.
 
-    Raises what `AsyncEngine.submit` raises, then what its streams raise: the first failure ends all.
+    Raises what the streams raise: the first failure ends all.
     """
 
     def __init__(
         self,
-        engine: AsyncEngine,
+        streams: Sequence[Stream],
         metrics: Metrics,
-        requests: Sequence[Request],
-        facts: dict[str, Any],
-        deadline: float | None = None,
-        watch: Watch | None = None,
-        interval: int = 1,
+        facts: dict[str, Any] | None = None,
         prompt_only: bool = False,
         markers: Markers | None = None,
     ) -> None:
-        """`prompt_only` leaves out the tokens that are generated, of which a request has one at least."""
-        streams = engine.submit(requests, deadline=deadline, watch=watch, interval=interval)
+        """`facts` are those of the log line. `prompt_only` leaves out the tokens that are generated, one at least."""
         self.choices = [Choice(i, stream, RequestTimer(metrics), markers=markers) for i, stream in enumerate(streams)]
-        self._facts, self._closed, self._prompt_only = facts, False, prompt_only
+        self._facts, self._closed, self._prompt_only = {} if facts is None else facts, False, prompt_only
         self._pumps: list[asyncio.Future[None]] = []
 
     async def run(self) -> None:

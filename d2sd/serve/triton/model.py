@@ -128,7 +128,7 @@ class TritonPythonModel:
         self._senders[task] = name, sender
         try:
             requests = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
-            generation = Generation(self._engine, self._metrics, requests, {}, interval=self._interval)
+            generation = Generation(self._engine.submit(requests, interval=self._interval), self._metrics)
             answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
             async for _, output in generation.outputs():
                 if answer.add(output) and call.body.stream and output.finish is None:
