@@ -124,12 +124,12 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
             choice = selector.choose_for(sequences, engine.runner.context.pending_of(sequences))
         with watch.part("pack"):
             batch = Batch.pack(sequences, VOCABULARY, "meta")
-        inputs = inputs or StaticInputs(batch, None, power_of_two(pages), "meta")
+        inputs = inputs or StaticInputs(batch, power_of_two(pages), "meta")
         with watch.part("load"):
-            inputs.load(batch, Link.pack(sequences, len(batch.anchor), sequences), None)
+            inputs.load(batch, Link.pack(sequences, len(batch.anchor), sequences))
         tokens = [[(7 * step + n + 13 * row) % VOCABULARY for n in range(COMMITTED)] for row in range(requests)]
-        committed = [Committed(COMMITTED, 0, own, [], None) for own in tokens]
-        launched = Launched(Prepared(sequences, choice.policy, batch, None, choice), cast(Any, None), _given(committed))
+        committed = [Committed(COMMITTED, 0, own, []) for own in tokens]
+        launched = Launched(Prepared(sequences, choice.policy, batch, choice), cast(Any, None), _given(committed))
         with watch.part("retire"):
             engine.retire(launched)
         with watch.part("text"):

@@ -29,7 +29,6 @@ from d2sd.runtime.sampling.logprobs import pack_logprobs, unpack_logprobs
 from d2sd.runtime.sequence import Sequence, TokenLogprobs
 from d2sd.runtime.speculation.accept import sample_target
 from d2sd.runtime.speculation.calibration import Calibration, default_scores
-from d2sd.runtime.speculation.host_drafts import pack_draft
 from d2sd.runtime.speculation.policy import Policy
 
 #: Gives a context manager that times the stage of this name.
@@ -43,7 +42,6 @@ class Committed(NamedTuple):
     accepted_branch: int  # see `Accepted`
     tokens: list[int]
     logprobs: list[TokenLogprobs]  # of `tokens`; empty unless a request of the batch asks
-    next_draft: list[int] | None  # a row of `pack_draft`, if the step made the next step's first draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +54,7 @@ class StepResult:
     copy: Copy | None
     tree: Tree
     accepted: Accepted
-    next_draft: Draft | None  # the first draft of the next step, where the policy's first pass is carried
-    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then `pack_draft` and `pack_logprobs`: all the host reads
+    packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then `pack_logprobs`: all the host reads
 
     def read(self) -> list[Committed]:
         """Reads what the step committed, for each row of the batch; waits for the device."""
@@ -65,15 +62,10 @@ class StepResult:
 
     def unpack(self, host: Tensor) -> list[Committed]:
         """See `read`; takes a copy of `packed` on the host."""
-        size, carried = 2 + self.accepted.path.shape[1], 0
-        if self.next_draft is not None:
-            carried = 2 * self.next_draft.tokens[0].numel()
-        committed = []
-        numbers = host[:, : size + carried].tolist()
-        for row, (count, branch, *values) in zip(host[:, size + carried :], numbers, strict=True):
-            tokens, draft = values[: size - 2], values[size - 2 :]
+        size, committed = 2 + self.accepted.path.shape[1], []
+        for row, (count, branch, *tokens) in zip(host[:, size:], host[:, :size].tolist(), strict=True):
             logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []
-            committed.append(Committed(count, branch, tokens[:count], logprobs, draft or None))
+            committed.append(Committed(count, branch, tokens[:count], logprobs))
         return committed
 
 
@@ -94,28 +86,27 @@ def decode_step(
     policy: Policy,
     batch: Batch,
     calibration: Calibration | None = None,
-    host_draft: Draft | None = None,
     timer: Timer = nullcontext,
 ) -> StepResult:
     """Draft, verify and commit 1 .. γ tokens for every request of `batch`.
 
     The context of the policy's drafters must be in their pages (`DrafterContext.inject`). `calibration` maps the
-    drafters' probabilities to acceptance probabilities. `host_draft` [B, S, M] is the first draft of policies that take
-    it from the host (`Policy.host_draft`).
+    drafters' probabilities to acceptance probabilities.
     """
-    drafted = draft_trees(runner, policy, batch, calibration, host_draft, timer)
-    tree = drafted.tree
+    drafted = draft_trees(runner, policy, batch, calibration, timer)
+    tree, mode = drafted.tree, runner.parallel if policy.first_pass is FirstPass.CARRIED else None
     with timer("verify"):
-        verified = runner.verify(batch, tree, policy.drafts_ahead)
+        verified = runner.verify(batch, tree) if mode is None else mode.verify(runner, batch, tree)
     mask = _mask(batch.grammar, drafted.paths, tree, verified.logits, timer)
     with timer("accept"):
         how = batch.where.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places
         accepted = sample_target(tree, verified.logits, *how, static_shapes=runner.static_shapes)
     with timer("commit"):
         runner.commit(batch, verified, accepted)
-        following = runner.draft_ahead(batch, verified, accepted, policy.drafts_ahead, policy.topk)
-    found = drafted.first, drafted.branches, drafted.second, drafted.copy, tree, accepted, following
-    return StepResult(*found, _packed(batch, verified, accepted, following))
+        if mode is not None:
+            mode.keep(batch, verified, accepted)
+    found = drafted.first, drafted.branches, drafted.second, drafted.copy, tree, accepted
+    return StepResult(*found, _packed(batch, verified, accepted))
 
 
 def draft_trees(
@@ -123,7 +114,6 @@ def draft_trees(
     policy: Policy,
     batch: Batch,
     calibration: Calibration | None = None,
-    host_draft: Draft | None = None,
     timer: Timer = nullcontext,
 ) -> Drafted:
     """Draft a tree for every request of `batch`: the first part of `decode_step`, which has the same arguments.
@@ -133,14 +123,16 @@ def draft_trees(
     calibrated = calibration.apply if calibration is not None and policy.uses_probabilities else _uncalibrated
     offered = policy.topk if batch.grammar is None else max(policy.topk, OFFERED)
     guided = partial(_guided, batch.grammar, policy.topk, timer)
-    first, branches, second = host_draft, None, None
+    first, branches, second = None, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
             first = runner.draft_first(batch, offered)
         first = calibrated(guided(first), batch, policy.first_use)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)
-    elif first is not None:
+    elif policy.first_pass is FirstPass.CARRIED and runner.parallel is not None:
+        with timer("draft_first"):
+            first = runner.parallel.take(batch)
         first = guided(first)
     if first is not None and policy.second_pass is not None:
         with timer("pick_boundaries"):
@@ -233,11 +225,9 @@ def _mask(
         return grammar.mask(paths, batch, nodes, logits.shape[-1]).to(logits.device)
 
 
-def _packed(batch: Batch, verified: Verified, accepted: Accepted, following: Draft | None) -> Tensor:
+def _packed(batch: Batch, verified: Verified, accepted: Accepted) -> Tensor:
     """`StepResult.packed`, with log-probabilities if a request asks for them."""
     packed = accepted.packed()
-    if following is not None:
-        packed = torch.cat([packed, pack_draft(following)], dim=1)
     if batch.sampling.logprobs is None:
         return packed
     of_rows = torch.arange(len(packed), device=packed.device)[:, None]

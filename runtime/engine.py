@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.modeling.kv_pool import PoolSizes
-from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
 from d2sd.progress import Progress, silent
 from d2sd.runtime.batch import Batch, prefill_inputs
@@ -40,7 +39,6 @@ class Prepared:
     sequences: list[Sequence]  # of its rows
     policy: Policy
     batch: Batch
-    draft: Draft | None = None  # the first one, of a policy that takes it from the host
     choice: Choice | None = None  # by `auto`; None: it has not chosen the policy
 
 
@@ -211,8 +209,7 @@ class Engine:
         """Launch a step, if there is one to launch, and collect the step `before` it.
 
         Returns the step whose tokens have not been read, and outputs. The host must read the tokens of `before` first
-        for a step without a graph, for a draft that it makes or carries, and for a trace, whose tensors the next step
-        overwrites.
+        for a step without a graph, and for a trace, whose tensors the next step overwrites.
         """
         if before is not None and not self.scheduler.make_room_ahead():
             return None, self.collect(before)
@@ -220,8 +217,8 @@ class Engine:
         if not sequences:
             return None, self.collect(before)
         step = self.prepare(sequences)
-        graph = self.steps.graph_for(step.policy, step.batch, step.draft)
-        runs_ahead = graph is not None and step.draft is None and not self.record_trace
+        graph = self.steps.graph_for(step.policy, step.batch)
+        runs_ahead = graph is not None and not self.record_trace
         if before is not None and not runs_ahead:
             return None, self.collect(before)
         launched = self.launch(step, graph, before)
@@ -256,11 +253,7 @@ class Engine:
             policy = choice.policy
         rows = None if choice is None else choice.rows
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
-        if not policy.drafts_on_host:
-            return Prepared(sequences, policy, batch, None, choice)
-        with self.clock.stage("draft_first"):
-            draft = policy.host_draft(self.runner, sequences, len(batch.anchor))
-        return Prepared(sequences, policy, batch, draft, choice)
+        return Prepared(sequences, policy, batch, choice)
 
     def launch(self, step: Prepared, graph: Graph | None, before: Launched | None) -> Launched:
         """Begin a decode step; it replays `graph`, if that is not None.
@@ -270,7 +263,7 @@ class Engine:
         began = None if self.selector is None else self.selector.clock()
         late, size = before.step.sequences if before else (), len(step.batch.anchor)
         link = None if graph is None else Link.pack(step.sequences, size, late)
-        result = self.steps.run(step.policy, step.batch, step.draft, self.clock.stage, link, graph=graph)
+        result = self.steps.run(step.policy, step.batch, self.clock.stage, link, graph=graph)
         for sequence in step.sequences if step.policy.drafters else ():
             sequence.injected.update(dict.fromkeys(step.policy.drafters, sequence.cached))
         self.scheduler.launched(step.sequences)
@@ -318,11 +311,10 @@ class Engine:
                 known = [s.acceptance for s, *_ in live]
                 self.selector.update(step.choice, lengths, copied, known, began, waited)
             outputs, name = [], str(policy)
-            for sequence, verified, (count, accepted_branch, tokens, logprobs, draft) in live:
+            for sequence, verified, (count, accepted_branch, tokens, logprobs) in live:
                 sequence.stats.record(count, policy.proposer(accepted_branch), verified, name)
                 try:
                     outputs.append(sequence.append(tokens, logprobs))
-                    sequence.carry(draft)
                 except Exception as error:  # a fault of one request ends that request alone
                     outputs.append(sequence.fail(error))
                 if sequence.finish is not None:

@@ -8,7 +8,7 @@ each row costs its full price, `verify` leaves the padding of trees out.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +34,7 @@ from d2sd.runtime.drafting.context import DrafterContext
 from d2sd.runtime.drafting.window import Window
 from d2sd.runtime.memory import context_bytes, free_memory
 from d2sd.runtime.pools import PoolLayout
+from d2sd.runtime.speculation.flex_parallel import parallel_mode
 from d2sd.runtime.staging import Staging
 
 # Shape letters: B requests, M pages a request (both padded), G most tokens of a step, S = G - 1
@@ -47,8 +48,8 @@ class Verified:
     tokens: Tensor  # [B, N], of the nodes
     logits: Tensor  # [B, N, V], or [M, V] of some: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
-    behind: Tensor | None = None  # [B, N, G, E], hidden states that a drafter made behind every node
     places: Tensor | None = None  # [B, N], the row of each node in `logits [M, V]`; 0 in padding. None: all have one
+    drafted: Tensor | None = None  # [B, N, G, E], hidden states behind every node: of `ParallelMode` alone
 
     def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
         """The logits [..., V] at nodes [...]."""
@@ -131,6 +132,7 @@ class ModelRunner:
         own = [role for role, drafter in self.drafters.items() if drafter.has_context]
         self._own_pools = dict(zip(own, pools, strict=True))
         self.context = DrafterContext({role: self.drafters[role] for role in own}, self._own_pools, self._dtype)
+        self.parallel = parallel_mode(self)
 
     def free_memory(self) -> int:
         """Bytes that can be allocated where the models are. Raises RecipeError if the system does not report it."""
@@ -247,38 +249,18 @@ class ModelRunner:
         return self._candidates(role, batch, logits, width, hidden, blocks, branches)
 
     @torch.inference_mode()
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
-        """The target over all nodes; then the drafter `ahead`, if there is one, drafts behind each of them."""
-        needed = None if self.static_shapes or ahead is not None else _nodes(tree)
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+        """The target over all nodes; on a CPU, without those that pad a tree unless `padded`."""
+        needed = None if padded or self.static_shapes else _nodes(tree)
         rows = Rows(Behind(batch.where.context_len, tree.depth), tree.attn_mask, batch.where, needed)
-        given = tree.tokens, rows, self.target_pool, self.aux_layer_ids
-        out: DecoderOutput
-        if ahead is None:
-            out, behind = self.target(*given), None
-        else:
-            out, behind = self.drafters[ahead].verify_and_draft(self.target, *given)
+        out: DecoderOutput = self.target(tree.tokens, rows, self.target_pool, self.aux_layer_ids)
         hidden, places = out.hidden, None
         if needed is not None:
             kept = first_rows(needed, tree.tokens.shape[1])
             hidden, places = hidden.flatten(0, 1)[kept], torch.zeros_like(tree.tokens)
             places.view(-1)[kept] = torch.arange(len(kept))
         logits = (self.target.raw_logits if choice.reads_any_type(hidden) else self.target.logits)(hidden)
-        return Verified(tree.tokens, logits, out, behind, places)
-
-    @torch.inference_mode()
-    def draft_ahead(
-        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
-    ) -> Draft | None:
-        """The next step's block per request [B, S, M], from behind the last accepted node; None without a `role`."""
-        if role is None or verified.behind is None:
-            return None
-        of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
-        hidden = verified.behind[of_rows, accepted.path[of_rows, last]][:, None, -self.blocks[role].drafts :]
-        # an id below 0, at which the request has ended, is not in the table; there any row will do
-        anchor = accepted.tokens[of_rows, last].clamp(min=0)
-        logits = self.drafters[role].logits(hidden, anchor[:, None], self.tables[role])
-        behind = replace(batch, where=batch.where.after(accepted.count))
-        return self._candidates(role, behind, logits, width, hidden, anchor[:, None, None]).part(slice(None), 0)
+        return Verified(tree.tokens, logits, out, places)
 
     @torch.inference_mode()
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:

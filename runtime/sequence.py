@@ -75,7 +75,6 @@ class Sequence:
     acceptance: Any = field(default=None, repr=False)  # a `RequestAcceptance`; set and changed where `auto` chooses
     #: Leading tokens whose features have gone to a drafter, at least; set by the engine, cleared by the scheduler.
     injected: dict[DrafterRole, int] = field(default_factory=dict, repr=False)
-    carried: tuple[int, SequenceOf[int]] | None = field(default=None, repr=False)  # see `next_draft`; set by carry
     logprobs: list[TokenLogprobs] = field(default_factory=list)  # of the answer, if asked; grows in append
     prompt_logprobs: SequenceOf[TokenLogprobs] = ()  # of the prompt after its first token, if asked
 
@@ -86,17 +85,6 @@ class Sequence:
     @property
     def anchor(self) -> int:
         return self.tokens[-1]
-
-    @property
-    def next_draft(self) -> SequenceOf[int] | None:
-        """The first draft that an earlier step made for this anchor, a row of `pack_draft`."""
-        if self.carried is None or self.carried[0] != self.cached:
-            return None  # other policies ran in between
-        return self.carried[1]
-
-    def carry(self, draft: SequenceOf[int] | None) -> None:
-        """Keep the draft behind the tokens that were appended last."""
-        self.carried = None if draft is None else (self.cached, draft)
 
     @property
     def answer(self) -> list[int]:

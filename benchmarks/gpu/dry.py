@@ -88,7 +88,7 @@ class Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def unpack(result: StepResult, host: Tensor) -> list[Committed]:
     """Every request commits the longest path, of token 0."""
     requests, longest = result.accepted.tokens.shape
-    return [Committed(longest, 0, [0] * longest, [], None) for _ in range(requests)]
+    return [Committed(longest, 0, [0] * longest, []) for _ in range(requests)]
 
 
 def staged(make: Callable[..., None]) -> Callable[..., None]:

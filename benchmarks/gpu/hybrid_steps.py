@@ -56,7 +56,7 @@ def count_hybrid(one: HybridStep) -> list[Launch]:
         runner.allocate(PoolSizes(1 + batch * columns(), PAGE_SIZE, states=1 + batch))
     dummy = Batch.dummy(Where.scratch(batch, columns(), CONTEXT, states=True), VOCABULARY, runner.device)
     policy = make_policy(one.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)
-    return launches_of(meter, runner, policy, replace(dummy, active=~dummy.active), None)
+    return launches_of(meter, runner, policy, replace(dummy, active=~dummy.active))
 
 
 @cache

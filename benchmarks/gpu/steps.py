@@ -34,8 +34,7 @@ from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.dependent_launch import without_dependent_launch
-from d2sd.plugins.trees import Draft
-from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import FACTS, DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.capture import CudaGraphs
 from d2sd.runtime.cuda_graphs.inputs import Link, _tensors
@@ -44,7 +43,6 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.host_drafts import carried_draft
 from d2sd.runtime.speculation.policy import Policy, make_policy
 
 #: Tokens of context of every request, and of a page.
@@ -183,15 +181,10 @@ def timed(
 
     Raises where a replay of the graph gives other tokens than the eager step.
     """
-    policy, inputs, draft, steps = (
-        one.make_policy(),
-        requests(one, runner),
-        host_draft(one),
-        DecodeSteps(runner, LIMITS),
-    )
+    policy, inputs, steps = one.make_policy(), requests(one, runner), DecodeSteps(runner, LIMITS)
 
     def run() -> torch.Tensor:
-        return steps.run(policy, inputs, draft, graph=steps.graph_for(policy, inputs, draft)).packed
+        return steps.run(policy, inputs, graph=steps.graph_for(policy, inputs)).packed
 
     runner.capture = None
     expected = run().clone()
@@ -231,25 +224,24 @@ def count(one: Step) -> list[Launch]:
     meter = Meter(CONTEXT, (VOCABULARY, *([one.drafted] if one.drafted else [])))
     with without_gpu(meter):
         runner = made(one, "meta")
-    return launches_of(meter, runner, one.make_policy(), requests(one, runner), host_draft(one))
+    return launches_of(meter, runner, one.make_policy(), requests(one, runner))
 
 
-def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch, draft: Draft | None) -> list[Launch]:
+def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch) -> list[Launch]:
     """The launches of a step of this runner, whose models are on the meta device."""
     with without_gpu(meter):
         for pool in runner.pools:
             meter.known(KV, pool.k, pool.v)
             meter.known(STATES, *([] if pool.states is None else pool.states.tensors))
         batch = batch.to("meta")
-        draft = draft and Draft(draft.tokens.to("meta"), draft.logprob.to("meta"))
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        meter.known(ACTIVATIONS, *_tensors(batch, link, draft), handover._state, *runner.constants)
+        meter.known(ACTIVATIONS, *_tensors(batch, link), handover._state, *runner.constants)
         rows, pages = batch.where.pages.shape
         runner.context.reserve(rows, pages, runner.block_size)
         meter.known(ACTIVATIONS, *runner.context.memory)
         with meter:
-            captured_step(runner, policy, batch, link, handover, draft=draft, timer=meter.stage)
+            captured_step(runner, policy, batch, link, handover, timer=meter.stage)
     return meter.launches
 
 
@@ -311,12 +303,6 @@ def requests(one: Step, runner: ModelRunner) -> Batch:
     return replace(
         dummy, anchor=anchor, where=replace(dummy.where, pages=pages), active=~dummy.active, sampling=sampling
     )
-
-
-def host_draft(one: Step) -> Draft | None:
-    """The draft of a step for which the step before drafted: no proposal, which costs the same."""
-    carried = FACTS[one.runs].first_pass is FirstPass.CARRIED
-    return carried_draft([], BLOCK_SIZE - 1, one.make_policy().topk, one.batch) if carried else None
 
 
 def columns() -> int:

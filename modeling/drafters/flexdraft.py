@@ -11,7 +11,7 @@ target's outputs do not change by a bit. Mask rows do not know the anchor: a sma
 
 Sequential mode (`draft_hidden`): one block of mask rows behind the committed context, in a pass of its own. An anchored
 head, which is not in the paper, starts slot 0 as a projection of the anchor's embedding: the anchor is known by then.
-Parallel mode is in `parallel.py`.
+Parallel mode is in `d2sd.runtime.speculation.flex_parallel`.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig, FlexConfig
-from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
+from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.drafters.parallel import verify_and_draft
 from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
@@ -137,12 +136,6 @@ class FlexHead(DraftModel):
         """Corrected logits in fp32."""
         hidden = hidden.contiguous()
         return tables.head(hidden).float() + self.calibrate(hidden, tables.embed(anchors)[:, :, None])
-
-    def verify_and_draft(
-        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
-    ) -> tuple[DecoderOutput, Tensor]:
-        assert not self.config.anchored
-        return verify_and_draft(self, target, tokens, rows, pool, aux_layer_ids)
 
     @torch.no_grad()
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,6 @@ from typing import ClassVar, NamedTuple
 from torch import Tensor, nn
 
 from d2sd.modeling.config import DraftConfig
-from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
 
@@ -65,15 +64,6 @@ class DraftModel(nn.Module):
         """Candidates [B, K, S, M] of `blocks [B, K, G]` with these hidden states [B, K, S, E], at `temperature [B]` ->
         `width` of them a slot, at most M: what each is worth behind those of the slot before (`Draft.behind`), and the
         best behind the best first. For kinds in which that makes a difference.
-        """
-        raise NotImplementedError
-
-    def verify_and_draft(
-        self, target: TargetModel, tokens: Tensor, rows: Rows, pool: KVPool, aux_layer_ids: tuple[int, ...]
-    ) -> tuple[DecoderOutput, Tensor]:
-        """The target's pass over tokens [B, N], and hidden states [B, N, G, E] of a block drafted behind each node.
-
-        For kinds that can draft behind the nodes that a step verifies (`FirstPass.CARRIED`).
         """
         raise NotImplementedError
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
@@ -78,12 +77,12 @@ class StaticInputs:
     """
 
     @torch.inference_mode(False)  # else only callers in inference mode could load values
-    def __init__(self, batch: Batch, draft: Draft | None, pages: int, device: str) -> None:
-        """Shapes and types are those of `batch` and `draft`, but the page tables have `pages` columns."""
+    def __init__(self, batch: Batch, pages: int, device: str) -> None:
+        """Shapes and types are those of `batch`, but the page tables have `pages` columns."""
         size = len(batch.anchor)
         where = batch.where.map_tables(lambda table: table.new_zeros(size, pages))
         wide = replace(batch, where=where)
-        like = _tensors(wide, Link.pack([], size), draft)
+        like = _tensors(wide, Link.pack([], size))
 
         def buffer(**where: Any) -> _Buffer:
             whole = torch.zeros(sum(aligned_sizes(like)), dtype=torch.uint8, **where)
@@ -96,8 +95,7 @@ class StaticInputs:
         where, inputs = _refilled(batch.where, inputs)
         sampling, inputs = _refilled(batch.sampling, inputs)
         self._batch = replace(static_batch, where=where, sampling=sampling)
-        self.link, inputs = _refilled(Link.pack([], size), inputs)
-        self.draft = Draft(*inputs) if inputs else None
+        self.link, _ = _refilled(Link.pack([], size), inputs)
 
     def batch(self, sampling: Sampling) -> Batch:
         """The inputs as a batch that samples in the way of `sampling`.
@@ -109,14 +107,14 @@ class StaticInputs:
         own = replace(self._batch.sampling, **{name: getattr(flags, name) for name in names})
         return replace(self._batch, sampling=own)
 
-    def load(self, batch: Batch, link: Link, draft: Draft | None) -> None:
+    def load(self, batch: Batch, link: Link) -> None:
         """Copy the values of these host tensors to the device; does not wait.
 
         At most one step whose inputs were loaded before may still be running.
         """
         host = next(self._hosts)
         columns = batch.where.pages.shape[1]
-        for part, tensor in zip(host.parts, _tensors(batch, link, draft), strict=True):
+        for part, tensor in zip(host.parts, _tensors(batch, link), strict=True):
             if part.shape == tensor.shape:
                 part.copy_(tensor)
             else:  # a narrower page table
@@ -130,10 +128,9 @@ class StaticInputs:
         self._device.zero_()
 
 
-def _tensors(batch: Batch, link: Link, draft: Draft | None) -> list[Tensor]:
+def _tensors(batch: Batch, link: Link) -> list[Tensor]:
     """The tensors of a step's inputs."""
-    tensors = [value for state in (batch, batch.where, batch.sampling, link) for _, value in _fields(state)]
-    return tensors if draft is None else [*tensors, draft.tokens, draft.logprob]
+    return [value for state in (batch, batch.where, batch.sampling, link) for _, value in _fields(state)]
 
 
 def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:

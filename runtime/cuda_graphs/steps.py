@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins import handover
-from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.cuda_graphs.prefills import PrefillGraphs
@@ -52,14 +51,14 @@ class DecodeSteps:
     def __init__(self, runner: ModelRunner, limits: Limits, calibration: Calibration | None = None) -> None:
         self._runner, self._calibration = runner, calibration
         self._pages = power_of_two(limits.pages_for(limits.max_context + runner.block_size))
-        self._inputs: dict[tuple[int, int], StaticInputs] = {}  # by batch bucket, and candidates of a host's draft
+        self._inputs: dict[int, StaticInputs] = {}  # by batch bucket
         self._graphs: dict[tuple[object, ...], Graph | None] = {}  # None: memory does not hold it
         self._most = bucket(limits.max_batch)
         self._handover = Handover(self._most, runner.device)
         self.prefills = PrefillGraphs(runner, limits)
         self.refused = False  # a capture failed: nothing is captured any more
 
-    def graph_for(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph | None:
+    def graph_for(self, policy: Policy, batch: Batch) -> Graph | None:
         """The graph of this step, captured now if it is the first of its kind; None if it runs without one.
 
         Raises D2SDError if CUDA cannot capture the step, under `D2SD_NO_FALLBACK=1`; else that is a warning.
@@ -70,7 +69,7 @@ class DecodeSteps:
         key = (policy, size, sampling.any_sampled, sampling.any_filter)
         if key not in self._graphs:
             try:
-                self._graphs[key] = self.capture(policy, batch, host_draft)
+                self._graphs[key] = self.capture(policy, batch)
             except Exception as error:  # of PyTorch, Triton or TensorRT
                 if lacks_memory(error):
                     warn_of_memory(f"decode steps of {size} requests", error)
@@ -82,32 +81,23 @@ class DecodeSteps:
         return self._graphs[key]
 
     def run(
-        self,
-        policy: Policy,
-        batch: Batch,
-        host_draft: Draft | None = None,
-        timer: Timer = nullcontext,
-        link: Link | None = None,
-        *,
-        graph: Graph | None,
+        self, policy: Policy, batch: Batch, timer: Timer = nullcontext, link: Link | None = None, *, graph: Graph | None
     ) -> StepResult:
         """`decode_step` of tensors on the host: replays `graph`, which is `graph_for` this step, or runs operator by
         operator. The next call may overwrite its result (`fetch`).
 
         `link` says which rows follow from the call before. None: rows are independent and never finish (timing).
         """
-        host_draft = host_draft or self._no_draft(policy, len(batch.anchor))
         if graph is None:
             with timer("commit"):
                 self._runner.context.inject(policy.drafters, batch.where)
             device = self._runner.device
             if self._runner.capture is not None:
                 batch = self._as_captured(batch)
-            draft = host_draft and Draft(host_draft.tokens.to(device), host_draft.logprob.to(device))
-            return decode_step(self._runner, policy, batch.to(device), self._calibration, draft, timer)
+            return decode_step(self._runner, policy, batch.to(device), self._calibration, timer)
         with timer("decode"):
             size, length = graph.result.accepted.path.shape
-            graph.inputs.load(batch, Link.pack([], size) if link is None else link, host_draft)
+            graph.inputs.load(batch, Link.pack([], size) if link is None else link)
             with self._runner.context.replay(size, length, policy.drafters):
                 graph.replay()
         return graph.result
@@ -151,20 +141,12 @@ class DecodeSteps:
         if self.graph_for(policy, batch) is None:
             self.run(policy, batch, graph=None)
 
-    def _no_draft(self, policy: Policy, size: int) -> Draft | None:
-        """No proposals, for a policy that takes its first draft from the host."""
-        return policy.host_draft(self._runner, [], size) if policy.drafts_on_host else None
-
-    def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
+    def capture(self, policy: Policy, batch: Batch) -> Graph:
         """Capture a step over inputs like these. Raises what PyTorch, Triton or TensorRT do."""
         size = len(batch.anchor)
-        draft = host_draft or self._no_draft(policy, size)
-        width = 0 if draft is None else draft.tokens.shape[-1]
-        inputs = self._inputs.get((size, width))
-        if inputs is None:
-            inputs = StaticInputs(batch, draft, self._pages, self._runner.device)
-            self._inputs[size, width] = inputs
-        return self._captured(policy, inputs, batch.sampling)
+        if size not in self._inputs:
+            self._inputs[size] = StaticInputs(batch, self._pages, self._runner.device)
+        return self._captured(policy, self._inputs[size], batch.sampling)
 
     def _captured(self, policy: Policy, inputs: StaticInputs, sampling: Sampling) -> Graph:
         assert self._runner.capture is not None
@@ -172,9 +154,7 @@ class DecodeSteps:
         self._runner.context.reserve(self._most, self._pages, self._runner.block_size)
 
         def run() -> StepResult:
-            return captured_step(
-                self._runner, policy, batch, inputs.link, self._handover, self._calibration, inputs.draft
-            )
+            return captured_step(self._runner, policy, batch, inputs.link, self._handover, self._calibration)
 
         inputs.clear()  # what runs before the capture then writes to the scratch page alone
         with self._runner.context.preserved(), self._handover.kept():
@@ -221,14 +201,13 @@ def captured_step(
     link: Link,
     state: Handover,
     calibration: Calibration | None = None,
-    draft: Draft | None = None,
     timer: Timer = nullcontext,
 ) -> StepResult:
     """The body of a graph: `decode_step`, with what it takes from the step before and leaves to the next."""
     with timer("handover"):
         batch = state.begin(batch, link)
         runner.context.begin(len(batch.anchor), policy.drafters)
-    result = decode_step(runner, policy, batch, calibration, draft, timer)
+    result = decode_step(runner, policy, batch, calibration, timer)
     with timer("handover"):
         state.end(batch, link, result)
         runner.context.end()

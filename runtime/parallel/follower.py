@@ -11,7 +11,6 @@ from torch import Tensor
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Draft
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
@@ -61,22 +60,15 @@ class Follower:
     def on_prompt_logits(self, hidden: Tensor) -> None:
         self._runner.prompt_logits(hidden.to(self._runner.device))
 
-    def on_capture(self, policy: Policy, batch: Batch, draft: Draft | None) -> None:
-        self._steps.graph_for(policy, batch, draft)
+    def on_capture(self, policy: Policy, batch: Batch) -> None:
+        self._steps.graph_for(policy, batch)
 
     def on_step(
-        self,
-        policy: Policy,
-        batch: Batch,
-        draft: Draft | None,
-        link: Link | None,
-        captured: bool,
-        guided: bool,
-        checked: str,
+        self, policy: Policy, batch: Batch, link: Link | None, captured: bool, guided: bool, checked: str
     ) -> None:
-        graph = self._steps.graph_for(policy, batch, draft) if captured else None
+        graph = self._steps.graph_for(policy, batch) if captured else None
         if guided:
             batch = replace(batch, grammar=ReceivingGrammar(self._group))
-        result = self._steps.run(policy, batch, draft, link=link, graph=graph)
+        result = self._steps.run(policy, batch, link=link, graph=graph)
         self._heard.compare(checked)  # of an earlier step, while a GPU computes this one
         self._heard.keep(self._steps.fetch(result))

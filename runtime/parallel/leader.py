@@ -16,7 +16,7 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Draft, Tree
+from d2sd.plugins.trees import Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch, Prefilled
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -87,9 +87,9 @@ class LeadingRunner(ModelRunner):
         self.send("prompt_logits", hidden)
         return super().prompt_logits(hidden)
 
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         self.passes += 1
-        return super().verify(batch, tree, ahead)
+        return super().verify(batch, tree, padded=padded)
 
     def on_failure(self, report: Callable[[D2SDError], None]) -> None:
         self.others.on_failure(report)
@@ -114,32 +114,25 @@ class LeadingSteps(DecodeSteps):
         self._graph_bytes: dict[int, Counter[str]] = {}  # of a replay, by the identity of its graph
 
     def run(
-        self,
-        policy: Policy,
-        batch: Batch,
-        host_draft: Draft | None = None,
-        timer: Timer = nullcontext,
-        link: Link | None = None,
-        *,
-        graph: Graph | None,
+        self, policy: Policy, batch: Batch, timer: Timer = nullcontext, link: Link | None = None, *, graph: Graph | None
     ) -> StepResult:
         runner, plain = self._runner, replace(batch, grammar=None)
-        runner.send("step", policy, plain, host_draft, link, graph is not None, bool(batch.grammar), self._said.next())
+        runner.send("step", policy, plain, link, graph is not None, bool(batch.grammar), self._said.next())
         if batch.grammar is not None:
             batch = replace(batch, grammar=SendingGrammar(batch.grammar, runner.group))
         if graph is not None:
             runner.group.bytes.update(self._graph_bytes[id(graph)])
-        return super().run(policy, batch, host_draft, timer, link, graph=graph)
+        return super().run(policy, batch, timer, link, graph=graph)
 
     def fetch(self, result: StepResult, sequences: Sequence[Running] = ()) -> Callable[[], list[Committed]]:
         return self._said.noting(super().fetch(result), sequences)
 
-    def capture(self, policy: Policy, batch: Batch, host_draft: Draft | None = None) -> Graph:
+    def capture(self, policy: Policy, batch: Batch) -> Graph:
         """See `DecodeSteps.capture`; what the step exchanges is counted at each replay, not here."""
         runner = self._runner
-        runner.send("capture", policy, batch, host_draft)
+        runner.send("capture", policy, batch)
         before, passes = runner.group.bytes.copy(), runner.passes
-        graph = super().capture(policy, batch, host_draft)
+        graph = super().capture(policy, batch)
         added, runs = runner.group.bytes - before, runner.passes - passes
         self._graph_bytes[id(graph)] = Counter({name: total // runs for name, total in added.items()})
         runner.group.bytes = before

@@ -26,14 +26,11 @@ from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
 from d2sd.policies import FACTS, MAX_NODES, DrafterRole, DraftUse, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.sequence import Sequence as DecodingSequence
-from d2sd.runtime.speculation.host_drafts import carried_draft
 from d2sd.runtime.stats import COPY
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from d2sd.runtime.model_runner import ModelRunner
 
 #: Node budgets that `auto` compares: throughput is flat around the optimum. A tile of the CPU kernels has twelve rows.
 AUTO_SIZES = (4, 8, 12, 16, 24, 32, 64)
@@ -109,16 +106,6 @@ class Policy:
         """Whether its trees hold copies of earlier text."""
         return self.lookup or self.first_pass is FirstPass.PROMPT_LOOKUP
 
-    @property
-    def drafts_ahead(self) -> DrafterRole | None:
-        """The drafter that drafts for the next step behind the nodes that a step verifies; None: none does."""
-        return DrafterRole.FIRST if self.first_pass is FirstPass.CARRIED else None
-
-    @property
-    def drafts_on_host(self) -> bool:
-        """Whether the first draft is made on the host, by `host_draft`."""
-        return self.first_pass is FirstPass.CARRIED
-
     @classmethod
     def sized(cls, block_size: int, branches: int, rows: int) -> Self:
         """The policy with at most `rows` nodes. Raises RecipeError if a block has fewer boundaries than `branches`."""
@@ -133,10 +120,6 @@ class Policy:
     def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
         """Node budgets that `auto` compares, up to `rows`."""
         return [size for size in AUTO_SIZES if size <= rows] if FACTS[cls.name].grows else [rows]
-
-    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
-        """The first draft [B, S, M] of policies whose host makes it; rows that pad the batch propose nothing."""
-        raise NotImplementedError
 
     def branches(self, batch: Batch, first: Draft) -> Branches:
         """Restart points of the second pass; only for policies that have one."""
@@ -259,10 +242,6 @@ class FlexParallel(_Chained):
     def candidate_sizes(cls, block_size: int, rows: int) -> list[int]:
         """Chains shorter than a block too: every row of the tree is followed by a block of mask rows."""
         return [*(size for size in AUTO_SIZES if size < min(rows, block_size)), rows]
-
-    def host_draft(self, runner: ModelRunner, sequences: Sequence[DecodingSequence], batch_size: int) -> Draft:
-        rows = [one.next_draft for one in sequences]
-        return carried_draft(rows, runner.block_size - 1, runner.width(WIDTH), batch_size)
 
 
 _POLICIES: dict[PolicyName, type[Policy]] = {

@@ -9,8 +9,7 @@ LAYERS, DRAFTER_LAYERS = 36, 5
 #: Of a whole step of d2sd, without and with FP8 layers.
 MOST = {False: 440, True: 442}
 #: (policy, FP8 layers, sampled) -> stage -> launches. "handover" is what follows from the step before and what the next
-#: one needs, context of drafters included; "other" packs a draft of
-#: the next step for the host. Sampled: greedy, temperature 1, and all filters, in one batch.
+#: one needs, context of drafters included. Sampled: greedy, temperature 1, and all filters, in one batch.
 LAUNCHES: dict[tuple[str, bool, bool], dict[str, int]] = {
     ("off", False, False): {"build_tree": 2, "verify": 327, "accept": 3, "commit": 2, "handover": 2},
     ("chain", False, False): {
@@ -70,12 +69,12 @@ LAUNCHES: dict[tuple[str, bool, bool], dict[str, int]] = {
         "handover": 2,
     },
     ("flex_parallel", False, False): {
+        "draft_first": 12,  # finds the draft that the step before has left
         "build_tree": 5,
         "verify": 678,  # PyTorch's attention, which moves what is broken in five layers: 6 launches each
         "accept": 3,
-        "commit": 20,
+        "commit": 29,
         "handover": 2,
-        "other": 3,
     },
 }
 #: More of them at batch 2 and above: copies of slices that are contiguous at batch 1, and of masks that requests share.

@@ -23,7 +23,6 @@ from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.layers import Rotary
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -174,10 +173,7 @@ def steps(
             shape = 2, len(DraftUse), BLOCK - 1, 2
             slope, offset = torch.ones(shape), torch.zeros(shape)
             calibration = Calibration(slope, offset).to(made.device)
-        batch, draft = batch_of(size, kinds, states=made.state_bytes > 0), None
-        if policy.drafts_on_host:
-            draft = policy.host_draft(made, [], size)
-            draft = Draft(draft.tokens.to("cuda"), draft.logprob.to("cuda"))
+        batch = batch_of(size, kinds, states=made.state_bytes > 0)
         handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         requests, pages = batch.where.pages.shape
@@ -186,5 +182,5 @@ def steps(
             with watch:
                 watch.launches.clear()
                 watch.copies.clear()
-                captured_step(made, policy, batch, link, handover, calibration, draft, watch.stage)
+                captured_step(made, policy, batch, link, handover, calibration, watch.stage)
     return watch

@@ -20,6 +20,7 @@ from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.native import pack
 from d2sd.modeling.where import Where
 from d2sd.plugins.cpu import library
+from d2sd.runtime.speculation.flex_parallel import mask_rows
 from tests.modeling.test_drafter import Vector, rms_norm, rope
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
@@ -143,7 +144,8 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monke
     mask = torch.tensor([[one in path for one in range(5)] for path in paths]).expand(3, -1, -1)
     depth = torch.tensor([len(path) - 1 for path in paths])
     tree = Rows(rows.where.context_len[:, None] + depth, mask, Where(rows.where.pages, rows.where.context_len))
-    out, behind = head.verify_and_draft(target, nodes, tree, pool, (1, 2))
+    out = target(nodes, tree, pool, (1, 2))
+    behind = mask_rows(head, pool, tree, out)
     alone = target(nodes, tree, pool, (1, 2))
     for name in ("hidden", "features", "k", "v"):
         assert torch.equal(getattr(out, name), getattr(alone, name)), name

@@ -30,6 +30,7 @@ from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Product
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch, layer_ops
+from d2sd.runtime.speculation.flex_parallel import mask_rows
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 AUX = (0, 2)
@@ -245,7 +246,8 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
         pool, table = pool_for(target.config.body, REQUESTS, 12, fp8=kv_scales(target))
         feed(target, tokens[:, :9], pool, table, torch.zeros(REQUESTS, dtype=torch.long))
         rows = Rows.chain(3, Where(table, context))
-        out, masks = head.verify_and_draft(target, tokens[:, 9:], rows, pool, (0, 1, 3))
+        out = target(tokens[:, 9:], rows, pool, (0, 1, 3))
+        masks = mask_rows(head, pool, rows, out)
         return out.hidden, out.features, out.k, out.v, masks
 
     expected = run()

@@ -11,13 +11,13 @@ import math
 import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.plugins.choice.reference import philox
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
@@ -56,23 +56,16 @@ class CheatingRunner(ModelRunner):
     def draft_first(self, batch: Batch, width: int) -> Draft:
         return self._corrected(batch, super().draft_first(batch, width))
 
-    def draft_ahead(
-        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
-    ) -> Draft | None:
-        if (said := super().draft_ahead(batch, verified, accepted, role, width)) is None:
-            return None
-        rows, last = torch.arange(len(batch.anchor)), accepted.count - 1
-        behind = replace(batch, anchor=accepted.tokens[rows, last], where=batch.where.after(accepted.count))
-        draft = self._corrected(behind, said, may_have_ended=True)
-        self._first = None  # the next batch may have other requests
-        return draft
+    def allocate(self, sizes: PoolSizes) -> None:
+        super().allocate(sizes)
+        if self.parallel is not None:
+            take = self.parallel.take
+            self.parallel.take = lambda batch: self._corrected(batch, take(batch))  # type: ignore[method-assign]
 
-    def _corrected(self, batch: Batch, honest: Draft, *, may_have_ended: bool = False) -> Draft:
+    def _corrected(self, batch: Batch, honest: Draft) -> Draft:
         tokens, logprob = honest.tokens.tolist(), honest.logprob.tolist()
         for row, text, start, dice in self._known(batch, "first"):
-            if text[start] != int(batch.anchor[row]):
-                assert may_have_ended, "the anchor is not what plain decoding says"
-                continue
+            assert text[start] == int(batch.anchor[row]), "the anchor is not what plain decoding says"
             for slot, right in enumerate(text[start + 1 : start + self.block_size]):
                 if logprob[row][slot][0] == -math.inf:
                     continue  # no slot of its block
@@ -100,9 +93,9 @@ class CheatingRunner(ModelRunner):
         self._second = Draft(torch.tensor(tokens), torch.tensor(logprob))
         return self._second
 
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         self._tree = tree
-        return super().verify(batch, tree, ahead)
+        return super().verify(batch, tree, padded=padded)
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Also count who was accepted without having been the best of a slot."""

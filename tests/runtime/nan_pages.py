@@ -42,8 +42,8 @@ class NaNPages(NaNScratch, CheatingRunner):
         super().allocate(sizes)
         poison_what_is_given_up(self)
 
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
-        verified = super().verify(batch, tree, ahead)
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+        verified = super().verify(batch, tree, padded=padded)
         assert not verified.logits.isnan().any()
         return verified
 

@@ -154,9 +154,9 @@ def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatc
     trees: list[tuple[list[int], ...]] = []
     verify = ModelRunner.verify
 
-    def watched(self: ModelRunner, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+    def watched(self: ModelRunner, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         trees.append(tuple(part.flatten().tolist() for part in (tree.tokens, tree.parent, tree.valid)))
-        return verify(self, batch, tree, ahead)
+        return verify(self, batch, tree, padded=padded)
 
     monkeypatch.setattr(ModelRunner, "verify", watched)
     target, (first, second) = models()[0], drafters("pair")

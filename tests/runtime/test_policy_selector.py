@@ -499,7 +499,7 @@ class Scripted:
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)
 
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         assert not batch.active.any()
         assert 0 <= int(batch.where.pages.min()) <= int(batch.where.pages.max()) < self.page_counts[0]
         size, rows = tree.tokens.shape
@@ -509,11 +509,6 @@ class Scripted:
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         self.now += self.committing
-
-    def draft_ahead(
-        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
-    ) -> None:
-        assert role is None, "these policies draft in passes of their own"
 
 
 def measured(

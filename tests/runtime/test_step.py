@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.trees import Accepted, Branches, Draft
+from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit
@@ -44,15 +44,6 @@ class Spy(ModelRunner):
         self.said.append(super().draft_first(batch, width))
         return self.said[-1]
 
-    def draft_ahead(
-        self, batch: Batch, verified: Verified, accepted: Accepted, role: DrafterRole | None, width: int
-    ) -> Draft | None:
-        if (draft := super().draft_ahead(batch, verified, accepted, role, width)) is not None:
-            assert role is not None
-            self.asked.append(("ahead", role, width))
-            self.said.append(draft)
-        return draft
-
     def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         self.asked.append(("second", role, width))
         self.said.append(super().draft_second(batch, branches, role, width))
@@ -66,7 +57,7 @@ def one_step(engine: Engine) -> tuple[Batch, StepResult]:
     prepared = engine.prepare(engine.admit())
     batch = prepared.batch
     engine.runner.context.inject(engine.policy.drafters)
-    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration, prepared.draft)
+    return batch, decode_step(engine.runner, engine.policy, batch, engine.calibration)
 
 
 ASKED: dict[str, list[tuple[str, int, int]]] = {
@@ -79,7 +70,7 @@ ASKED: dict[str, list[tuple[str, int, int]]] = {
     "hybrid": [("first", 0, WIDTH), ("second", 1, WIDTH)],
     "flex": [("first", 0, 1)],
     "flex_tree": [("first", 0, WIDTH)],
-    "flex_parallel": [("ahead", 0, WIDTH)],
+    "flex_parallel": [],  # the step before has drafted
 }
 
 
@@ -140,7 +131,6 @@ def test_lookup_drafts_from_each_text_alone() -> None:
     for prompt in prompts:
         engine.submit(Request(prompt, 5))
     prepared = engine.prepare(engine.admit())
-    assert prepared.draft is None
     result = decode_step(engine.runner, engine.policy, prepared.batch)
     assert result.first is not None
     assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], *[[0] * 4] * 4]

@@ -206,8 +206,8 @@ def test_ranks_that_accept_other_tokens_are_found() -> None:
     def step(*tokens: int, other: int = 0) -> str:
         """Run a step whose rows commit these tokens, in the other rank the last but one of them plus `other`."""
         message = said.next()
-        mine = [Committed(1, 0, [token], [], None) for token in tokens]
-        theirs = [*mine[:-2], Committed(1, 0, [tokens[-2] + other], [], None), mine[-1]]
+        mine = [Committed(1, 0, [token], []) for token in tokens]
+        theirs = [*mine[:-2], Committed(1, 0, [tokens[-2] + other], []), mine[-1]]
         said.noting(lambda: mine, sequences)()
         heard.compare(message)
         heard.keep(lambda: theirs)

@@ -96,7 +96,7 @@ def unpack(result: StepResult, host: Tensor) -> list[Committed]:
     """Unpack as `StepResult.unpack` does, with counts and tokens that the fake tensors do not have."""
     batch, longest = result.accepted.tokens.shape
     counts = [random.randint(1, longest) for _ in range(batch)]
-    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], [], None) for count in counts]
+    return [Committed(count, 0, [random.randrange(400) for _ in range(count)], []) for count in counts]
 
 
 @contextmanager

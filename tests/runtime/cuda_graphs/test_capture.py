@@ -110,7 +110,7 @@ def record(engine: Engine, steps: int) -> list[Kernels]:
         recorder = Recorder()
         with pytest.MonkeyPatch.context() as patch, recorder:
             forbid_reading(patch)
-            result = decode_step(engine.runner, engine.policy, prepared.batch, engine.calibration, prepared.draft)
+            result = decode_step(engine.runner, engine.policy, prepared.batch, engine.calibration)
         engine.retire(Launched(prepared, result, result.read))
         recorded.append(recorder.kernels)
     return recorded

@@ -132,10 +132,10 @@ def test_steps_of_varying_shapes_run_without_a_graph() -> None:
 def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
     """Two buffers take turns, so each is filled by a long request and then by a short one."""
     longer = Batch.dummy(Where.scratch(1, 3, windowed=True), 64, "cpu")
-    inputs = StaticInputs(longer, None, 4, "cpu")
+    inputs = StaticInputs(longer, 4, "cpu")
     for pages in (3, 3, 1, 1, 4, 2, 2, 1):
         table = torch.full((1, pages), 5)
-        inputs.load(replace(longer, where=longer.where.with_tables([table, table + 1])), Link.pack([], 1), None)
+        inputs.load(replace(longer, where=longer.where.with_tables([table, table + 1])), Link.pack([], 1))
         loaded = inputs.batch(longer.sampling)
         assert loaded.where.pages.tolist() == [[5] * pages + [0] * (4 - pages)]
         assert loaded.where.windowed is not None
@@ -145,10 +145,10 @@ def test_unused_pages_of_a_longer_request_before_are_padding() -> None:
 def test_buffers_of_two_steps_take_turns() -> None:
     """The copy of the first to the device may not have begun when the second is packed."""
     batch = Batch.dummy(Where.scratch(1, 1), 64, "cpu")
-    inputs = StaticInputs(batch, None, 1, "cpu")
+    inputs = StaticInputs(batch, 1, "cpu")
     held = []
     for anchor in (5, 6):
-        inputs.load(replace(batch, anchor=batch.anchor + anchor), Link.pack([], 1), None)
+        inputs.load(replace(batch, anchor=batch.anchor + anchor), Link.pack([], 1))
         held.append(inputs._device.clone())
     buffers = [next(inputs._hosts).whole for _ in range(2)]
     assert [buffer.tolist() for buffer in buffers] == [one.tolist() for one in held]
@@ -215,7 +215,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
         if broken < rows:
             tokens[broken, count[broken] - 1] = NOT_FINITE
         accepted = Accepted(torch.zeros_like(tokens), count, tokens, torch.zeros_like(count))
-        result = StepResult(None, None, None, None, cast(Tree, None), accepted, None, accepted.packed())
+        result = StepResult(None, None, None, None, cast(Tree, None), accepted, accepted.packed())
         handover.end(own, link, result)
         state = {}
         for row, one in enumerate(sequences):

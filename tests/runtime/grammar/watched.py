@@ -56,9 +56,9 @@ class WatchedRunner(CheatingRunner):
         self._branches = branches
         return super().draft_second(batch, branches, role, width)
 
-    def verify(self, batch: Batch, tree: Tree, ahead: DrafterRole | None = None) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         self._watch(batch, tree)
-        return super().verify(batch, tree, ahead)
+        return super().verify(batch, tree, padded=padded)
 
     def _watch(self, batch: Batch, tree: Tree) -> None:
         usual = None
