@@ -241,7 +241,7 @@ attack: .venv/demo
 arm: .venv/dev
 	PATH="$(abspath $(BIN)):$$PATH" OMP_NUM_THREADS=1 sh tests/arm/run.sh build/arm python -m pytest -v -p no:cacheprovider -n 0 \
 	  -m "not slow and not full" tests/plugins/cpu/test_linear.py tests/modeling/test_native.py tests/modeling/test_packed.py \
-	  tests/plugins/trees/test_branches.py tests/plugins/delta_rule/test_delta_rule.py tests/runtime/test_exact.py
+	  tests/plugins/trees/test_branches.py tests/plugins/delta_rule/test_delta_rule.py tests/runtime/test_differential.py
 
 ## [hours] train a pair from prompts to a measured folder on a CPU, resumable
 TRAINING := training/smollm2-135m

@@ -2,179 +2,110 @@
 
     python -m tests.runtime.differential STEPS [--seed S]
 
-An episode is a tiny random model of two to four layers, some with windows or experts, each fifth with gated delta nets,
-a third with heads that the compiled kernels do not take, some with NaN, infinity or overflowing numbers in a weight, of
-all tokens or of a single one; and requests with random parameters, their bounds included. They are decoded alone, one
-token a step, in pages that are kept to the end; then together by policies that take turns, in few pages, with
-cancellations, cached prefixes, grammars and, in some, steps that are graphs. Tokens, text, finish reason, error and
+An episode is an engine of one configuration (configurations.py) over tiny random models, some with NaN, infinity or
+overflowing numbers in a weight; and requests with random parameters, their bounds included. They are decoded alone, one
+token a step, in pages that are kept to the end; then together, in pages that hold NaN until they are written and again
+when they are freed, with cancellations and whatever the configuration says. Tokens, text, finish reason, error and
 log-probabilities must be the same, and all pages and slots free at the end.
 
-With an empty D2SD_CC nothing is compiled. There, and of heads that the kernels do not take, a row's last bits depend on
-its neighbours: models are fp32, and log-probabilities may differ by rounding. Where rounding decides, as between two
-tokens of which the filters keep one, an answer may be that of plain decoding with weights which differ in their last
-bits. Without the kernels no weight is a huge number, by which rounding becomes an overflow or another expert: the order
-of a sum depends on the number of rows.
+Where a row's bits do not depend on its neighbours, all logits of committed tokens are compared, bit for bit. Elsewhere,
+where kernels are not compiled or do not take a model's heads and with two ranks, models are fp32 and log-probabilities
+may differ by rounding. Where rounding decides, as between two tokens of which the filters keep one, an answer may be
+that of plain decoding with weights which differ in their last bits. Without the kernels no weight is a huge number, by
+which rounding becomes an overflow or another expert: the order of a sum depends on the number of rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
+import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
-from d2sd.modeling.config import Family
-from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.cpu import library
+from d2sd.plugins.trees import Accepted
+from d2sd.policies import DraftUse
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.engine import Engine, Prepared
+from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.parallel.leader import LeadingSteps
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
-from d2sd.runtime.sampling.sample import GREEDY_BELOW
-from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
+from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
 from d2sd.runtime.step_times import StepTimes
 from tests.runtime.cheating import Knowing
-from tests.runtime.helpers import BLOCK, BRANCHES, WINDOWS, OneTable, all_pages, free_pages, memory_of
-from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import (
-    FLEX_CASES,
-    HEADS,
-    PAIR_CASES,
-    of_case,
-    policy_name,
-    prepared,
-    tiny_decoder,
-    tiny_drafter,
-    tiny_flex,
+from tests.runtime.configurations import Configuration, any_of
+from tests.runtime.drawn_engines import Models, models, requests
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    OneTable,
+    all_pages,
+    free_pages,
+    memory_of,
+    poison,
+    poison_free_slots,
+    poison_what_is_given_up,
+    windowed_bound,
 )
+from tests.runtime.nan_pages import NaNScratch
+from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.runtime.soak import decode
+from tests.runtime.thread_ranks import Threads
+from tests.tiny import FLEX_CASES, PAIR_CASES, of_case, policy_name, prepared
 
-Models = tuple[Decoder, Drafter, Drafter, FlexHead | None]
-TYPES = torch.float32, torch.float32, torch.bfloat16, torch.float16
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text")
-HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
-#: FlexDraft drafts in these.
-DENSE: tuple[Family, ...] = ("llama", "qwen2", "qwen3")
-BROKEN = torch.nan, torch.nan, torch.inf, -torch.inf, 3e38, 1e38, -1e38, 1e30, 1e19, -1e19
-NOT_FINITE = torch.nan, torch.inf, -torch.inf
 #: Models whose weights differ by so much, relatively, that tell whether rounding decides.
 SHAKEN, LAST_BITS = 8, 5e-7
-#: Most tokens a step.
-DEPTHS = 6, 9, 16
+#: Tokens a step: of a block, and where copies go on behind a draft.
+DEPTHS = {"block": BLOCK, "deeper": 9}
 #: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
 AUTO: tuple[Policy, ...] = (Off(1), Chain(4), DDTree(4), DDTree(8))
 FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
+#: By seed and position: the logits behind each committed token.
+Logits = dict[tuple[int, int], Tensor]
 
 
-def models(dice: random.Random, *, hybrid: bool = False) -> Models:
-    """A random target and its drafters, most with heads that score candidates behind their parents; two thirds of them
-    have a broken weight.
-    """
-    family, seed = dice.choice(HYBRIDS if hybrid else FAMILIES), dice.randrange(50)
-    own = random.Random(f"{seed} {family}")
-    heads = own.choices([None, *HEADS.values()], k=2)
-    windows, *behind = own.choice([*WINDOWS.values()])
-    layers, size = dice.choice((2, 3, 3, 4)), dice.choice((16, 16, 8))
-    given: dict[str, Any] = {} if hybrid or not windows else {"windows": (windows * layers)[:layers]}
-    target = tiny_decoder(family, layers=layers, head_dim=size, tie=dice.random() < 0.5, seed=seed, **given)
-    first = tiny_drafter(target.config, block_size=BLOCK, layers=1, head=heads[0], attention={"windows": behind[0][:1]})
-    second = tiny_drafter(
-        target.config,
-        block_size=BLOCK,
-        layers=1,
-        head=heads[1],
-        role="variable_prefix",
-        seed=2,
-        attention={"windows": behind[1][:1]},
-    )
-    made: list[Any] = [target, first, second]
-    if family in DENSE:
-        made.append(tiny_flex(target, block_size=BLOCK))
-    if dice.random() < 0.67:
-        break_weight(made[0] if dice.random() < 0.8 else dice.choice(made), dice)
-    kind = dice.choice(TYPES) if is_exact(target) else torch.float32
-    target, first, second, *flex = (model.to(kind) for model in made)
-    return target, first, second, flex[0] if flex else None
+class Kept(ModelRunner):
+    """Mixin: keeps the logits along accepted paths, of steps that are no graph's."""
+
+    logits: Logits | None = None
+
+    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
+        super().commit(batch, verified, accepted)
+        for row in range(0 if self.logits is None else int(batch.active.sum())):
+            start, seed = int(batch.where.context_len[row]), int(batch.sampling.seed[row])
+            for step, node in enumerate(accepted.path[row, : accepted.count[row]].tolist()):
+                self.logits[seed, start + step] = verified.at(row, node).clone()  # type: ignore[index]
 
 
-def is_exact(target: Decoder) -> bool:
-    """Whether a row's bits do not depend on what is computed beside it."""
-    return target.config.body.head_dim % library.HEAD_STEP == 0 and library.available()
+class Alone(Kept, OneTable):
+    """Of plain decoding."""
 
 
-@torch.no_grad()
-def break_weight(model: torch.nn.Module, dice: random.Random) -> None:
-    """Break a weight in a place, a row or everywhere; or what few tokens meet: an embedding, one expert's weights, one
-    unit's bias.
-    """
-    weights = dict(model.named_parameters())
-    kinds = ("embed_tokens",), (".gate_up", ".down"), ("bias",)
-    few = [found for kind in kinds if (found := [name for name in weights if any(part in name for part in kind)])]
-    single = dice.random() < 0.6 and few
-    weight = weights[dice.choice(dice.choice(few) if single else [*weights])]
-    place = tuple(dice.randrange(size) for size in weight.shape)
-    part = place[: dice.choice((1, 1, 2, 3) if single else (0, 1, 1, 2, 2, 2))]
-    weight[part] = dice.choice(BROKEN if library.available() else NOT_FINITE)
+class Guarded(Kept, NaNScratch):
+    """Pages hold NaN until they are written, and again when they are given up, as page 0 does behind every write."""
+
+    def allocate(self, *sizes: Any) -> None:
+        super().allocate(*sizes)
+        poison_what_is_given_up(self)
 
 
-def parameters(dice: random.Random, seed: int) -> SamplingParams:
-    """Each parameter off, at a usual value, or at a bound."""
-
-    def value(off: float, *others: float) -> float:
-        return off if dice.random() < 0.65 else dice.choice(others)
-
-    def token() -> int:
-        return dice.randrange(VOCABULARY)
-
-    biases = {token(): dice.choice((-100.0, 100.0, 3.0, -1.5)) for _ in range(dice.choice((0, 0, 0, 1, 4, VOCABULARY)))}
-    words = [tuple(token() for _ in range(dice.randrange(1, 5))) for _ in range(dice.choice((0, 0, 0, 1, 9, 90)))]
-    return SamplingParams(
-        temperature=dice.choice((0.0, 0.0, 0.8, 1.0, 1.0, GREEDY_BELOW, GREEDY_BELOW / 2, 99.9)),
-        top_p=value(1.0, 0.9, 0.5, 1e-300),
-        top_k=int(value(0, 1, 5, 20, 2**31 - 1)),
-        seed=seed,
-        min_p=value(0.0, 0.1, 1.0, 1e-45, 1e-300),
-        repetition_penalty=value(1.0, 1.3, 0.7, 0.01, 100.0),
-        presence_penalty=value(0.0, 1.0, 2.0, -2.0),
-        frequency_penalty=value(0.0, 1.0, 2.0, -2.0),
-        logit_bias=biases,
-        bad_words_token_ids=words,
-        min_tokens=dice.choice((0, 0, 0, 1, 5)),
-        logprobs=dice.choice((None, None, None, 0, 3, 20)),
-        prompt_logprobs=dice.choice((None, None, None, 0, 3, 20)),
-    )
-
-
-def requests(dice: random.Random) -> list[Request]:
-    """Some requests whose prompts begin alike, with different seeds."""
-    found = list[Request]()
-    for seed in range(dice.randrange(2, 9)):
-        prompt = tuple(dice.randrange(VOCABULARY) for _ in range(dice.randrange(1, 16)))
-        if found and dice.random() < 0.4:
-            prompt = (dice.choice(found).prompt + prompt)[:20]
-        stop = tuple(decode([dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 1, 2)))]) for _ in range(3))
-        found.append(
-            Request(
-                prompt,
-                dice.randrange(5, 23),
-                parameters(dice, dice.randrange(2**30) * 16 + seed),
-                frozenset(dice.sample(range(VOCABULARY), dice.choice((0, 0, 1, 9)))),
-                stop if dice.random() < 0.3 else (),
-                dice.random() < 0.5,
-                Thirds() if dice.random() < 0.15 else None,
-                dice.choice((0, 0, 0, 1)),
-                client=("", "", "a", "b")[seed % 4],
-            )
-        )
-    return found
+class Right(Guarded, Knowing):
+    """Two thirds of its drafts are right."""
 
 
 def answer(sequence: Sequence) -> dict[str, Any]:
@@ -203,92 +134,150 @@ def cutting(engine: Engine, dice: random.Random) -> Engine:
 
 @dataclass
 class Episode:
-    """One random engine; everything about it follows from its seed."""
+    """An engine of a configuration, by default a random one; everything else about it follows from its seed."""
 
     seed: int
+    configuration: Configuration = None  # type: ignore[assignment]
     seen: Counter[str] = field(default_factory=Counter)
     differing: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
-        self.requests = requests(self.dice)
+        self.configuration = self.configuration or any_of(self.dice)
+        self.requests = requests(self.dice, self.configuration)
+        one = self.configuration
+        self.exact = one.kernels == "compiled" and one.ranks == "one" and library.available()
+        self.block_size = DEPTHS[one.depth]
+
+    @contextmanager
+    def as_configured(self) -> Iterator[None]:
+        """With or without the compiled kernels."""
+        with pytest.MonkeyPatch.context() as patch:
+            if self.configuration.kernels == "none":
+                patch.setattr(library, "available", lambda: False)
+            yield
+
+    def models(self) -> Models:
+        return models(random.Random(self.seed), self.configuration)
 
     @cached_property
-    def alone(self) -> list[tuple[dict[str, Any], str]]:
-        """The answer of each request, and its text, by plain decoding with nothing beside it."""
+    def alone(self) -> tuple[list[tuple[dict[str, Any], str]], Logits]:
+        """The answer of each request and its text, by plain decoding with nothing beside it, and all logits."""
         return self._plain(self.models(), self.requests)
 
-    def _plain(self, made: Models, requests: list[Request]) -> list[tuple[dict[str, Any], str]]:
-        engine = Engine(OneTable(*prepared(*made[:3])), Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
+    def _plain(self, made: Models, requests: list[Request]) -> tuple[list[tuple[dict[str, Any], str]], Logits]:
+        runner = Alone(*prepared(*made[:3]))
+        runner.logits = {}
+        engine = Engine(runner, Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
         found = []
         for request in requests:
             outputs = list(engine.stream([request]))
             found.append((answer(outputs[-1].sequence), "".join(output.text for output in outputs)))
-        return found
+        return found, runner.logits
 
-    def models(self) -> Models:
-        return models(random.Random(self.seed), hybrid=self.hybrid)
+    def limits(self) -> Limits:
+        """A page table of few tokens a page; `tight` pages hold hardly more than the longest request."""
+        one, dice = self.configuration, self.dice
+        batch = 1 if one.room == "alone" else dice.randrange(2, 6)
+        return Limits(batch, 64, dice.choice((1, 4, 8)), dice.choice((1, 3, 8, 16, 64)), None, one.prefixes == "cached")
 
-    @property
-    def hybrid(self) -> bool:
-        """Whether the target has gated delta nets."""
-        return self.seed % 5 == 4
+    def within(self, runner: ModelRunner, limits: Limits) -> Limits:
+        size = limits.page_size
+        pages = (39 + self.block_size) // size + 2 if self.configuration.room == "tight" else 800 // size
+        return replace(limits, kv_memory=memory_of(runner, pages, limits))
 
-    def engine(self) -> Engine:
-        """With few pages, several requests at a time, and in a third of the episodes one step late."""
-        dice = self.dice
-        texts = {
-            request.seed: [*request.prompt, *told["tokens"], *[0] * max(DEPTHS)]
-            for request, (told, _) in zip(self.requests, self.alone, strict=True)
-        }
-        made: Any = self.models()
-        target, first, second, flex = made
-        case = "flex" if flex is not None and dice.random() < 0.3 else ""
-        self.exact, self.cases = is_exact(target), ("off", "lookup", *FLEX_CASES) if case else PAIR_CASES
-        # deeper than a block in a third of the episodes: copies go on where drafts end
-        depth = dice.choice(DEPTHS) if dice.random() < 0.3 else None
-        runner = Knowing(target, *of_case(case, first, second, flex), texts, block_size=depth)
-        page_size = dice.choice((4, 8))
-        pages = dice.choice(((39 + runner.block_size) // page_size + 2, 90 // page_size, 200))
-        limits = Limits(dice.randrange(1, 6), 64, page_size, dice.choice((3, 8, 16, 64)), None, dice.random() < 0.7)
-        limits = replace(limits, kv_memory=memory_of(runner, pages, limits))
-        engine = Engine(runner, dice.choice(self.policies()), limits, decode)
-        engine.runner.keep_text()  # the policies that take turns may copy
-        if dice.random() < 0.2:
+    def runner(self) -> ModelRunner:
+        one, (target, first, second, flex) = self.configuration, self.models()
+        given = of_case(one.policy, first, None if one.drafters == "first" else second, flex)  # type: ignore[arg-type]
+        if one.drafts != "right":
+            runner: Guarded = Guarded(*prepared(target, *given), block_size=self.block_size)
+        else:
+            texts = {
+                request.seed: [*request.prompt, *told["tokens"], *[0] * max(DEPTHS.values())]
+                for request, (told, _) in zip(self.requests, self.alone[0], strict=True)
+            }
+            runner = Right(target, *given, texts, block_size=self.block_size)
+        if self.exact and one.steps in ("eager", "cut"):
+            runner.logits = {}
+        return runner
+
+    def engine(self, folder: Path) -> Engine:
+        one, dice, limits, steps = self.configuration, self.dice, self.limits(), DecodeSteps
+        captured = one.steps in ("late", "recorded")
+        self.close: Callable[[], None] = lambda: None
+        if one.ranks == "two":
+            ranks = Threads(2, folder, self.models, limits, captured=captured, block_size=self.block_size)
+            runner, steps, self.close = ranks.runner, LeadingSteps, ranks.close
+            if one.drafters == "first":
+                runner.drafters.pop(max(runner.drafters))
+        else:
+            runner = self.runner()
+        self.policies = [policy for policy in self.served() if {*policy.drafters} <= runner.drafters.keys()]
+        policy = self.policies[0]
+        calibration = None if one.calibration == "none" else straightened(dice, self.block_size)
+        engine = Engine(runner, policy, self.within(runner, limits), decode, calibration, make_steps=steps)
+        engine.allow(self.policies)
+        if one.policy == "auto":
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
-            costs: dict[tuple[Policy, int], float] = {one: dice.random() for one in served}
+            costs: dict[tuple[Policy, int], float] = {step: dice.random() for step in served}
             engine.selector = PolicySelector(AUTO, StepTimes.of(costs), FORECAST, dice.random)
-        if dice.random() < 0.3:
-            return RecordedGraphs(rerun=True).guard(engine)
-        return cutting(engine, dice) if dice.random() < 0.4 else engine
+        if captured:
+            return RecordedGraphs(rerun=one.steps == "late").guard(engine)
+        return cutting(engine, dice) if one.steps == "cut" else engine
 
-    def policies(self) -> list[Policy]:
-        budget, copies = self.dice.choice((2, 7, 14, 30)), self.dice.random() < 0.5
+    def served(self) -> list[Policy]:
+        """The configured policy, and those that take turns with it."""
+        one, budget = self.configuration, self.dice.choice((2, 7, 14, 30))
         sizes = {"block_size": BLOCK, "branches": BRANCHES, "row_budget": budget}
-        return [make_policy(policy_name(case), **sizes, lookup=copies) for case in self.cases]
+        cases = ["off" if one.policy == "auto" else one.policy]
+        if one.turns == "policies":
+            cases += ["off", "lookup", *FLEX_CASES] if one.policy in FLEX_CASES else PAIR_CASES
+        copies = one.copies == "copies"
+        made = [make_policy(policy_name(case), **sizes, lookup=copies) for case in cases]
+        return made if one.drafters == "both" else [policy.among([*policy.drafters][:1]) for policy in made]
 
     def run(self) -> Episode:
         """Decode all together and compare; `differing` says what differs."""
-        dice, engine = self.dice, self.engine()
-        waiting, turning, policies = list(range(len(self.requests))), dice.random() < 0.5, self.policies()
-        running: dict[Sequence, int] = {}
+        with self.as_configured(), tempfile.TemporaryDirectory() as folder:
+            self._run(self.engine(Path(folder)))
+            self.close()
+        return self
+
+    def _run(self, engine: Engine) -> None:
+        dice, most = self.dice, windowed_bound(engine)
+        waiting, running = list(range(len(self.requests))), dict[Sequence, int]()
         texts: dict[int, str] = dict.fromkeys(waiting, "")
         while waiting or engine.busy:
             if waiting and (not engine.busy or dice.random() < 0.5):
                 number = waiting.pop(dice.randrange(len(waiting)))
                 running[engine.submit(self.requests[number])] = number
-            if turning and dice.random() < 0.3:
-                engine.policy = dice.choice(policies)
+            if self.configuration.turns == "policies" and dice.random() < 0.3:
+                engine.policy = dice.choice(self.policies)
             if running and dice.random() < 0.02:
                 engine.cancel(dice.choice(list(running)))
             for output in engine.step():
                 texts[running[output.sequence]] += output.text
+            poison(engine.runner, 0)
+            poison_free_slots(engine)
+            held = [sum(page > 0 for page in one.windowed_pages) for one in engine.scheduler.running]
+            assert max(held, default=0) <= most, "pages behind the window are kept"
         for sequence, number in running.items():
-            self._compare(sequence, texts[number], *self.alone[number])
+            self._compare(sequence, texts[number], *self.alone[0][number])
+        self._compare_logits(getattr(engine.runner, "logits", None) or {})
         stats = engine.stats
         self.seen["leaked"] = all_pages(engine) - free_pages(engine) + stats.slots_used
-        self.seen |= Counter(steps=stats.steps, preempted=stats.preemptions, hits=stats.prefix_hit_tokens)
-        return self
+        accepted = sum(sequence.stats.tokens - sequence.stats.steps for sequence in running)
+        self.seen |= Counter(
+            steps=stats.steps, preempted=stats.preemptions, hits=stats.prefix_hit_tokens, accepted=accepted
+        )
+
+    def _compare_logits(self, found: Logits) -> None:
+        """A step may commit past the last token that was asked for."""
+        for place, row in found.items():
+            wanted = self.alone[1].get(place)
+            if wanted is not None and not torch.allclose(row, wanted, rtol=0, atol=0, equal_nan=True):
+                self.differing.append(f"episode {self.seed}: logits at {place}")
+                return
 
     def _compare(self, sequence: Sequence, text: str, told: dict[str, Any], told_text: str) -> None:
         found = answer(sequence) | {"text": text}
@@ -306,7 +295,7 @@ class Episode:
         different = [name for name in found if found[name] != expected[name] and not self._alike(name, found, expected)]
         for name in different:
             what = f"{name} {found[name]!s:.300}, alone {expected[name]!s:.300}"
-            self.differing.append(f"episode {self.seed}: {what}: {sequence.request}")
+            self.differing.append(f"episode {self.seed} ({self.configuration}): {what}: {sequence.request}")
 
     def _rounded(self, sequence: Sequence, found: dict[str, Any]) -> bool:
         """Whether weights with other last bits give these tokens and this text."""
@@ -315,7 +304,7 @@ class Episode:
             for weight in made[0].parameters():
                 noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(seed))
                 weight.data *= 1 + LAST_BITS * noise
-            ((told, text),) = self._plain(made, [sequence.request])
+            ((told, text),), _ = self._plain(made, [sequence.request])
             if (told["tokens"][: len(found["tokens"])], text[: len(found["text"])]) == (found["tokens"], found["text"]):
                 return True
         return False
@@ -329,6 +318,12 @@ class Episode:
         pairs = ([(one.token, one.logprob) for one in told[name]] for told in (found, expected))
         mine, theirs = (torch.tensor(pair, dtype=torch.float64).reshape(-1, 2) for pair in pairs)
         return mine.shape == theirs.shape and torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3, equal_nan=True)
+
+
+def straightened(dice: random.Random, block_size: int) -> Calibration:
+    """A calibration that straightens every confidence into another."""
+    draw, shape = torch.Generator().manual_seed(dice.randrange(99)), (2, len(DraftUse), block_size - 1, 2)
+    return Calibration(0.5 + torch.rand(shape, generator=draw), torch.randn(shape, generator=draw))
 
 
 def main() -> None:

@@ -230,7 +230,7 @@ class OneTable(ModelRunner):
 def windowed_bound(engine: Engine) -> int:
     """Most pages that a request may have of layers with a window."""
     windows = [group.window for group in engine.scheduler.kv_cache.groups if group.window is not None]
-    return engine.limits.pages_within(windows[0], BLOCK) if windows else 0
+    return engine.limits.pages_within(windows[0], engine.runner.block_size) if windows else 0
 
 
 def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[int] = (0, 1)) -> None:

@@ -103,26 +103,6 @@ def test_copies_go_deeper_than_a_block(policy: str) -> None:
     assert sum(count for length, count in lengths.items() if length > BLOCK) > 3
 
 
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize("policy", COPYING)
-@pytest.mark.parametrize(
-    "sampling",
-    [
-        SamplingParams(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.5),
-        SamplingParams(1.0, min_p=0.02, repetition_penalty=1.2, seed=3),
-        SamplingParams(logit_bias={5: -100.0, 7: 3.0}),
-        SamplingParams(1.5, top_k=3, seed=9),
-    ],
-    ids=["penalties", "sampled penalties", "bias", "hot"],
-)
-def test_parameters_that_forbid_what_was_said(policy: str, sampling: SamplingParams) -> None:
-    """A penalty makes the copy wrong exactly where the text would repeat."""
-    requests = [Request(prompt, 30, sampling) for prompt in prompts(5)]
-    plain = run_staggered(make_engine(circling(policy), "off"), requests)
-    found = run_staggered(make_engine(circling(policy), policy, lookup=True), requests)
-    assert [s.answer for s in found] == [s.answer for s in plain]
-
-
 @pytest.mark.slow
 def test_a_stop_string_in_the_middle_of_a_copy() -> None:
     """The text ends where plain decoding ends it, whatever was accepted behind."""

@@ -1,76 +1,227 @@
-"""A short differential run, and that it finds what it looks for."""
+"""Every pair of features in a sample of engines, each answer against plain decoding; and that a fault would be found.
+
+Configurations are in `configurations.py`, and what is compared in `differential.py`.
+"""
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from d2sd.modeling.state_pool import StatePool
 from d2sd.plugins import choice
-from d2sd.plugins.cpu import library
+from d2sd.plugins.trees import Accepted, Tree
+from d2sd.runtime import decode
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.grammar.step import StepGrammar
+from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.pages import PageGroup
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.sample import Sampling
+from tests.runtime.configurations import APART, FEATURES, Configuration, all_pairs, any_of, sample
 from tests.runtime.differential import Episode
 
 
-def differing(seeds: range) -> list[str]:
-    found = []
-    for seed in seeds:
-        episode = Episode(seed).run()
-        assert not episode.seen["leaked"]
-        found += episode.differing
-    return found
+def test_the_sample_has_every_pair() -> None:
+    found = set().union(*(one.pairs for one in sample()))
+    assert found == all_pairs()
+    assert len(sample()) < 130
+    for name, values, other, others in APART:
+        assert {*values} <= {*FEATURES[name]}
+        assert {*others} <= {*FEATURES[other]}
 
 
-def test_requests_end_as_they_end_alone() -> None:
-    """Some 80 steps; `python -m tests.runtime.differential` runs as many as one likes."""
-    assert not differing(range(5))
-
-
-@pytest.mark.slow
-def test_requests_end_as_they_end_alone_for_longer() -> None:
-    assert not differing(range(100, 112))
-
-
-def test_a_rejected_token_that_is_broken_ends_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its embedding is NaN, and nothing is compiled: masked rows multiply their values by 0."""
-    monkeypatch.setattr(library, "available", lambda: False)
-    assert not differing(range(6_000_205, 6_000_206))
-
-
-def test_rounding_may_decide_where_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tokens 5e-7 from each other, of which the filters keep one."""
-    monkeypatch.setattr(library, "available", lambda: False)
-    assert not differing(range(2050, 2051))
-
-
-def _filters_of_all(scaled: Tensor, sampling: Sampling) -> Tensor:
-    """min-p of the whole batch for each of its rows."""
-    least = scaled.amax(-1, keepdim=True) + sampling.min_p.max().log()
-    return scaled.masked_fill(scaled < least, -torch.inf)
-
-
-def _select_nothing(self: TokenBias, rows: Tensor) -> Any:
-    """The first rows in place of those that are left."""
-    return self.select_before(torch.arange(len(rows)))  # type: ignore[attr-defined]
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("number", range(len(sample())))
+def test_requests_end_as_they_end_alone(number: int) -> None:
+    episode = Episode(number, sample()[number]).run()
+    assert not episode.differing
+    assert not episode.seen["leaked"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("fault", "compiled"),
-    [("filters", True), ("filters", False), ("bias", True), ("bias", False), ("not finite", True)],
+@pytest.mark.parametrize("seed", range(12))
+def test_other_configurations_do_too(seed: int) -> None:
+    """`python -m tests.runtime.differential` runs as many as one likes."""
+    assert not Episode(100 + seed).run().differing
+
+
+@pytest.mark.slow
+def test_drafts_and_copies_are_accepted_and_pages_are_missed_and_hit() -> None:
+    """Else the tests above would show little."""
+    seen = Episode(0, any_of(random.Random(1), drafts="right", weights="whole", turns="policies")).seen
+    for seed in range(12):
+        given = {"drafts": "right", "weights": "whole", "prefixes": "cached", "room": "tight"}
+        seen += Episode(seed, any_of(random.Random(seed), **given)).run().seen
+    assert seen["accepted"] > seen["steps"] / 2
+    assert min(seen[name] for name in ("preempted", "hits", "ended by stop", "ended by length")) > 5
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+Patch = pytest.MonkeyPatch
+
+
+def _verified(patch: Patch, change: Callable[[Tree], Tree]) -> None:
+    """Verify other trees than those that are accepted."""
+    verify = ModelRunner.verify
+
+    def changed(self: ModelRunner, batch: Batch, tree: Tree, ahead: Any = None) -> Verified:
+        return verify(self, batch, change(tree) if tree.tokens.shape[1] > 1 else tree, ahead)
+
+    patch.setattr(ModelRunner, "verify", changed)
+
+
+def _drafts_are_taken(patch: Patch) -> None:
+    sample_target = decode.sample_target
+
+    def taken(tree: Tree, *given: Any, **more: Any) -> Accepted:
+        found = sample_target(tree, *given, **more)
+        if tree.tokens.shape[1] > 1:
+            found.tokens[:, 0] = tree.tokens[:, 1].where(tree.valid[:, 1], found.tokens[:, 0])
+        return found
+
+    patch.setattr(decode, "sample_target", taken)
+
+
+def _siblings_are_seen(patch: Patch) -> None:
+    _verified(patch, lambda tree: replace(tree, attn_mask=tree.attn_mask | torch.ones_like(tree.attn_mask).tril()))
+
+
+def _parents_are_hidden(patch: Patch) -> None:
+    _verified(patch, lambda tree: replace(tree, attn_mask=torch.eye(tree.tokens.shape[1]).bool() & tree.attn_mask))
+
+
+def _nodes_stand_further_on(patch: Patch) -> None:
+    _verified(patch, lambda tree: replace(tree, depth=2 * tree.depth))
+
+
+def _other_last_bits(patch: Patch) -> None:
+    verify = ModelRunner.verify
+
+    def changed(self: ModelRunner, batch: Batch, tree: Tree, ahead: Any = None) -> Verified:
+        verified = verify(self, batch, tree, ahead)
+        return replace(verified, logits=verified.logits * (1 + 2e-7)) if tree.tokens.shape[1] > 1 else verified
+
+    patch.setattr(ModelRunner, "verify", changed)
+
+
+def _windows_end_early(patch: Patch) -> None:
+    first = PageGroup.first
+    patch.setattr(PageGroup, "first", lambda self, committed, size: first(self, committed + 4, size))
+
+
+def _states_are_of_all_nodes(patch: Patch) -> None:
+    commit = StatePool.commit
+
+    def whole(self: StatePool, rows: Any, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
+        commit(self, rows, state_ids, path, count.where(count == 0, path.shape[1]))
+
+    patch.setattr(StatePool, "commit", whole)
+
+
+def _prefixes_are_alike(patch: Patch) -> None:
+    def extend(keys: list[bytes], tokens: Any, page_size: int, count: int, salt: str) -> None:
+        keys += [bytes([number]) for number in range(len(keys), count)]
+
+    patch.setattr("d2sd.runtime.scheduler.extend_keys", extend)
+
+
+def _no_row_is_late(patch: Patch) -> None:
+    pack = Link.pack
+
+    def packed(*given: Any) -> Link:
+        link = pack(*given)
+        return replace(link, late=torch.zeros_like(link.late))
+
+    patch.setattr(Link, "pack", packed)
+
+
+def _grammars_end_at_the_root(patch: Patch) -> None:
+    mask = StepGrammar.mask
+
+    def at_root(self: StepGrammar, *given: Any) -> Tensor:
+        found = mask(self, *given)
+        found[:, 1:] = -1
+        return found
+
+    patch.setattr(StepGrammar, "mask", at_root)
+
+
+def _noise_is_of_the_next_position(patch: Patch) -> None:
+    sample_target = decode.sample_target
+
+    def moved(tree: Tree, logits: Tensor, context_len: Tensor, *given: Any, **more: Any) -> Accepted:
+        return sample_target(tree, logits, context_len + (tree.tokens.shape[1] > 1), *given, **more)
+
+    patch.setattr(decode, "sample_target", moved)
+
+
+def _filters_are_those_of_all(patch: Patch) -> None:
+    def apply_filters(scaled: Tensor, sampling: Sampling) -> Tensor:
+        least = scaled.amax(-1, keepdim=True) + sampling.min_p.max().log()
+        return scaled.masked_fill(scaled < least, -torch.inf)
+
+    patch.setattr("d2sd.plugins.choice.reference.apply_filters", apply_filters)
+
+
+def _biases_are_of_the_first_rows(patch: Patch) -> None:
+    select = TokenBias.select
+    patch.setattr(TokenBias, "select", lambda self, rows: select(self, torch.arange(len(rows))))
+
+
+def _texts_do_not_grow(patch: Patch) -> None:
+    patch.setattr(Sampling, "after", lambda self, tokens: self)
+
+
+def _what_is_not_finite_is_a_token(patch: Patch) -> None:
+    choose = choice.choose
+    patch.setattr(choice, "choose", lambda *given: choose(*given).clamp(min=0))
+
+
+#: By what is broken: the features without which nobody could notice.
+FAULTS: tuple[tuple[Callable[[Patch], None], dict[str, str]], ...] = (
+    (_drafts_are_taken, {"policy": "chain", "drafts": "right"}),
+    (_drafts_are_taken, {"policy": "lookup"}),
+    (_drafts_are_taken, {"policy": "flex", "drafts": "right"}),
+    (_drafts_are_taken, {"ranks": "two"}),
+    (_siblings_are_seen, {"policy": "ddtree"}),
+    (_parents_are_hidden, {"policy": "d2sd", "drafts": "right"}),
+    (_parents_are_hidden, {"family": "gpt_oss", "drafts": "right"}),
+    (_parents_are_hidden, {"steps": "recorded", "drafts": "right"}),
+    (_nodes_stand_further_on, {"family": "gemma3_text", "drafts": "right"}),
+    (_other_last_bits, {"kernels": "compiled", "type": "fp32", "steps": "eager"}),
+    (_windows_end_early, {"windows": "all"}),
+    (_states_are_of_all_nodes, {"family": "qwen3_5_text"}),
+    (_prefixes_are_alike, {"prefixes": "cached"}),
+    (_no_row_is_late, {"steps": "late"}),
+    (_grammars_end_at_the_root, {"grammar": "guided", "drafts": "right"}),
+    (_noise_is_of_the_next_position, {"sampling": "sampled", "policy": "reanchor"}),
+    (_filters_are_those_of_all, {"sampling": "parameters", "kernels": "compiled"}),
+    (_biases_are_of_the_first_rows, {"sampling": "parameters", "drafts": "right"}),
+    (_texts_do_not_grow, {"sampling": "parameters", "drafts": "right"}),
+    (_what_is_not_finite_is_a_token, {"weights": "broken"}),
 )
-def test_a_fault_is_found(fault: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if not compiled:
-        monkeypatch.setattr(library, "available", lambda: False)
-    if fault == "filters":
-        monkeypatch.setattr("d2sd.plugins.choice.reference.apply_filters", _filters_of_all)
-    elif fault == "bias":
-        monkeypatch.setattr(TokenBias, "select_before", TokenBias.select, raising=False)
-        monkeypatch.setattr(TokenBias, "select", _select_nothing)
-    else:
-        choose = choice.choose
-        monkeypatch.setattr(choice, "choose", lambda *given: choose(*given).clamp(min=0))
-    assert any(Episode(seed).run().differing for seed in (26, 12, *range(12)))
+
+
+def notices(number: int, one: Configuration) -> bool:
+    try:
+        return bool(Episode(number, one).run().differing)
+    except (AssertionError, IndexError):
+        return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("fault", "features"), FAULTS, ids=lambda given: getattr(given, "__name__", None))
+def test_a_fault_is_found(fault: Callable[[Patch], None], features: dict[str, str], monkeypatch: Patch) -> None:
+    """By the sample, among its configurations with these features."""
+    fault(monkeypatch)
+    having = [(number, one) for number, one in enumerate(sample()) if asdict(one).items() >= features.items()]
+    assert any(notices(number, one) for number, one in having), f"of {len(having)}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache
@@ -11,22 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import MarkovConfig
-from d2sd.plugins.trees import Branches, Draft, Tree
-from d2sd.policies import FACTS, DrafterRole, PolicyName
+from d2sd.plugins.trees import Tree
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.policy import policy_class
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cuda_graphs.test_capture import check_same, layers_of_pytorch, record
-from tests.runtime.helpers import BLOCK, make_engine, models, plain, run_staggered, some_requests
-from tests.runtime.recorded_graphs import RecordedGraphs
+from tests.runtime.helpers import BLOCK, make_engine, models, run_staggered, some_requests
 from tests.runtime.test_lossless import Way
 from tests.tiny import HEADS, greedy_text, prepared, tiny_decoder, tiny_drafter
 
@@ -34,13 +29,6 @@ __all__ = ["layers_of_pytorch"]  # a fixture
 
 POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
 WAYS = {"in flight": Way(gap=2, shuffled=True), "tight pages": Way(pages=16, max_batch=8, shuffled=True)}
-#: At every change: half of the pairs, in one way each.
-QUICK = {
-    (head, policy): list(WAYS)[m % 2 if n % 2 else (m // 2) % 2]
-    for n, head in enumerate(HEADS)
-    for m, policy in enumerate(POLICIES)
-    if (n + m) % 2 == 0
-}
 
 
 @cache
@@ -55,82 +43,6 @@ def drafters(head: str) -> tuple[Drafter, Drafter]:
         "attention": {} if from_anchor else {"windows": (6,)},
     }
     return tiny_drafter(target, **shape), tiny_drafter(target, **shape, role="variable_prefix", seed=2)
-
-
-class Leaning(ModelRunner):
-    """Its drafters' logits lean towards the right tokens; what the head adds on top of that is its own."""
-
-    def __init__(self, target: Decoder, first: Drafter, second: Drafter, requests: tuple[Request, ...]) -> None:
-        super().__init__(*prepared(target, first, second))
-        self._texts = {r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in requests}
-        self.told = Counter[str]()
-
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = super()._draft(role, batch, blocks)
-        for row, (seed, start) in enumerate(
-            zip(batch.sampling.seed.tolist(), batch.where.context_len.tolist(), strict=True)
-        ):
-            text = self._texts.get(seed % 2**64, ())
-            for slot, right in enumerate(text[start + 1 : start + 1 + logits.shape[2]]):
-                if random.Random(f"{seed} {start} {slot} {role:d}").random() < 0.8:
-                    logits[row, :, slot, right] += 12
-        return logits, hidden
-
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._watched(super().draft_first(batch, width), width)
-
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
-        return self._watched(super().draft_second(batch, branches, role, width), width)
-
-    def _watched(self, draft: Draft, width: int) -> Draft:
-        assert draft.tokens.shape[-1] == width
-        self.told["behind" if draft.behind is not None else "chain"] += 1
-        return draft
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("head", "policy", "way"),
-    [
-        pytest.param(head, policy, way, marks=[] if QUICK.get((head, policy)) == way else pytest.mark.full)
-        for head in HEADS
-        for policy in POLICIES
-        for way in WAYS
-    ],
-)
-def test_writes_the_text_of_plain_decoding(head: str, policy: PolicyName, way: str) -> None:
-    """Greedy and sampled, in flight or preempted; with copies beside the drafts, under policies that take them."""
-    requests = some_requests()
-    first, second = drafters(head)
-    runner = Leaning(deepcopy(models()[0]), deepcopy(first), deepcopy(second), requests)
-    engine = WAYS[way].engine(runner, policy, lookup=FACTS[policy].copies)
-    stats = WAYS[way].run(engine, requests)
-    assert stats.tau > 1.5
-    assert (stats.preemptions > 0) == (WAYS[way].pages is not None)
-    grows = policy_class(policy).topk > 1
-    assert runner.told["behind" if grows else "chain"] > 0
-    assert runner.told["chain" if grows else "behind"] == 0
-
-
-@pytest.mark.usefixtures("layers_of_pytorch")
-@pytest.mark.parametrize(
-    ("head", "policy"),
-    [
-        pytest.param(
-            head, policy, marks=pytest.mark.slow if (head, policy) == ("markov", "hybrid") else pytest.mark.full
-        )
-        for head in HEADS
-        for policy in ("chain", "hybrid")
-    ],
-)
-def test_steps_can_be_graphs(head: str, policy: PolicyName) -> None:
-    """Recorded operators that are repeated, in memory that is overwritten between two steps."""
-    requests = some_requests()
-    models_ = deepcopy(models()[0]), *deepcopy(drafters(head))
-    engine = WAYS["in flight"].engine(ModelRunner(*prepared(*models_)), policy)
-    graphs = RecordedGraphs()
-    WAYS["in flight"].run(graphs.guard(engine), requests)
-    assert graphs.replays > 10
 
 
 @pytest.mark.sampled(4)

@@ -5,22 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
-from itertools import cycle
-from typing import get_args
 
 import pytest
 import torch
 
-from d2sd.modeling.config import Family
-from d2sd.modeling.kv_pool import PoolSizes
-from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import FACTS, DrafterRole, DraftUse
-from d2sd.runtime.batch import Batch
+from d2sd.policies import FACTS
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.sequence import Output
 from d2sd.runtime.stats import COPY, SequenceStats
 from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
@@ -32,27 +25,11 @@ from tests.runtime.helpers import (
     copies,
     expected,
     free_pages,
-    honest,
     make_engine,
-    placed,
-    poison,
     run_staggered,
     some_requests,
 )
-from tests.runtime.nan_pages import NaNScratch
-from tests.tiny import (
-    CASES,
-    FLEX_CASES,
-    PAIR_CASES,
-    greedy_text,
-    of_case,
-    policy_name,
-    prepared,
-    runner_of,
-    tiny_decoder,
-    tiny_drafter,
-    tiny_flex,
-)
+from tests.tiny import CASES, greedy_text, of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
 
 @dataclass(frozen=True)
@@ -106,7 +83,6 @@ WAYS = {
     "two rows": Way(row_budget=2, max_batch=10),
     "many rows": Way(row_budget=70, max_batch=10),
 }
-REAL_WAYS = {"alone": WAYS["alone"], "tight pages": WAYS["tight pages"], "joining": Way(gap=1, max_batch=8)}
 SLOW = pytest.mark.slow
 DRAFTING = tuple(name for name in CASES if name not in ("off", "lookup"))
 
@@ -171,51 +147,6 @@ def check_what_took_part(policy: str, stats: SequenceStats, runner: CheatingRunn
     assert runner.siblings[0] > 5 if policy in ("ddtree", "flex_tree", "hybrid") else runner.siblings[0] == 0
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize(
-    ("way", "policy"),
-    [
-        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if [name] == chosen(policy, REAL_WAYS) else SLOW)
-        for name, way in REAL_WAYS.items()
-        for policy in DRAFTING
-    ],
-)
-def test_with_real_drafters(policy: str, way: Way) -> None:
-    """Random ones, hardly ever right: what is rejected must leave no trace."""
-    stats = way.run(way.engine(honest(case=policy), policy), some_requests())
-    assert 1 < stats.tau < 2
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("policy", "drafters"),
-    [(name, n) for name in ("off", "lookup", "flex", "flex_tree", "flex_parallel") for n in (0, 1)]
-    + [(policy, 1) for policy in ("chain", "reanchor", "ddtree", "hybrid")],
-)
-def test_without_the_models_that_a_policy_does_not_run(policy: str, drafters: int) -> None:
-    target, first, _, head = copies()
-    used = head if policy in FLEX_CASES else first if drafters else None
-    runner = runner_of(target, used, block_size=BLOCK)
-    engine = WAYS["tight pages"].engine(runner, policy)
-    assert runner.drafters.keys() >= set(engine.policy.drafters)
-    WAYS["tight pages"].run(engine, some_requests())
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("way", [WAYS["alone"], WAYS["tight pages"], WAYS["page 1"], WAYS["many rows"]])
-@pytest.mark.parametrize("lookup", [False, True])
-def test_the_first_drafter_makes_both_passes_without_a_second(way: Way, *, lookup: bool) -> None:
-    """Its branches win as a second's do; scores of the second pass are its own, whoever runs it."""
-    requests = some_requests()
-    engine = way.engine(cheater(requests, alone=True), "hybrid", lookup=lookup)
-    policy = engine.policy
-    assert policy.drafters == (DrafterRole.FIRST,)
-    assert (policy.second_pass, policy.second_use) == (DrafterRole.FIRST, DraftUse.SECOND)
-    stats = way.run(engine, requests)
-    assert stats.tau > 2
-    assert sum(count for branch, count in stats.accepted_branches.items() if branch > 0) > 15
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["many rows"]])
 def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way: Way) -> None:
@@ -266,15 +197,6 @@ COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("policy", COPYING)
-@pytest.mark.parametrize("way", [WAYS["in flight"], WAYS["tight pages"], WAYS["page 1"], WAYS["two rows"]])
-def test_copies_beside_drafts_that_are_often_right(policy: str, way: Way) -> None:
-    """Ten texts, greedy and sampled, over few tokens: matches everywhere, most of them wrong."""
-    requests = some_requests()
-    way.run(way.engine(cheater(requests, policy), policy, lookup=True), requests)
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("seed", [1, 5])
 def test_copies_win_where_the_text_repeats(policy: str, seed: int) -> None:
     """Of a target that walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
@@ -295,40 +217,6 @@ def test_copies_win_where_the_text_repeats(policy: str, seed: int) -> None:
     assert stats.accepted_branches[COPY] > 20
     assert max(stats.accepted) == BLOCK
     assert stats.tau > 2
-
-
-@pytest.mark.parametrize("cases", [PAIR_CASES, ("off", "lookup", *FLEX_CASES)], ids=["pair", "flex"])
-def test_policies_may_change_between_steps(cases: tuple[str, ...]) -> None:
-    """Whoever drafts finds all that was committed before, though drafters that did not run were not fed."""
-    requests = some_requests()
-    engine = WAYS["in flight"].engine(cheater(requests, cases[-1]), "off")
-    every = [WAYS["in flight"].engine(honest(case=case), case).policy for case in cases]
-    engine.allow(every)
-    step, turns = engine.step, cycle([policy for policy in every for _ in range(2)])
-
-    def changing() -> list[Output]:
-        engine.policy = next(turns)
-        return step()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "step", changing)
-        WAYS["in flight"].run(engine, requests)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("family", get_args(Family))
-def test_other_families(family: Family) -> None:
-    """Two prompts each, plain against hybrid: what differs between families must not meet the tree."""
-    target = tiny_decoder(family, layers=2, seed=3, tie=False)
-    first = tiny_drafter(target.config, block_size=4)
-    second = tiny_drafter(target.config, block_size=4, role="variable_prefix", seed=2)
-    prompts = ([4, 60, 8], [17])
-    texts = {n: prompt + greedy_text(target, prompt, 24) for n, prompt in enumerate(prompts, 1)}
-    runner = CheatingRunner(target, first, second, texts)
-    engine = make_engine(runner, "hybrid")
-    sequences = engine.generate(Request(tuple(p), 20, SamplingParams(seed=n)) for n, p in enumerate(prompts, 1))
-    assert [s.tokens for s in sequences] == [texts[n][: len(p) + 20] for n, p in enumerate(prompts, 1)]
-    assert SequenceStats.merged(s.stats for s in sequences).tau > 2
 
 
 @pytest.mark.sampled(7)
@@ -398,58 +286,3 @@ def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: str) -> None:
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
     assert checked["complete"] >= 10
     assert checked["preempted"] > 0
-
-
-class Poisoned(NaNScratch):
-    """All pages hold NaN until they are written, and page 0 again after every write."""
-
-    def allocate(self, sizes: PoolSizes) -> None:
-        super().allocate(sizes)
-        poison(self, slice(None))
-
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        draft = super().draft_first(batch, width)
-        assert not draft.logprob.isnan().any()
-        return draft
-
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
-        draft = super().draft_second(batch, branches, role, width)
-        assert not draft.logprob.isnan().any()
-        return draft
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", ["off", "reanchor", "d2sd", "hybrid", "flex", "flex_tree", "flex_parallel"])
-def test_nobody_reads_what_padding_writes(policy: str) -> None:
-    way = Way(max_batch=7, gap=1, prefill_chunk=5)  # batches of 5 and 7 are padded to 6 and 8
-    way.run(way.engine(Poisoned(*prepared(*placed(policy))), policy), some_requests())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["flex", "flex_tree"])
-def test_an_anchored_head_writes_the_same_text(policy: str) -> None:
-    target, _, _, plain = copies()
-    flex = tiny_flex(target, block_size=BLOCK, anchored=True)
-    flex.load_state_dict(plain.state_dict(), strict=False)
-    way = Way(gap=2, shuffled=True, pages=16)
-    way.run(way.engine(runner_of(target, flex), policy), some_requests())
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize(
-    ("policy", "spoilt"),
-    [
-        pytest.param(policy, spoilt, marks=[] if spoilt == (0, 1) or policy == "hybrid" else pytest.mark.slow)
-        for policy in CASES
-        for spoilt in ((0,), (1,), (0, 1))
-    ],
-)
-def test_drafters_that_say_nan_change_no_text(policy: str, spoilt: tuple[int, ...]) -> None:
-    """As drafters do whose numbers outgrow fp16: they are useless then, not the end of the answer."""
-    target, first, second, flex = copies()
-    drafters = first, second
-    for which in spoilt:
-        drafters[which].norm.weight.data.fill_(torch.nan)
-    flex.mask_embedding.data.fill_(torch.nan)
-    engine = make_engine(runner_of(target, *of_case(policy, *drafters, flex)), policy)
-    assert [s.answer for s in run_staggered(engine, some_requests())] == [expected(r) for r in some_requests()]

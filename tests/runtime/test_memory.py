@@ -17,17 +17,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.memory import KVMemory, WindowedLayers, free_memory, plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
-from tests.runtime.helpers import (
-    BLOCK,
-    BRANCHES,
-    all_pages,
-    cheater,
-    expected,
-    free_pages,
-    honest,
-    run_staggered,
-    some_requests,
-)
+from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, cheater, honest, some_requests
 
 # 3 requests of 21 + 4 tokens in pages of 4: 7 pages each.
 FULL, PAGE_BYTES = 21, 1000
@@ -176,21 +166,6 @@ def test_pools_are_as_large_as_planned() -> None:
     assert sum(pool.k.nbytes + pool.v.nbytes for pool in pools) == engine.memory.total_bytes <= 100 * 1024
     assert engine.memory.total_bytes + engine.memory.page_bytes > 100 * 1024
     assert {pool.k.shape[1] for pool in pools} == {1 + all_pages(engine)}
-
-
-@pytest.mark.slow
-def test_preempted_requests_generate_the_same_responses() -> None:
-    """The recipe holds a third of what four requests can need."""
-    plenty, tight = engine_of(None), engine_of(17 * honest_page_bytes())
-    assert all_pages(tight) == 16 < all_pages(plenty) // 3
-    preemptions = []
-    for engine in (plenty, tight):
-        sequences = run_staggered(engine, some_requests())
-        assert [s.answer for s in sequences] == [expected(r) for r in some_requests()]
-        assert free_pages(engine) == all_pages(engine)
-        preemptions.append(sum(s.stats.preemptions for s in sequences))
-    assert preemptions[0] == 0
-    assert preemptions[1] > 0
 
 
 def test_a_share_is_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:

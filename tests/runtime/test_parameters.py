@@ -14,10 +14,8 @@ import torch
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.stats import SequenceStats
-from tests.choosing import chosen
-from tests.runtime.helpers import BLOCK, cheater, expected, honest, make_engine, models, plain, run_staggered
-from tests.tiny import CASES, full_logits
+from tests.runtime.helpers import cheater, expected, honest, make_engine, models, plain, run_staggered
+from tests.tiny import full_logits
 
 PROMPT, LENGTH = (3, 9, 3, 41, 17), 14
 
@@ -105,58 +103,14 @@ def test_every_parameter_changes_the_text(every: bool) -> None:
     assert unchanged == []
 
 
-#: How many decode together, pages, and the gap between two that join.
-WAYS: dict[str, tuple[int, int | None, int]] = {"alone": (1, None, 0), "eight": (8, None, 1), "tight": (8, 13, 0)}
-
-
-def run(policy: str, way: str, *, every: bool = False, budget: int = 14) -> SequenceStats:
-    """All requests, shuffled; every answer is the oracle's."""
-    max_batch, pages, gap = WAYS[way]
-    named = requests(every)
-    runner = cheater(list(named.values()), policy)
-    engine = make_engine(runner, policy, max_batch=max_batch, pages=pages, row_budget=budget)
-    order = random.Random(5).sample(range(len(named)), len(named))
-    sequences = run_staggered(engine, list(named.values()), order=order, gap=gap)
-    for (name, request), sequence in zip(named.items(), sequences, strict=True):
+@pytest.mark.parametrize("policy", ["off", "hybrid"])
+def test_every_parameter_is_the_oracles(policy: str) -> None:
+    """Alone one token a step, and in trees beside others; test_differential.py has the other policies."""
+    named = requests(every=policy == "off")
+    engine = make_engine(cheater(list(named.values()), policy), policy, max_batch=1 if policy == "off" else 8)
+    for (name, request), sequence in zip(named.items(), run_staggered(engine, [*named.values()], gap=1), strict=True):
         assert sequence.answer == answer(request), name
         assert sequence.finish == ("stop" if sequence.answer[-1] in request.stop_tokens else "length"), name
-    return SequenceStats.merged(s.stats for s in sequences)
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("policy", "way"),
-    [(policy, *chosen(policy, ("eight", "tight", "alone"))) for policy in CASES],  # the test below has all
-)
-def test_every_parameter_with_every_policy(policy: str, way: str) -> None:
-    check(policy, way, run(policy, way))
-
-
-def check(policy: str, way: str, stats: SequenceStats) -> None:
-    assert (stats.preemptions > 0) == (way == "tight")
-    if policy not in ("off", "lookup"):
-        assert stats.tau > 1.8  # the parameters meet long paths, siblings and branches
-        assert stats.accepted.keys() == set(range(1, BLOCK + 1))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", CASES)
-def test_every_parameter_at_both_temperatures(policy: str) -> None:
-    for way in WAYS:
-        check(policy, way, run(policy, way, every=True))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("policy", "budget"),
-    [
-        pytest.param(policy, budget, marks=[] if [budget] == chosen(policy, (2, 70, 3)) else pytest.mark.full)
-        for policy in CASES
-        for budget in (2, 70, 3)
-    ],
-)
-def test_every_parameter_in_trees_of_any_size(policy: str, budget: int) -> None:
-    run(policy, "eight", every=True, budget=budget)
 
 
 # --- Log-probabilities --------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from tests.runtime.helpers import (
     run_staggered,
 )
 from tests.runtime.nan_pages import NaNPages
-from tests.tiny import CASES, runner_of
+from tests.tiny import runner_of
 
 PREFIX = tuple(random.Random(11).randrange(64) for _ in range(13))  # three pages of 4, and one token
 KINDS = (SamplingParams(), SamplingParams(1.0), SamplingParams(0.8, top_p=0.9), SamplingParams(1.0, top_k=9))
@@ -68,35 +68,6 @@ def check(engine: Engine, requests: Sequence[Request], seed: int, gap: int = 0) 
     assert [s.answer for s in sequences] == [expected(r) for r in requests]
     assert free_pages(engine) == all_pages(engine)
     return sequences
-
-
-@pytest.mark.sampled(11)
-@pytest.mark.parametrize("policy", CASES)
-def test_hits_give_the_tokens_of_misses(policy: str) -> None:
-    """In a shuffled batch of eight that arrives together, again one by one, and as the next turn."""
-    engine = make_engine(nan_pages(policy), policy, max_batch=8)
-    check(engine, first_turns(), seed=1)
-    stats = engine.stats
-    assert stats.prefix_hit_tokens >= 7 * 12, "the shared prefix is computed once"
-    again = check(engine, first_turns(), seed=2, gap=1)
-    assert [s.stats.cached_tokens for s in again] == [(len(r.prompt) - 1) // 4 * 4 for r in first_turns()]
-    for turn, sequence in zip(first_turns(), check(engine, second_turns(), seed=3, gap=2), strict=True):
-        assert sequence.stats.cached_tokens >= (len(turn.prompt) + turn.max_new_tokens - 1) // 4 * 4
-    assert engine.stats.prefill_tokens + engine.stats.prefix_hit_tokens == engine.stats.prefix_queried_tokens
-    assert engine.stats.preemptions == 0
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
-def test_hits_under_eviction_and_preemption(policy: str) -> None:
-    engine = make_engine(nan_pages(), policy, max_batch=8, pages=13)
-    for seed, turns in enumerate((first_turns(), second_turns(), first_turns())):
-        check(engine, turns, seed, gap=seed)
-    stats = engine.stats
-    assert stats.preemptions > 2
-    assert stats.prefix_hit_tokens > 100
-    assert stats.pages_cached <= 13 < stats.prefill_tokens // 4, "pages were evicted"
-    assert stats.prefill_tokens < stats.prefix_queried_tokens, "preempted requests find their own pages"
 
 
 def test_without_the_cache_nothing_is_shared() -> None:

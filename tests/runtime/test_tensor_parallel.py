@@ -1,51 +1,26 @@
-"""Ranks that share a target give the tokens of one process. Here they are threads, with groups of their own.
-
-`tests/d2sd/bundle/test_ranks.py` has the processes.
-"""
+"""Ranks that share a target give the tokens of one process, and exchange the bytes that docs/parallel.md says."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from threading import Thread
-from typing import Any
 
 import pytest
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.decoder import Decoder, TargetModel
-from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.shard import Shard
-from d2sd.modeling.tensor_parallel import Group, connect, cut
-from d2sd.policies import DrafterRole
-from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.modeling.tensor_parallel import Group
 from d2sd.runtime.decode import Committed
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.parallel.agreement import Heard, Said
-from d2sd.runtime.parallel.follower import END, Follower
-from d2sd.runtime.parallel.join import join
-from d2sd.runtime.parallel.leader import LeadingRunner, LeadingSteps
-from d2sd.runtime.parallel.messages import send
+from d2sd.runtime.parallel.leader import LeadingSteps
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import make_policy
-from tests.runtime.helpers import (
-    BLOCK,
-    BRANCHES,
-    BUDGET,
-    afterwards,
-    copies,
-    expected,
-    make_engine,
-    run_staggered,
-    some_requests,
-)
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, afterwards, copies, expected, run_staggered, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import PAIR_CASES, prepared, runner_of, tiny_decoder, tiny_drafter
+from tests.runtime.thread_ranks import Threads
+from tests.tiny import PAIR_CASES
 
 LIMITS = Limits(max_batch=4, max_context=64, page_size=4, prefill_chunk=16, kv_memory=None, prefix_cache=True)
 REQUESTS = some_requests()[:6]
@@ -54,56 +29,13 @@ FEW_PAGES = 22
 #: All policies without a FlexDraft head, which reads the target's own pages.
 SHARED = PAIR_CASES
 
-Models = tuple[TargetModel, dict[DrafterRole, DraftModel]]
 
-
-class Threads:
-    """The ranks of a target, by default that of `helpers`: this thread is rank 0."""
-
-    def __init__(
-        self, size: int, folder: Path, *, captured: bool = False, models: Callable[[], tuple[Any, ...]] = copies
-    ) -> None:
-        self._errors: list[BaseException] = []
-        self._folder, self._captured, self._make = folder, captured, models
-        self._threads = [Thread(target=self._follow, args=(Shard(rank, size),), daemon=True) for rank in range(1, size)]
-        for thread in self._threads:
-            thread.start()
-        self._models, self.group = self._joined(Shard(0, size))
-
-    def _joined(self, shard: Shard) -> tuple[Models, Group]:
-        target, first, second, *_ = self._make()
-        cut(target, shard)
-        group = join(shard, self._folder, "cpu")
-        connect(target, group)
-        return prepared(target, first, second), group
-
-    def _follow(self, shard: Shard) -> None:
-        try:
-            models, group = self._joined(shard)
-            runner = ModelRunner(*models)
-            if self._captured:
-                runner.capture, runner.static_shapes = RecordedGraphs(rerun=True), True
-            Follower(runner, DecodeSteps(runner, LIMITS), group).run()
-        except BaseException as error:
-            self._errors.append(error)
-            raise
-
-    def engine(self) -> Engine:
-        """The engine that all follow."""
-        runner = LeadingRunner(*self._models, BLOCK, self)
-        policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
-        memory = (1 + FEW_PAGES) * runner.page_bytes(LIMITS.page_size)
-        engine = Engine(runner, policy, replace(LIMITS, kv_memory=memory), make_steps=LeadingSteps)
-        return RecordedGraphs(rerun=True).guard(engine) if self._captured else engine
-
-    def on_failure(self, report: Callable[[D2SDError], None]) -> None:
-        """Threads do not end."""
-
-    def close(self) -> None:
-        send(self.group, END)
-        for thread in self._threads:
-            thread.join(10)
-        assert not self._errors
+def engine_of(ranks: Threads) -> Engine:
+    """The engine that all follow."""
+    policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
+    memory = (1 + FEW_PAGES) * ranks.runner.page_bytes(LIMITS.page_size)
+    engine = Engine(ranks.runner, policy, replace(LIMITS, kv_memory=memory), make_steps=LeadingSteps)
+    return RecordedGraphs(rerun=True).guard(engine) if ranks.captured else engine
 
 
 def take_turns(engine: Engine) -> None:
@@ -173,28 +105,11 @@ def check_bytes(engine: Engine, group: Group) -> None:
 @pytest.mark.parametrize(("size", "captured"), [(2, True), (4, False), pytest.param(2, False, marks=pytest.mark.slow)])
 def test_ranks_give_the_tokens_of_one(size: int, captured: bool, tmp_path: Path) -> None:
     """Four ranks of two K/V heads: every head is two ranks'. Captured, steps run ahead of the host, as on CUDA."""
-    ranks = Threads(size, tmp_path, captured=captured)
-    engine = ranks.engine()
+    ranks = Threads(size, tmp_path, copies, LIMITS, captured=captured)
+    engine = engine_of(ranks)
     take_turns(engine)
     check_answers(engine)
     check_bytes(engine, ranks.group)
-    ranks.close()
-
-
-def experts() -> tuple[Decoder, Drafter, Drafter]:
-    """Experts with biases, sinks, and layers with windows, whose pages are their own."""
-    target = tiny_decoder("gpt_oss", layers=2)
-    first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
-    return target, first, tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-
-
-@pytest.mark.slow
-def test_experts_windows_and_sinks(tmp_path: Path) -> None:
-    alone = make_engine(runner_of(*experts()), "off", max_batch=4)
-    expected = [s.answer for s in alone.generate(REQUESTS)]
-    ranks = Threads(2, tmp_path, models=experts)
-    engine = ranks.engine()
-    assert [s.answer for s in run_staggered(engine, REQUESTS, gap=2)] == expected
     ranks.close()
 
 

@@ -43,7 +43,7 @@ from tests.runtime.helpers import (
     plain,
 )
 from tests.runtime.recorded_graphs import RecordedGraphs
-from tests.tiny import CASES, FLEX_CASES, PAIR_CASES, policy_name
+from tests.tiny import policy_name
 
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)
 
@@ -277,26 +277,3 @@ def test_after_a_warm_up_nothing_is_captured(policy: str) -> None:
     assert len(graphs.graphs) == 2 * 3
     assert [s.answer for s in engine.generate(requests)] == [expected(r) for r in requests]
     assert len(graphs.graphs) == 2 * 3
-
-
-#: Of both numbers of pages, policies that take turns have each; a policy alone has one, and the other is `full`.
-TURNS = [*((name,) for name in CASES), PAIR_CASES, ("off", *FLEX_CASES), ("chain", "hybrid"), ("off",) * 7 + ("d2sd",)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("turns", "pages"),
-    [
-        pytest.param(turns, pages, marks=pytest.mark.full if len(turns) == 1 and (turn + place) % 2 else [])
-        for turn, pages in enumerate((None, 14))
-        for place, turns in enumerate(TURNS)
-    ],
-)
-def test_every_policy_on_poisoned_memory(turns: SequenceOf[str], pages: int | None) -> None:
-    """With 14 pages for three requests, some are preempted."""
-    requests = some(14, GREEDY, NARROW, HOT, GREEDY, length=26, seed=1)
-    engine, graphs = captured(knowing(requests, turns[-1]), max_batch=3, pages=pages)
-    served(engine, requests, turns, random.Random(5))
-    assert graphs.replays == engine.stats.steps > 30
-    assert engine.stats.prefix_hit_tokens > 0
-    assert (engine.stats.preemptions > 0) == (pages is not None)

@@ -75,26 +75,18 @@ def answers() -> dict[int, list[int]]:
 
 
 def engine_for(
-    policy: str,
-    kept: tuple[Request, ...],
-    *,
-    pages: int | None = None,
-    errors: float = 0.3,
-    row_budget: int = BUDGET,
-    lookup: bool = False,
+    policy: str, kept: tuple[Request, ...], *, errors: float = 0.3, row_budget: int = BUDGET, lookup: bool = False
 ) -> Engine:
     texts = {r.seed: [*r.prompt, *answers()[r.seed], *[7] * 32] for r in kept}
     runner = WatchedRunner(kept, texts, errors, policy)
-    engine = make_engine(runner, policy, max_batch=8, pages=pages, row_budget=row_budget, lookup=lookup)
+    engine = make_engine(runner, policy, max_batch=8, row_budget=row_budget, lookup=lookup)
     runner.policy = engine.policy
     return engine
 
 
-def run(
-    policy: str, kept: tuple[Request, ...], *, pages: int | None = None, errors: float = 0.3, lookup: bool = False
-) -> SequenceStats:
+def run(policy: str, kept: tuple[Request, ...], *, errors: float = 0.3, lookup: bool = False) -> SequenceStats:
     """Run requests under a policy whose drafters are often right; returns the statistics of constrained ones."""
-    engine = engine_for(policy, kept, pages=pages, errors=errors, lookup=lookup)
+    engine = engine_for(policy, kept, errors=errors, lookup=lookup)
     sequences = run_staggered(engine, kept, gap=1)
     assert [s.answer for s in sequences] == [answers()[r.seed] for r in kept]
     assert free_pages(engine) == all_pages(engine)
@@ -121,12 +113,6 @@ def test_a_copy_that_the_grammar_forbids_is_no_node(policy: str) -> None:
     assert stats.accepted_branches[COPY] > 0
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
-def test_preempted_answers_stay_in_their_grammar(policy: str) -> None:
-    assert run(policy, requests(), pages=18).preemptions > 0
-
-
 def test_a_small_tree_is_filled() -> None:
     """No node is left empty while the drafts have another one inside the grammar."""
     kept = tuple(request for request in requests() if request.grammar is not None)
@@ -149,13 +135,6 @@ def test_a_small_tree_is_filled() -> None:
             moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
         engine.retire(Launched(prepared, result, result.read))
     assert moved_up > 2
-
-
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("policy", ["chain", "hybrid"])
-def test_alone(policy: str) -> None:
-    for request in requests()[:4]:
-        run(policy, (request,))
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from d2sd.errors import RecipeError
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Draft
-from d2sd.policies import MAX_NODES, NAMES, DrafterRole, FirstPass, PolicyName
+from d2sd.policies import MAX_NODES, NAMES, DrafterRole, DraftUse, FirstPass, PolicyName
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
@@ -194,6 +194,11 @@ def test_branches_at_the_ends_of_the_range(name: PolicyName, branches: int) -> N
 
 def test_hybrid_may_have_more_branches_than_drafts() -> None:
     assert make_policy("hybrid", block_size=8, branches=20, row_budget=64).num_branches == 20
+
+
+def test_the_first_drafter_makes_both_passes_without_a_second() -> None:
+    policy = make_policy("hybrid", block_size=8, branches=2, row_budget=64).among([FIRST])
+    assert (policy.drafters, policy.second_pass, policy.second_use) == ((FIRST,), FIRST, DraftUse.SECOND)
 
 
 @pytest.mark.parametrize("name", ["off", "lookup", "chain", "ddtree"])
