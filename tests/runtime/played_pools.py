@@ -96,6 +96,11 @@ class Pools:
             self._collect(before)
             before = []
         schedule = self.scheduler.schedule()
+        assert all(count > 0 for _, count in schedule.prefill)
+        assert sum(count for _, count in schedule.prefill) <= self.scheduler._limits.prefill_chunk
+        assert schedule.prefill or schedule.decode or before or not (self.scheduler.running or self.scheduler.waiting)
+        for one in self.scheduler.running:
+            assert len(one.pages) * self.page_size >= len(one.tokens) - 1 + BLOCK
         groups = self.scheduler.kv_cache.groups
         for group, pages in zip(groups, schedule.discarded, strict=True):  # before anything is written
             for page, slot in product(pages, range(self.page_size)):

@@ -131,7 +131,7 @@ def _prefixes_are_alike(patch: Patch) -> None:
     def extend(keys: list[bytes], tokens: Any, page_size: int, count: int, salt: str) -> None:
         keys += [bytes([number]) for number in range(len(keys), count)]
 
-    patch.setattr("d2sd.runtime.scheduler.extend_keys", extend)
+    patch.setattr("d2sd.runtime.kv_cache.extend_keys", extend)
 
 
 def _no_row_is_late(patch: Patch) -> None:

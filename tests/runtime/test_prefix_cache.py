@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -160,7 +160,13 @@ class SharedPrefixes(RuleBasedStateMachine):
         new=st.integers(1, 9),
         seed=st.integers(0, 2),
         last=st.integers(0, 1),
-        options=st.fixed_dictionaries({"priority": st.integers(0, 1), "cache_salt": st.sampled_from(["", "", "x"])}),
+        options=st.fixed_dictionaries(
+            {
+                "priority": st.integers(0, 1),
+                "cache_salt": st.sampled_from(["", "", "x"]),
+                "client": st.sampled_from("aab"),
+            }
+        ),
     )
     def submit(self, length: int, new: int, seed: int, last: int, options: dict[str, object]) -> None:
         dice = random.Random(seed)
@@ -210,6 +216,15 @@ class SharedPrefixes(RuleBasedStateMachine):
         assert all(not one.state_id for one in self.everybody if one not in self.scheduler.running)
 
     @invariant()
+    def queues_are_in_the_order_of_priority_turn_and_arrival(self) -> None:
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        for queue in (running, waiting):
+            assert queue == sorted(queue, key=lambda one: (one.request.priority, one.turn, one.id))
+        assert sorted(one.id for one in [*running, *waiting]) == [one.id for one in self.everybody if not one.finish]
+        assert len(running) <= self.limits.max_batch
+        assert all(not one.pages and one.cached == 0 for one in waiting)
+
+    @invariant()
     def tenants_share_nothing(self) -> None:
         owners: dict[tuple[int, int], set[str]] = {}
         for one in self.scheduler.running:
@@ -239,6 +254,11 @@ class SharedPrefixes(RuleBasedStateMachine):
 
 SharedPrefixes.TestCase.settings = STEADY
 TestSharedPrefixes = SharedPrefixes.TestCase
+
+
+@pytest.mark.slow
+class TestMoreSharedPrefixes(SharedPrefixes.TestCase):  # type: ignore[misc, name-defined]
+    settings = settings(STEADY, max_examples=500)
 
 
 def made(

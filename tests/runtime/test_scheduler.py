@@ -7,15 +7,12 @@ import subprocess
 import sys
 
 import pytest
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from d2sd.errors import RequestError
 from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.scheduler import Schedule, Scheduler
 from d2sd.runtime.sequence import Sequence
-from tests.runtime.helpers import STEADY
 
 BLOCK = 4
 
@@ -329,71 +326,3 @@ def test_tight_pages_always_drain(seed: int) -> None:
         assert (oldest.cached, len(oldest.tokens)) > before
     assert all(s.finish == "length" for s in everybody)
     assert scheduler.kv_cache.pages.free == 30
-
-
-def test_tight_pages_do_preempt() -> None:
-    """Else the test above would show nothing."""
-    scheduler = scheduler_of(page_size=1, pages=30)
-    everybody = [sequence(n, 4, 15) for n in range(6)]
-    for one in everybody:
-        scheduler.add(one)
-    while scheduler.running or scheduler.waiting:
-        play(scheduler, scheduler.schedule(), random.Random(0))
-    assert sum(s.stats.preemptions for s in everybody) > 3
-    assert everybody[0].stats.preemptions == 0
-
-
-class AnyOrder(RuleBasedStateMachine):
-    """Requests come, go and are cancelled in any order; what must hold does after every step."""
-
-    @initialize(batch=st.integers(1, 4), page_size=st.integers(1, 5), chunk=st.integers(1, 9), spare=st.integers(0, 20))
-    def start(self, batch: int, page_size: int, chunk: int, spare: int) -> None:
-        largest = -(-(10 + 12 + BLOCK) // page_size)
-        self.limits = Limits(batch, 64, page_size, chunk)
-        self.scheduler = Scheduler(self.limits, KVCacheManager(self.limits, BLOCK, 1 + largest + spare))
-        self.everybody: list[Sequence] = []
-
-    @rule(prompt=st.integers(1, 10), new=st.integers(1, 12), priority=st.integers(-1, 1), client=st.sampled_from("aab"))
-    def submit(self, prompt: int, new: int, priority: int, client: str) -> None:
-        one = sequence(len(self.everybody), prompt, new, priority, client)
-        self.everybody.append(one)
-        self.scheduler.add(one)
-
-    @rule(seed=st.integers(0, 99))
-    def step(self, seed: int) -> None:
-        schedule = self.scheduler.schedule()
-        assert sum(n for _, n in schedule.prefill) <= self.limits.prefill_chunk
-        assert all(n > 0 for _, n in schedule.prefill)
-        if self.scheduler.running or self.scheduler.waiting:
-            assert schedule.prefill or schedule.decode
-        for one in self.scheduler.running:
-            assert len(one.pages) * self.limits.page_size >= len(one.tokens) - 1 + BLOCK
-        play(self.scheduler, schedule, random.Random(seed))
-
-    @rule(which=st.integers(0, 99))
-    def cancel(self, which: int) -> None:
-        if self.everybody:
-            one = self.everybody[which % len(self.everybody)]
-            one.finish = one.finish or "cancelled"
-            self.scheduler.remove(one)
-
-    @invariant()
-    def every_page_has_one_owner(self) -> None:
-        owned = [page for one in self.everybody for page in one.pages]
-        assert len(owned) == len(set(owned))
-        assert all(0 < page < self.scheduler.kv_cache.page_count for page in owned)
-        pages = self.scheduler.kv_cache.pages
-        assert sorted([*owned, *pages._free, *pages.cache.idle]) == list(range(1, self.scheduler.kv_cache.page_count))
-
-    @invariant()
-    def queues_are_in_the_order_of_priority_turn_and_arrival(self) -> None:
-        running, waiting = self.scheduler.running, self.scheduler.waiting
-        for queue in (running, waiting):
-            assert queue == sorted(queue, key=lambda s: (s.request.priority, s.turn, s.id))
-        assert sorted(ids([*running, *waiting])) == [s.id for s in self.everybody if s.finish is None]
-        assert len(running) <= self.limits.max_batch
-        assert all(not s.pages and s.cached == 0 for s in waiting)
-
-
-AnyOrder.TestCase.settings = STEADY
-TestAnyOrder = AnyOrder.TestCase

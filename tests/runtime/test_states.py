@@ -8,7 +8,6 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
-from collections import Counter
 
 import pytest
 
@@ -16,7 +15,6 @@ from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.request import Limits
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.scheduler import Schedule, Scheduler
-from d2sd.runtime.sequence import Sequence
 from tests.runtime.played_pools import BLOCK, Pools, add, keys_of
 
 SIZE = 4
@@ -264,76 +262,3 @@ def test_dense_targets_have_no_slots() -> None:
     assert [count for _, count in schedule.prefill] == [14]
     stats = scheduler.stats("off")
     assert (stats.slots_total, stats.slots_used, stats.slots_cached) == (0, 0, 0)
-
-
-class Traffic:
-    """Prompts of few tokens that go on from each other, cancelled and preempted, read in time or a step late."""
-
-    def __init__(self, seed: int) -> None:
-        dice = self.dice = random.Random(seed)
-        batch, size = dice.randint(1, 6), dice.randint(1, 4)
-        limits = Limits(batch, 64, size, dice.choice([1, 3, 8, 16, 64]))
-        window = dice.choice([None, None, dice.randint(1, 12)])
-        pages = 1 + -(-(40 + BLOCK) // size) + dice.choice([0, 4, 30])
-        windowed = 1 + limits.pages_within(window or 0, BLOCK) + dice.choice([0, 9])
-        slots = 1 + batch + dice.choice([0, 1, 3, 12])
-        self.scheduler = Scheduler(limits, KVCacheManager(limits, BLOCK, pages, windowed, window, slots))
-        self.pools = Pools(self.scheduler, size)
-        self.everybody: list[Sequence] = []
-        self.counts: Counter[str] = Counter()
-
-    def submit(self) -> None:
-        dice, options = self.dice, {"priority": self.dice.choice([0, 0, 1]), "client": self.dice.choice("ab")}
-        tokens = [dice.randint(0, 1)] * dice.randint(1, 12) + [dice.randint(0, 1) for _ in range(dice.randint(0, 9))]
-        if self.everybody and dice.random() < 0.5:  # as another began, or a next turn
-            other = dice.choice(self.everybody[-20:]).tokens
-            tokens = [*other[: dice.randint(1, len(other))], dice.randint(0, 1)]
-        options["cache_salt"] = dice.choice(["", "", "", "x"])
-        self.everybody.append(add(self.scheduler, len(self.everybody), tokens[:30], dice.randint(1, 10), **options))
-
-    def step(self) -> None:
-        dice, scheduler = self.dice, self.scheduler
-        if len(scheduler.waiting) < 8 and dice.random() < 0.5:
-            for _ in range(dice.choice([1, 1, 4])):
-                self.submit()
-        if self.everybody and dice.random() < 0.05:
-            one = dice.choice(self.everybody[-20:])
-            self.counts["cancelled"] += one.finish is None
-            one.finish = one.finish or "cancelled"
-            scheduler.remove(one)
-        self.pools.step(dice, late=dice.random() < 0.6)
-        self.pools.check_slots()
-        assert not any(one.state_id for one in scheduler.waiting)
-
-    def drain(self) -> Counter[str]:
-        while self.scheduler.waiting or self.scheduler.running:
-            self.pools.step(self.dice)
-            self.pools.check_slots()
-        assert all(one.finish for one in self.everybody)
-        assert not any(one.state_id for one in self.everybody)
-        stats = self.scheduler.stats("off")
-        self.counts.update(hits=stats.prefix_hit_tokens, preempted=stats.preemptions, late=self.pools.late)
-        self.counts.update(restored=self.pools.restored, snapshots=self.pools.snapshots)
-        return self.counts
-
-
-def run(seeds: range, steps: int) -> Counter[str]:
-    total: Counter[str] = Counter()
-    for seed in seeds:
-        traffic = Traffic(seed)
-        for _ in range(steps):
-            traffic.step()
-        total += traffic.drain()
-    assert all(total[name] > len(seeds) for name in ("cancelled", "hits", "preempted", "restored", "snapshots", "late"))
-    return total
-
-
-@pytest.mark.slow
-def test_states_are_of_the_tokens_before_in_any_traffic() -> None:
-    run(range(20), 60)
-
-
-@pytest.mark.slow
-def test_states_are_of_the_tokens_before_in_long_traffic() -> None:
-    """24,000 steps."""
-    run(range(100, 220), 200)
