@@ -13,9 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qw
 
 from d2sd.modeling.config import BodyConfig, DecoderConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.kv_pool import Rows
-from d2sd.modeling.where import Where
-from tests.tiny import ancestor_mask, feed, full_logits, path_to, pool_for, random_tokens, random_tree, tiny_decoder
+from tests.tiny import feed, full_logits, pool_for, random_tokens, tiny_decoder
 
 #: Of logits whose spread is about 3, in fp32: far above rounding (1e-5), far below any mistake.
 TOLERANCE = 1e-4
@@ -186,78 +184,6 @@ def test_chunks_through_pages_equal_one_pass(sizes: list[int]) -> None:
         done += size
     torch.testing.assert_close(decoder.logits(torch.cat(hidden, 1)), decoder.logits(whole.hidden), rtol=0, atol=1e-4)
     torch.testing.assert_close(torch.cat(features, 1), whole.features, rtol=0, atol=1e-4)
-
-
-def test_contexts_of_different_length_in_one_batch() -> None:
-    decoder = tiny_decoder()
-    tokens = random_tokens(decoder, 3, 14)
-    expected = full_logits(decoder, tokens)
-    pool, page_table = pool_for(decoder.config.body, 3, 14)
-    lengths = [0, 5, 11]
-    for request, length in enumerate(lengths):
-        if length:
-            one = slice(request, request + 1)
-            feed(decoder, tokens[one, :length], pool, page_table[one], torch.tensor([0]))
-    new = torch.stack([tokens[request, length : length + 3] for request, length in enumerate(lengths)])
-    logits = decoder.logits(feed(decoder, new, pool, page_table, torch.tensor(lengths)).hidden)
-    for request, length in enumerate(lengths):
-        torch.testing.assert_close(logits[request], expected[request, length : length + 3], rtol=0, atol=1e-4)
-
-
-def tree_rows(parents: list[int], page_table: Tensor, context_len: Tensor) -> Rows:
-    """One tree behind every context: a node's position is its depth, not its place in the list."""
-    depth = torch.tensor([len(path_to(node, parents)) - 1 for node in range(len(parents))])
-    attn_mask = ancestor_mask(parents).expand(len(context_len), -1, -1)
-    return Rows(context_len[:, None] + depth, attn_mask, Where(page_table, context_len))
-
-
-def test_tree_node_has_the_logits_of_its_path() -> None:
-    decoder = tiny_decoder("qwen3")
-    parents = random_tree(10, seed=2)
-    assert max(parents.count(node) for node in range(10)) > 1  # it does branch
-    prompt, nodes = random_tokens(decoder, 1, 6), random_tokens(decoder, 1, 10, seed=1)
-    pool, page_table = pool_for(decoder.config.body, 1, 6)
-    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
-    out = decoder(nodes, tree_rows(parents, page_table, torch.tensor([6])), pool, (0,))
-    logits = decoder.logits(out.hidden)
-    for node in range(10):
-        path = path_to(node, parents)
-        alone = decoder.full_pass(torch.cat([prompt, nodes[:, path]], dim=1), aux_layer_ids=(0,))
-        torch.testing.assert_close(logits[0, node], decoder.logits(alone.hidden)[0, -1], rtol=0, atol=1e-4)
-        torch.testing.assert_close(out.features[0, node], alone.features[0, -1], rtol=0, atol=1e-4)
-
-
-def test_accepted_path_is_committed_in_place() -> None:
-    """After verification one path's rows join the pages; decoding goes on as if no other node had ever been there."""
-    decoder = tiny_decoder()
-    parents = [-1, 0, 0, 2, 2, 4, 1]
-    path = path_to(5, parents)
-    prompt, nodes, after = (random_tokens(decoder, 1, length, seed=length) for length in (6, 7, 3))
-    pool, page_table = pool_for(decoder.config.body, 1, 6 + len(path) + 3, page_size=2)
-    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
-    rows = tree_rows(parents, page_table, torch.tensor([6]))
-    out = decoder(nodes, rows, pool)
-    keep = torch.tensor([[node in path for node in range(7)]])
-    pool.write(out.k, out.v, (page_table,), rows.positions, keep)
-    logits = decoder.logits(feed(decoder, after, pool, page_table, torch.tensor([6 + len(path)])).hidden)
-    plain = full_logits(decoder, torch.cat([prompt, nodes[:, path], after], dim=1))
-    torch.testing.assert_close(logits, plain[:, -3:], rtol=0, atol=1e-4)
-
-
-def test_padding_rows_change_nothing() -> None:
-    """Rows that fill a bucket see themselves alone; whatever token and position they carry, real rows do not notice."""
-    decoder = tiny_decoder()
-    prompt, real = random_tokens(decoder, 1, 5), random_tokens(decoder, 1, 3, seed=1)
-    pool, page_table = pool_for(decoder.config.body, 1, 8)
-    feed(decoder, prompt, pool, page_table, torch.tensor([0]))
-    rows = Rows.chain(3, Where(page_table, torch.tensor([5])))
-    attn_mask = torch.eye(5, dtype=torch.bool)[None].clone()
-    attn_mask[:, :3, :3] = rows.attn_mask
-    padded = Rows(
-        torch.cat([rows.positions, torch.tensor([[0, 99]])], 1), attn_mask, Where(page_table, rows.where.context_len)
-    )
-    filled = decoder(torch.cat([real, torch.tensor([[0, 7]])], 1), padded, pool)
-    torch.testing.assert_close(filled.hidden[:, :3], decoder(real, rows, pool).hidden, rtol=0, atol=1e-4)
 
 
 def test_low_precision_keeps_logits_wide() -> None:

@@ -6,7 +6,8 @@ An episode is an engine of one configuration (configurations.py) over tiny rando
 overflowing numbers in a weight; and requests with random parameters, their bounds included. They are decoded alone, one
 token a step, in pages that are kept to the end; then together, in pages that hold NaN until they are written and again
 when they are freed, with cancellations and whatever the configuration says. Tokens, text, finish reason, error and
-log-probabilities must be the same, and all pages and slots free at the end.
+log-probabilities must be the same, the pages of all models hold what one pass over the tokens gives, now and then, and
+all pages and slots are free at the end.
 
 Where a row's bits do not depend on its neighbours, all logits of committed tokens are compared, bit for bit. Elsewhere,
 where kernels are not compiled or do not take a model's heads and with two ranks, models are fp32 and log-probabilities
@@ -55,6 +56,7 @@ from tests.runtime.helpers import (
     BRANCHES,
     OneTable,
     all_pages,
+    check_pages,
     free_pages,
     memory_of,
     poison,
@@ -259,6 +261,8 @@ class Episode:
                 texts[running[output.sequence]] += output.text
             poison(engine.runner, 0)
             poison_free_slots(engine)
+            if self.has_plain_pages and dice.random() < 0.15:
+                self._check_pages(engine)
             held = [sum(page > 0 for page in one.windowed_pages) for one in engine.scheduler.running]
             assert max(held, default=0) <= most, "pages behind the window are kept"
         for sequence, number in running.items():
@@ -270,6 +274,21 @@ class Episode:
         self.seen |= Counter(
             steps=stats.steps, preempted=stats.preemptions, hits=stats.prefix_hit_tokens, accepted=accepted
         )
+
+    @property
+    def has_plain_pages(self) -> bool:
+        """Whether one pass in fp32 says what its pages hold: no weight is broken, and no rank has a part of them."""
+        one = self.configuration
+        return (one.weights, one.type, one.ranks) == ("whole", "fp32", "one") and one.drafts != "nan"
+
+    def _check_pages(self, engine: Engine) -> None:
+        target, first, second, flex = self.models()
+        drafters = (flex, second) if self.configuration.policy in FLEX_CASES else (first, second)
+        for one in [one for one in engine.scheduler.running if one.cached]:
+            windowed = torch.tensor(one.windowed_pages) if one.windowed_pages else None
+            tokens = one.tokens[: one.cached]
+            check_pages(engine.runner, torch.tensor(one.pages), tokens, windowed, (target, *drafters, None))
+            self.seen["tables"] += 1
 
     def _compare_logits(self, found: Logits) -> None:
         """A step may commit past the last token that was asked for."""

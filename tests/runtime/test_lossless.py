@@ -21,7 +21,6 @@ from tests.runtime.helpers import (
     BLOCK,
     all_pages,
     cheater,
-    check_pages,
     copies,
     expected,
     free_pages,
@@ -260,29 +259,3 @@ def test_wrong_drafts_still_gain_the_bonus(policy: str) -> None:
     stats = way.run(way.engine(cheater(requests, policy, first_errors=1.0, second_errors=1.0), policy), requests)
     assert stats.accepted.keys() == {1}
     assert not stats.accepted_branches
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", CASES)
-def test_pages_hold_what_one_pass_over_the_tokens_gives(policy: str) -> None:
-    """After every step, for whoever runs, in the target's pages and both drafters': also behind a preemption."""
-    requests = some_requests()
-    runner = cheater(requests, policy)
-    engine = make_engine(runner, policy, pages=16, max_batch=4)
-    sequences = [engine.submit(r) for r in requests]
-    checked: Counter[str] = Counter()
-    for step in range(1000):
-        if not engine.busy:
-            break
-        engine.step()
-        for sequence in engine.scheduler.running:
-            complete = sequence.pending == 0
-            if complete:
-                assert sequence.cached == len(sequence.tokens) - 1
-            if step % 3 == 0 and sequence.cached:
-                check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
-                checked["complete" if complete else "partial"] += 1
-                checked["preempted"] += sequence.stats.preemptions > 0
-    assert [s.answer for s in sequences] == [expected(r) for r in requests]
-    assert checked["complete"] >= 10
-    assert checked["preempted"] > 0

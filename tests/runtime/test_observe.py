@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.lookup import Copy
@@ -21,7 +20,7 @@ from d2sd.runtime.decode import StepTrace, sources_of
 from d2sd.runtime.observe import CopyOutcome, NodeOutcome, StepObservation, observe
 from d2sd.runtime.request import Request
 from d2sd.runtime.sequence import Sequence
-from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy, make_policy
+from d2sd.runtime.speculation.policy import DDTree, Lookup, Off, Policy, make_policy
 from d2sd.runtime.stats import Clock, SequenceStats, calibration_error, mean_tau, reliability_bins
 from tests.runtime.drafts import NONSENSE, Passes, batch_of, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
@@ -162,63 +161,6 @@ def test_everything_occurs(name: PolicyName) -> None:
 A, B = math.log(0.5), math.log(0.25)
 
 
-def by_hand(policy: Policy, chosen: list[int]) -> StepObservation:
-    """Two slots, two candidates; a branch behind the token 1.
-
-    0 ─ 1 ─ 5 (behind the branch; its sibling is 6)
-      └ 2 ─ 3, 4
-    """
-    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, B)]]])
-    branches = Branches(torch.tensor([[[1, 9]]]), torch.tensor([[1]]), torch.tensor([[-1]]))
-    second = draft_of([[[[NONSENSE] * 2, [(5, A), (6, B)]]]])
-    batch = batch_of([0], [0], [0])
-    with_second = policy.second_pass is not None
-    tree = policy.build(batch, sources_of(first, branches, second if with_second else None))
-    target: Tensor = torch.tensor([[*chosen, *[99] * (tree.tokens.shape[1] - len(chosen))]])
-    return observe(
-        StepTrace(sequences(1), policy, first, branches if with_second else None, tree, accept(tree, target, 3))
-    )[0]
-
-
-def test_a_branch_that_rescues_by_hand() -> None:
-    """Nodes by score: 0, 1 (1/2), 5 (1/4), 2 (1/4), 6 (1/8), 3 (1/8), 4 (1/16); the target says 1, then 5, then 7."""
-    one = by_hand(Hybrid(7, 1), [1, 5, 7])
-    assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued) == (3, 1, 7, 0, True)
-    told = {(n.drafter, n.distance, n.sibling, round(n.prob, 3), n.accepted) for n in one.judged}
-    assert told == {
-        (0, 0, False, 0.5, True),
-        (0, 0, True, 0.25, False),
-        (1, 0, False, 0.5, True),
-        (1, 0, True, 0.25, False),
-    }
-    assert next(n.node for n in one.judged if (n.drafter, n.sibling) == (0, False)) == 1
-
-
-def test_no_branch_where_the_chain_ends_by_hand() -> None:
-    one = by_hand(Hybrid(7, 1), [8])
-    assert (one.accepted, one.chain, one.rank, one.rescued) == (1, 0, None, False)
-    assert [(n.distance, n.accepted) for n in one.judged] == [(0, False), (0, False)]
-
-
-def test_a_sibling_of_the_first_pass_is_no_rescue_by_hand() -> None:
-    one = by_hand(DDTree(7), [2, 99, 3])
-    assert (one.accepted, one.chain, one.rank, one.rescued) == (3, 0, None, False)
-
-
-def test_a_bonus_that_the_draft_had_too_counts_for_its_chain() -> None:
-    """A tree of two rows has no room for the second draft, which the target then says itself."""
-    one = by_hand(DDTree(2), [1, 3])
-    assert (one.accepted, one.chain, one.nodes, one.rescued) == (2, 2, 2, False)
-
-
-def test_plain_decoding_has_nothing_to_judge() -> None:
-    batch = batch_of([4], [0], [0])
-    policy = Off(1)
-    tree = policy.build(batch, [])
-    (one,) = observe(StepTrace(sequences(1), policy, None, None, tree, accept(tree, torch.tensor([[3]]), 4)))
-    assert (one.accepted, one.chain, one.nodes, one.rank, one.rescued, one.judged) == (1, 0, 1, None, False, [])
-
-
 def test_what_lookup_did_not_find_is_not_judged() -> None:
     first = draft_of([[[(1, 0.0)], [(0, -math.inf)]]])
     policy, batch = Lookup(3), batch_of([0], [0], [0])
@@ -242,11 +184,6 @@ def test_a_certain_draft_that_was_wrong_is_a_number(said: float) -> None:
     (one,) = observe(StepTrace(sequences(1), policy, first, branches, tree, accept(tree, chosen, 4)))
     assert one.accepted == 4
     assert [0 <= node.prob <= 1 for node in one.judged] == [True] * 4, [node.prob for node in one.judged]
-
-
-def test_a_chain_of_fewer_rows_than_slots() -> None:
-    one = by_hand(Chain(2), [1, 3])
-    assert (one.accepted, one.chain, one.rescued) == (2, 2, False)
 
 
 def stats(*steps: tuple[int, int]) -> SequenceStats:

@@ -29,21 +29,6 @@ def run(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], Tex
     return [*given_, stream.flush()], stream
 
 
-def test_text_comes_as_it_is_certain() -> None:
-    assert run([b"Hel", b"lo ", b"you"])[0] == ["Hel", "lo ", "you", ""]
-
-
-def test_a_character_split_over_tokens_comes_once_it_is_whole() -> None:
-    euro = "€".encode()
-    assert run([b"a", euro[:1], euro[1:2], euro[2:] + b"b"])[0] == ["a", "", "", "€b", ""]
-    assert run([b"a" + euro[:2], euro[2:]])[0] == ["", "a€", ""]
-
-
-def test_bytes_that_never_become_a_character_are_shown_at_the_end() -> None:
-    assert run([b"a", "€".encode()[:2]])[0] == ["a", "", "\ufffd"]
-    assert run([b"\xff", b"b"])[0] == ["", "\ufffdb", ""]
-
-
 def test_a_token_may_look_different_behind_another() -> None:
     """SentencePiece drops the space that a text starts with: tokens decoded one by one would lose all spaces."""
 
@@ -52,20 +37,6 @@ def test_a_token_may_look_different_behind_another() -> None:
 
     stream = TextStream(decode)
     assert [stream.feed(i) for i in (0, 1, 2)] == ["one", " two", " three"]
-
-
-def test_a_beginning_at_the_end_is_released_by_flush() -> None:
-    pieces, stream = run([b"ab<st"], ("<stop>",))
-    assert pieces == ["ab", "<st"]
-    assert not stream.stopped
-    assert stream.flush() == ""
-
-
-def test_a_stop_string_that_only_the_end_completes() -> None:
-    """The last token ends in half a character, so its text is decided by flush."""
-    pieces, stream = run([b"ab END\xe2"], (" END",))
-    assert "".join(pieces) == "ab"
-    assert stream.stopped
 
 
 alphabet = st.sampled_from([b"a", b"b", b"<", "é".encode(), "€".encode(), "🙂".encode(), b"\xff", b"\xe2"])

@@ -1,4 +1,4 @@
-"""The handover's kernels against their specification, and against loops over rows: equal to the bit."""
+"""The handover's kernels against their specification: equal to the bit."""
 
 from __future__ import annotations
 
@@ -74,16 +74,6 @@ def test_handover(rows: int, size: int, block: int, monkeypatch: pytest.MonkeyPa
         state, batch, link, result = drawn(rows, size, block, seed)
         expected = run(monkeypatch, False, state, batch, link, result)
         assert run(monkeypatch, True, state, batch, link, result) == expected
-        columns = zip(*((x.tolist()) for x in (batch.anchor, batch.where.context_len, batch.active)), strict=True)
-        given, after = [], [*zip(*state.tolist(), strict=True)]
-        for row, own in enumerate(columns):
-            source = int(link.source[row])
-            given.append(after[source] if link.late[row] else own)
-        for row, (_, length, active) in enumerate(given):
-            new = result.accepted.tokens[row, : result.accepted.count[row]].tolist()
-            stopped = any(token in link.stop[row].tolist() for token in new) or length + len(new) >= link.limit[row]
-            after[row] = max(new[-1], 0), length + len(new), int(active and not stopped)
-        assert expected == ([list(x) for x in zip(*given, strict=True)], [list(x) for x in zip(*after, strict=True)])
 
 
 @pytest.mark.parametrize(
@@ -114,11 +104,6 @@ def test_commit(size: int, block: int, nodes: int, width: int, tables: int, monk
     assert all(torch.equal(one, other.cpu()) for one, other in zip(expected, found, strict=True))
     assert all(torch.equal(one, other.cpu()) for one, other in zip(into, also, strict=True))
     assert all(torch.equal(one, other) for one, other in zip(pages, into[3:], strict=True))
-    for row in range(size):
-        for g in range(block):
-            assert torch.equal(expected[0][row, g], features[row, path[row, g]])
-            assert expected[1][row, g] == context_len[row] + g
-            assert expected[2][row, g] == (row != 1 and g < count[row])
     for one, other in zip(expected, into, strict=False):
         assert torch.equal(one, other[:, :block])
     assert not into[2][:, block:].any()

@@ -1,4 +1,4 @@
-"""The kernels of heads against the operators that specify them, and against loops over numbers.
+"""The kernels of heads against the operators that specify them, which tests/modeling/test_heads.py holds against loops.
 
 Numbers are small multiples of 1/8, so that products and sums are exact in any order: equal scores are equal on both
 sides, and so are tokens. A normaliser may differ in its last digits.
@@ -125,53 +125,6 @@ def test_counters_are_kept(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         assert_same(run(monkeypatch, call), expected)
         assert not arrived.any()
-
-
-def log_sum(numbers: list[float]) -> float:
-    total = sum(map(math.exp, numbers))
-    return math.log(total) if total else -math.inf
-
-
-def behind_parents(call: Given, b: int, k: int, s: int) -> list[list[float]]:
-    """Log-probabilities of a slot's candidates: behind what is known or nothing, then behind each one before."""
-    _, draft, factors, mask, temperature, *_ = call
-    own, given = draft.tokens[b, k, s].tolist(), draft.logprob[b, k, s].tolist()
-    shown, heat = int(call.blocks[b, k, s]), float(temperature[b]) or 1.0
-    earlier = draft.tokens[b, k, s - 1].tolist() if s else [shown] * len(own)
-    rest = math.log1p(-min(math.exp(log_sum(given)), 1 - 1e-6))
-    rows = []
-    for place, parent in enumerate([shown, *earlier]):
-        if place == 0 and shown == mask:
-            rows.append(given)
-            continue
-        at, token = (0, shown) if shown != mask else (place, parent)
-        left = (factors.before[b, k, s, at] if factors.before.dim() > 2 else factors.before[token]).tolist()
-        if factors.of_slot is not None:
-            left = [x * y for x, y in zip(left, factors.of_slot[b, k, s].tolist(), strict=True)]
-        added = [sum(x * y for x, y in zip(left, factors.behind[c].tolist(), strict=True)) / heat for c in own]
-        scores = [u + x for u, x in zip(given, added, strict=True)]
-        whole = log_sum([rest, log_sum(scores)])
-        rows.append([x - whole for x in scores] if any(added) else given)
-    return rows
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_scores_are_those_of_loops_over_pairs(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    call = given(torch.float32, 5, 6, form, 3, seed=1)
-    found = run(monkeypatch, call)
-    assert found.behind is not None
-    for b, k in product(range(BATCH), range(BRANCHES)):
-        taken, earlier = 0, list[int]()
-        for s in range(SLOTS):
-            rows = behind_parents(call, b, k, s)
-            order = sorted(range(5), key=lambda c: -rows[taken][c])
-            assert found.tokens[b, k, s].tolist() == [int(call.draft.tokens[b, k, s, c]) for c in order[:3]]
-            assert found.logprob[b, k, s].tolist() == pytest.approx([rows[taken][c] for c in order[:3]], abs=4e-6)
-            kept = [0, *(1 + p for p in (earlier if s else order)[:3])]
-            for row, parent in enumerate(kept):
-                expected = [rows[parent][c] for c in order[:3]]
-                assert found.behind[b, k, s, row].tolist() == pytest.approx(expected, abs=4e-6)
-            taken, earlier = 1 + order[0], order
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 2.0**100])

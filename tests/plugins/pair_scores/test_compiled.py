@@ -1,4 +1,4 @@
-"""The compiled library against what the kernels are held to: the specification, and loops over numbers."""
+"""The compiled library against what the kernels are held to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from tests.plugins.kernels import pairs
 from tests.plugins.kernels.pairs import (  # noqa: F401 - run here with the library in the kernels' place
     test_a_block_does_not_depend_on_those_beside_it,
     test_a_head_of_zeros_changes_nothing,
-    test_scores_are_those_of_loops_over_pairs,
     test_what_is_not_finite_proposes_nothing,
 )
 

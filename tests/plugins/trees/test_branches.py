@@ -49,11 +49,6 @@ def test_scores_are_a_distribution_but_for_what_is_accepted(drafts: list[float])
     assert float(scores.sum()) == pytest.approx(1 - math.prod(drafts), abs=1e-5)
 
 
-def test_certain_and_impossible_drafts() -> None:
-    assert boundary_scores(torch.tensor([[1.0, 0.0, 0.5]]).log()).tolist() == [[0.0, 1.0, 0.0]]
-    assert boundary_scores(torch.tensor([[1.0, 1.0]]).log()).tolist() == [[0.0, 0.0]]
-
-
 @STEADY
 @given(passes(), st.data())
 def test_chain_branches_are_the_likeliest_boundaries(made: Passes, data: st.DataObject) -> None:
@@ -86,40 +81,11 @@ def test_tree_branches_are_the_nodes_worth_most(made: Passes, count: int) -> Non
         assert got == pytest.approx(sorted([*worth.values(), *[0.0] * count], reverse=True)[:count], abs=1e-6)
 
 
-def test_tree_branches_by_hand() -> None:
-    """The chain 1 2 3 is likely, so it is worth little to restart on it; x is the likeliest sibling."""
-    x, y = 8, 9
-
-    def slot(best: int, p: float, other: int, q: float) -> list[tuple[int, float]]:
-        return [(best, math.log(p)), (other, math.log(q))]
-
-    first = draft_of([[slot(1, 0.9, x, 0.08), slot(2, 0.9, y, 0.05), slot(3, 0.5, 7, 0.1)]])
-    branches = tree_branches(torch.tensor([4]), first, 5)
-    # 1 2: .81·.5, 1: .9·.1, x: .08, x 2: .072, 1 y: .045, x y: .004
-    assert kept(branches, 0) == [(1, 2), (1,), (x,), (x, 2), (1, y)]
-
-
 @pytest.mark.parametrize("slots", [1, 2])
 def test_a_block_of_one_draft_has_nothing_to_restart_behind(slots: int) -> None:
     first = draft_of([[[(1, -0.5), (2, -1.0)]] * slots])
     branches = tree_branches(torch.tensor([0]), first, 3)
     assert sorted(branches.prefix_len[0].tolist()) == ([1] * 3 if slots == 1 else [1, 1, 2])
-
-
-@pytest.mark.parametrize("pick", ["chain", "tree"])
-@STEADY
-@given(made=passes(ties=False))
-def test_requests_are_judged_alone(pick: str, made: Passes) -> None:
-    def picked(one: Passes) -> Branches:
-        if pick == "tree":
-            return tree_branches(one.batch.anchor, one.first, 2)
-        return chain_branches(one.first, min(2, one.first.top1.shape[1]))
-
-    together = picked(made)
-    for row in range(len(made)):
-        alone = picked(made.only(row))
-        assert kept(alone, 0) == kept(together, row)
-        assert alone.rejected[0].tolist() == together.rejected[row].tolist()
 
 
 COMPILED = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")

@@ -24,9 +24,8 @@ from d2sd.plugins.trees import (
     max_nodes,
     replace_rows,
 )
-from d2sd.runtime.decode import sources_of
 from tests.runtime import oracle
-from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes, slots_of
+from tests.runtime.drafts import NONSENSE, Passes, batch_of, check_best, draft_of, nodes_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node, best_first
 
@@ -72,37 +71,6 @@ def test_a_third_source_beside_two_passes_equals_a_heap(made: Passes, copied: Pa
             check_best(nodes_of(tree, row), everything, rows)
 
 
-def test_the_likelier_of_equal_children_stays_and_of_equals_the_earlier_lane_s() -> None:
-    first = draft_of([[[(1, A), (2, C)], [(3, A), (4, C)]]])
-    copy = draft_of([[[(2, B)], [(3, A)]]])
-    tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy)], 64)
-    assert [(node.path, node.branch_id) for node in nodes_of(tree, 0)] == [
-        ((0,), 0),
-        ((0, 1), 0),
-        ((0, 2), 1),
-        ((0, 1, 3), 0),
-        ((0, 2, 3), 0),
-        ((0, 1, 4), 0),
-        ((0, 2, 4), 0),
-    ]
-
-
-def test_a_source_behind_nodes_alone_proposes_nothing_elsewhere() -> None:
-    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)]]])
-    branches = Branches(torch.tensor([[[2, 9]]]), torch.tensor([[1]]), torch.tensor([[-1]]))
-    copy = draft_of([[[[NONSENSE], [(7, A)]]]])
-    tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy, branches)], 64)
-    assert [node.path for node in nodes_of(tree, 0) if node.branch_id] == [(0, 2, 7)]
-
-
-@STEADY
-@given(passes(ties=False), st.integers(1, 40), st.integers(0, 40))
-def test_fewer_rows_are_the_beginning_of_more(made: Passes, rows: int, more: int) -> None:
-    small, large = grown(made, rows), grown(made, rows + more)
-    for row in range(len(made)):
-        assert nodes_of(small, row) == nodes_of(large, row)[:rows]
-
-
 def likely(dice: random.Random, slots: int, width: int) -> list[list[tuple[int, float]]]:
     """Candidates as a drafter gives them: of 64 tokens, falling probabilities, in multiples of 2^-16."""
 
@@ -144,40 +112,19 @@ def test_as_large_as_it_is_served(seed: int) -> None:
 A, B, C = math.log(0.5), math.log(0.25), math.log(0.125)
 
 
-def test_by_hand() -> None:
-    """A path goes on as the deepest branch it has passed says, from where it has passed it."""
-    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)], [(5, A), (6, C)]]])
-    branches = Branches(torch.tensor([[[1, 9, 9], [1, 4, 9]]]), torch.tensor([[1, 2]]), torch.tensor([[-1, -1]]))
-    second = draft_of(
-        [[[[NONSENSE] * 2, [(4, A), (7, B)], [(8, A), (9, C)]], [[NONSENSE] * 2, [NONSENSE] * 2, [(10, A), (11, B)]]]]
-    )
-    tree = best_first_tree(torch.tensor([0]), sources_of(first, branches, second), 64)
-    branch_id = {node.path: node.branch_id for node in nodes_of(tree, 0)}
-    assert branch_id == {
-        (0,): 0,
-        (0, 1): 0,
-        (0, 2): 0,
-        (0, 1, 4): 1,
-        (0, 1, 7): 1,
-        (0, 2, 3): 0,
-        (0, 2, 4): 0,
-        (0, 1, 4, 10): 2,
-        (0, 1, 4, 11): 2,
-        (0, 1, 7, 8): 1,
-        (0, 1, 7, 9): 1,
-        (0, 2, 3, 5): 0,
-        (0, 2, 3, 6): 0,
-        (0, 2, 4, 5): 0,
-        (0, 2, 4, 6): 0,
-    }
-
-
-def test_a_branch_that_keeps_nothing_or_everything_adds_nothing() -> None:
-    first = draft_of([[[(1, A), (2, B)], [(3, A), (4, C)]]])
-    branches = Branches(torch.tensor([[[1, 3], [1, 3]]]), torch.tensor([[0, 2]]), torch.tensor([[1, -1]]))
-    second = draft_of([[[[(5, 0.0), (6, A)]] * 2, [[NONSENSE] * 2] * 2]])
-    tree = best_first_tree(torch.tensor([0]), sources_of(first, branches, second), 9)
-    assert set(nodes_of(tree, 0)) == set(best_first(0, slots_of(first, 0), 9))
+def test_the_likelier_of_equal_children_stays_and_of_equals_the_earlier_lane_s() -> None:
+    first = draft_of([[[(1, A), (2, C)], [(3, A), (4, C)]]])
+    copy = draft_of([[[(2, B)], [(3, A)]]])
+    tree = best_first_tree(torch.tensor([0]), [Source(first), Source(copy)], 64)
+    assert [(node.path, node.branch_id) for node in nodes_of(tree, 0)] == [
+        ((0,), 0),
+        ((0, 1), 0),
+        ((0, 2), 1),
+        ((0, 1, 3), 0),
+        ((0, 2, 3), 0),
+        ((0, 1, 4), 0),
+        ((0, 2, 4), 0),
+    ]
 
 
 @st.composite
@@ -242,26 +189,6 @@ def test_nodes_that_are_not_kept_make_room_for_later_ones(
 def merged(candidates: list[list[list[int]]] | Tensor, budget: int) -> Tree:
     tokens = torch.as_tensor(candidates)
     return from_candidates(tokens, torch.zeros(tokens.shape), budget)
-
-
-def test_example_of_the_docstring() -> None:
-    anchor, b, c, d, x, y, z = range(7)
-    tree = merged([[[anchor, b, c, d], [anchor, b, x, y], [anchor, b, x, z]]], 8)
-    assert tree.tokens[0].tolist() == [anchor, b, c, d, x, y, z, 0]
-    assert tree.parent[0].tolist() == [0, 0, 1, 2, 1, 4, 4, 0]
-    assert tree.branch_id[0].tolist() == [0, 0, 0, 0, 1, 1, 2, 0]
-    assert tree.valid[0].tolist() == [True] * 7 + [False]
-    assert tree.attn_mask[0, 6].nonzero().flatten().tolist() == [0, 1, 4, 6]
-    assert tree.attn_mask[0, 7].nonzero().flatten().tolist() == [7]
-    assert tree.num_merged.tolist() == [5]  # A and b twice, x once
-
-
-def test_chain_is_the_tree_of_one_candidate() -> None:
-    tokens, scores = torch.tensor([[3, 1, 1, 2], [0, 0, 0, 0]]), torch.tensor([[0.0, -1, -2, -3], [0, -0.5, -4, -9]])
-    tree = from_chain(tokens, scores)
-    for b in range(2):
-        assert nodes_of(tree, b) == oracle.from_candidates([tokens[b].tolist()], [scores[b].tolist()], 4)[0]
-    assert tree.num_merged.tolist() == [0, 0]
 
 
 @STEADY

@@ -7,24 +7,14 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.plugins.trees import Accepted
-from d2sd.policies import DrafterRole, PolicyName
-from d2sd.runtime.batch import Batch
+from d2sd.policies import DrafterRole
 from d2sd.runtime.drafting import context as module
-from d2sd.runtime.model_runner import ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.runtime.speculation.policy import Chain, Policy
+from d2sd.runtime.speculation.policy import Chain
 from tests.runtime.helpers import BLOCK, check_pages, copies, expected, make_engine, some_requests, sync_drafters
-from tests.tiny import prepared, runner_of
-
-
-class Eager(ModelRunner):
-    """Pays at once."""
-
-    def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
-        super().commit(batch, verified, accepted)
-        sync_drafters(self)
+from tests.tiny import runner_of
 
 
 def owed(runner: ModelRunner) -> list[int]:
@@ -37,35 +27,6 @@ def owed(runner: ModelRunner) -> list[int]:
 def never(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is paid before a drafter asks for it."""
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 10**9)
-
-
-@pytest.mark.sampled(5)
-@pytest.mark.usefixtures("never")
-@pytest.mark.parametrize("pages", [None, 11])
-@pytest.mark.parametrize("policy", ["off", "chain", "reanchor"])
-def test_pages_hold_what_they_would_had_it_been_paid_at_once(policy: PolicyName, pages: int | None) -> None:
-    """The pages of all running requests are compared, every seventh step. With 11 pages some are preempted."""
-    runner = runner_of(*copies()[:3])
-    engine = make_engine(runner, policy, pages=pages, prefix_cache=False)
-    requests, request_keys, most = list(some_requests()[:6]), dict[int, set[int]](), 0
-    sequences = []
-    for step in range(500):
-        if requests and step % 2 == 0:
-            sequences.append(engine.submit(requests.pop(0)))
-        engine.step()
-        most = max(most, *runner.context.pending_rows.values())
-        for sequence in engine.scheduler.running:
-            for page in sequence.pages:
-                request_keys.setdefault(page, set()).add(sequence.id)
-            if step % 7 == 6:
-                check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
-        if not requests and not engine.busy:
-            break
-    assert [s.answer for s in sequences] == [expected(s.request) for s in sequences]
-    assert most > 30
-    assert sum(len(ids) > 1 for ids in request_keys.values()) > 2, "pages must be handed on, or this shows nothing"
-    assert engine.step() == []
-    assert owed(runner) == [0, 0], "nothing is owed for those that left"
 
 
 @pytest.mark.usefixtures("never")
@@ -85,31 +46,6 @@ def test_a_page_holds_what_its_last_owner_wrote(prefix_cache: bool) -> None:
     else:
         assert owed(runner)[0] == 7 - 1 + 8, "the second's rows, not the first's"
     check_pages(runner, table, second.tokens[: second.cached])
-
-
-@pytest.mark.usefixtures("never")
-def test_a_drafter_finds_everything_when_its_turn_comes() -> None:
-    """Twenty plain steps, then a chain: it drafts what it would have drafted had it been fed all along."""
-    drafts = []
-    for kind in (ModelRunner, Eager):
-        runner = kind(*prepared(*copies()[:3]))
-        engine = make_engine(runner, "off")
-        for request in some_requests()[:3]:
-            engine.submit(Request(request.prompt, 30, request.sampling))
-        for _ in range(20):
-            engine.step()
-        policy: Policy = Chain(BLOCK)
-        engine.policy = policy
-        engine.record_trace = True
-        engine.step()
-        assert engine.trace is not None
-        assert engine.trace.first is not None
-        drafts.append(engine.trace.first)
-        # The step's own rows are new debts: they were committed after the draft.
-        committed = int(engine.trace.accepted.count[:3].sum())
-        assert owed(runner) == ([0, 0] if kind is Eager else [committed, owed(runner)[1]])
-    assert torch.equal(drafts[0].tokens[:3], drafts[1].tokens[:3])
-    torch.testing.assert_close(drafts[0].logprob[:3], drafts[1].logprob[:3], atol=1e-4, rtol=0)
 
 
 @pytest.fixture

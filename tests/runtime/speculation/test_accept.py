@@ -37,53 +37,6 @@ def test_equals_a_walk_from_the_root(data: st.DataObject) -> None:
         assert int(accepted.accepted_branch[b]) == nodes[path[-1]].branch_id
 
 
-def test_chain_by_hand() -> None:
-    tree = from_chain(torch.tensor([[7, 1, 2, 3]] * 4), torch.zeros(4, 4))
-    chosen = torch.tensor([[1, 2, 3, 9], [1, 9, 3, 9], [9, 2, 3, 9], [1, 2, 9, 9]])
-    accepted = accept(tree, chosen, 4)
-    assert accepted.count.tolist() == [4, 2, 1, 3]  # a choice behind a rejected draft counts for nothing
-    assert [row[:n] for row, n in zip(accepted.tokens.tolist(), [4, 2, 1, 3], strict=True)] == [
-        [1, 2, 3, 9],
-        [1, 9],
-        [9],
-        [1, 2, 9],
-    ]
-
-
-def test_branch_by_hand() -> None:
-    #              0  1  2  3 | 4  5 (below 1)
-    tree = from_candidates(torch.tensor([[[7, 1, 2, 3], [7, 1, 5, 6]]]), torch.zeros(1, 2, 4), 8)
-    accepted = accept(tree, torch.tensor([[1, 5, 0, 0, 6, 4, 0, 0]]), 4)
-    assert accepted.path.tolist() == [[0, 1, 4, 5]]
-    assert accepted.tokens.tolist() == [[1, 5, 6, 4]]
-    assert (accepted.count.tolist(), accepted.accepted_branch.tolist()) == ([4], [1])
-
-
-def test_padding_is_never_accepted() -> None:
-    """Padding rows hold token 0 below node 0: just what the target chooses here."""
-    tree = from_candidates(torch.tensor([[[7, 1], [7, 1]]]), torch.zeros(1, 2, 2), 6)
-    accepted = accept(tree, torch.zeros(1, 6, dtype=torch.long), 2)
-    assert accepted.count.tolist() == [1]
-    assert accepted.tokens[0, 0] == 0
-
-
-def test_siblings_by_hand() -> None:
-    """Three siblings; the target takes the last, and below it the first of two."""
-    tree = from_candidates(torch.tensor([[[7, 1, 4], [7, 2, 4], [7, 3, 4], [7, 3, 5]]]), torch.zeros(1, 4, 3), 8)
-    #  0  1  2 | 3  4 | 5  6 | 7 (below 5)
-    accepted = accept(tree, torch.tensor([[3, 0, 0, 0, 0, 4, 9, 0]]), 3)
-    assert accepted.path.tolist() == [[0, 5, 6]]
-    assert accepted.tokens.tolist() == [[3, 4, 9]]
-    assert (accepted.count.tolist(), accepted.accepted_branch.tolist()) == ([3], [2])
-
-
-def test_bare_anchor() -> None:
-    accepted = accept(from_chain(torch.tensor([[4], [5]]), torch.zeros(2, 1)), torch.tensor([[8], [9]]), 3)
-    assert accepted.count.tolist() == [1, 1]
-    assert accepted.path.tolist() == [[0, 0, 0]] * 2
-    assert accepted.tokens[:, 0].tolist() == [8, 9]
-
-
 @STEADY
 @given(st.data())
 def test_the_walk_level_by_level_accepts_the_same(data: st.DataObject) -> None:

@@ -17,7 +17,7 @@ from d2sd.policies import MAX_NODES, NAMES, DrafterRole, DraftUse, FirstPass, Po
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.runtime import oracle
-from tests.runtime.drafts import Passes, batch_of, check_best, draft_of, nodes_of, passes
+from tests.runtime.drafts import Passes, check_best, nodes_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Node
 
@@ -140,31 +140,6 @@ def test_every_name_has_its_policy() -> None:
     made = {name: make_policy(name, block_size=4, branches=2, row_budget=64) for name in NAMES}
     assert [policy.name for policy in made.values()] == list(NAMES)
     assert len(set(made.values())) == len(NAMES)
-
-
-def test_d2sd_by_hand() -> None:
-    """Two boundaries of a draft of 3; that all of it is accepted, which has a chance of 1/8, is none."""
-    half = math.log(0.5)
-    first = draft_of([[[(2, half)], [(3, 2 * half)], [(4, 0.0)]]])
-    policy = make_policy("d2sd", block_size=4, branches=2, row_budget=64)
-    batch = batch_of([1], [0], [0])
-    branches = policy.branches(batch, first)
-    assert branches.prefix_len.tolist() == [[0, 1]]  # worth 1/2, 3/8
-    second = draft_of([[[[(9, half)], [(8, half)], [(7, half)]], [[(0, 0.0)], [(6, half)], [(5, half)]]]])
-    nodes = nodes_of(policy.build(batch, sources_of(first, branches, second)), 0)
-    assert [(n.path[1:], n.branch_id) for n in nodes] == [
-        ((), 0),
-        ((2,), 0),
-        ((2, 3), 0),
-        ((2, 3, 4), 0),
-        ((9,), 1),
-        ((9, 8), 1),
-        ((9, 8, 7), 1),
-        ((2, 6), 2),
-        ((2, 6, 5), 2),
-    ]
-    chances = [math.exp(n.score) for n in nodes]
-    assert chances == pytest.approx([1, 1 / 2, 1 / 8, 1 / 8, 1 / 4, 1 / 8, 1 / 16, 3 / 16, 3 / 32])
 
 
 @pytest.mark.parametrize("name", NAMES)

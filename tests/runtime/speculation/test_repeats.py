@@ -7,7 +7,6 @@ import random
 import numpy as np
 import pytest
 
-from d2sd.plugins.lookup.types import LONGEST
 from d2sd.runtime.acceptance import Acceptance, Gain, Gains, RequestAcceptance
 from d2sd.runtime.speculation.repeats import ENTRIES, Repeats
 from tests.runtime.scalar_choice import SlowRepeats
@@ -15,36 +14,6 @@ from tests.runtime.scalar_choice import SlowRepeats
 
 def test_entries_of_lengths() -> None:
     assert [ENTRIES[n] for n in (1, 2, 3, 4, 5, 6, 8, 9, 15, 16)] == [0, 1, 2, 3, 3, 4, 4, 5, 5, 6]
-
-
-def test_a_match_by_hand() -> None:
-    repeats = Repeats()
-    assert repeats.follow([5, 6, 7, 8]) == []
-    assert repeats.length == 0
-    assert repeats.follow([5, 6, 7, 8, 6]) == []
-    assert (repeats.length, repeats.place) == (1, 2)
-    assert repeats.follow([5, 6, 7, 8, 6, 7]) == [(0, True)]
-    assert (repeats.length, repeats.place) == (2, 3)
-    assert repeats.follow([5, 6, 7, 8, 6, 7, 9, 9]) == [(1, False)]
-    assert (repeats.length, repeats.place) == (1, 7), "the nine before the last"
-    assert repeats.follow([5, 6, 7, 8, 6, 7, 9, 9, 9]) == [(0, True)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_a_match_is_one_and_is_the_longest_of_its_beginning(seed: int) -> None:
-    """Whatever the text: as many tokens as it says are equal, no match can be lengthened, and none is missed."""
-    dice, repeats, text = random.Random(seed), Repeats(), list[int]()
-    for _ in range(300):
-        text.append(dice.randrange(1 + seed * 2))
-        repeats.follow(text)
-        assert repeats.tokens == text
-        if repeats.length:
-            start = repeats.place
-            assert start < len(text)
-            assert text[start - repeats.length : start] == text[-repeats.length :]
-        else:
-            assert text[-1] not in text[:-1]
-    assert repeats.length <= LONGEST
 
 
 def test_a_prompt_of_any_length_is_read_at_once() -> None:
