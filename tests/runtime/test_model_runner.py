@@ -18,16 +18,15 @@ from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, best_first_tree, from_candidates
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.decode import _cut, sources_of
+from d2sd.runtime.decode import _cut
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
-from d2sd.runtime.speculation.policy import make_policy
 from tests.modeling.test_flex import reference as flex_reference
 from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
-from tests.tiny import full_logits, runner_of, tiny_drafter
+from tests.tiny import runner_of, tiny_drafter
 
 PAGE = 4
 FIRST, SECOND, *_ = DrafterRole
@@ -207,19 +206,6 @@ def tree_of(batch: Batch) -> Tree:
     return from_candidates(candidates, torch.zeros(candidates.shape), 12)
 
 
-def test_verification_says_what_each_path_alone_would(ready: tuple[ModelRunner, Batch]) -> None:
-    runner, batch = ready
-    tree = tree_of(batch)
-    verified = runner.verify(batch, tree)
-    assert verified.logits.shape == (3, 12, 64)
-    for row, text in enumerate(TEXTS):
-        for node in range(int(tree.valid[row].sum())):
-            path = tree.tokens[row][tree.attn_mask[row, node]].tolist()  # ancestors stand before their children
-            alone = full_logits(models()[0], torch.tensor([text[:-1] + path]))[0, -1]
-            torch.testing.assert_close(verified.logits[row, node], alone, atol=1e-4, rtol=1e-4)
-    assert verified.logits.isfinite().all()  # padding rows as well: they see themselves
-
-
 def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> None:
     """Nor multiplied with the head; what is left has the same logits, and the choices are the same."""
     runner, batch = ready
@@ -253,14 +239,6 @@ def test_the_first_nodes_are_the_tree_of_that_budget(ready: tuple[ModelRunner, B
         assert torch.equal(getattr(cut, name)[:, :rows], getattr(own, name)), name
     assert torch.equal(cut.attn_mask[:, :rows, :rows], own.attn_mask)
     assert not cut.valid[:, rows:].any()
-
-
-def test_prefill_commits_the_context(ready: tuple[ModelRunner, Batch]) -> None:
-    runner, _ = ready
-    for row, text in enumerate(TEXTS):
-        check_pages(runner, TABLE[row], text[:-1])
-    for pool in runner.pools:  # and nothing else: what was not written is NaN
-        assert int(pool.k[0, :, :, 0, 0].isfinite().sum()) == sum(len(text) - 1 for text in TEXTS)
 
 
 def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,64 +291,6 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
                 if (page, slot) not in written:
                     same(pool.k[:, page, slot], k[:, page, slot])
                     same(pool.v[:, page, slot], v[:, page, slot])
-
-
-@pytest.mark.parametrize("chunk", [1, 3, 5])
-def test_chunked_prefill_commits_the_same(chunk: int) -> None:
-    runner = honest()
-    runner.allocate(PoolSizes(10, PAGE))
-    poison(runner, slice(None))
-    text = TEXTS[0]
-    for start in range(0, len(text), chunk):
-        piece = text[start : start + chunk]
-        runner.prefill(torch.tensor(piece), [len(piece)], Where(TABLE[:1], torch.tensor([start])))
-    check_pages(runner, TABLE[0], text)
-
-
-def test_prompts_in_one_call_are_committed_as_if_alone() -> None:
-    """Two calls: chunks and contexts of different lengths."""
-    runner = honest()
-    runner.allocate(PoolSizes(10, PAGE))
-    poison(runner, slice(None))
-    done = [0, 0, 0]
-    for lengths in ({0: 5, 1: 2, 2: 1}, {2: 5, 0: 4}):
-        tokens = [token for row, n in lengths.items() for token in TEXTS[row][done[row] : done[row] + n]]
-        rows = list(lengths)
-        context = torch.tensor([done[row] for row in rows])
-        hidden, _ = runner.prefill(torch.tensor(tokens), list(lengths.values()), Where(TABLE[rows], context))
-        assert hidden.shape == (len(tokens), runner.target.config.body.hidden_size)
-        for row, n in lengths.items():
-            done[row] += n
-    sync_drafters(runner)
-    written = set[tuple[int, int]]()
-    for row, text in enumerate(TEXTS):
-        assert done[row] == len(text)
-        check_pages(runner, TABLE[row], text)
-        written |= {(int(TABLE[row, p // PAGE]), p % PAGE) for p in range(len(text))}
-    for pool in runner.pools:
-        for page, slot in {(page, slot) for page in range(10) for slot in range(PAGE)} - written:
-            assert pool.k[:, page, slot].isnan().all()
-            assert pool.v[:, page, slot].isnan().all()
-
-
-def test_requests_of_a_batch_do_not_touch_each_other() -> None:
-    """In another order and on other pages, all that is said about a request stays."""
-    order = [2, 0, 1]
-    runner, batch = prefilled(TEXTS, TABLE)
-    moved, shuffled = prefilled([TEXTS[i] for i in order], torch.tensor([[1, 2, 0, 0], [8, 7, 3, 6], [4, 0, 0, 0]]))
-    policy = make_policy("hybrid", block_size=BLOCK, branches=3, row_budget=14)
-    drafts, trees, logits = [], [], []
-    for one, own in ((runner, batch), (moved, shuffled)):
-        first = one.draft_first(own, policy.topk)
-        branches = policy.branches(own, first)
-        second = one.draft_second(own, branches, SECOND, policy.topk)
-        tree = policy.build(own, sources_of(first, branches, second))
-        drafts.append((first.tokens, second.tokens))
-        trees.append((tree.tokens, tree.parent, tree.branch_id))
-        logits.append(one.verify(own, tree).logits)
-    for a, b in zip(drafts[0] + trees[0], drafts[1] + trees[1], strict=True):
-        assert torch.equal(a[order], b)
-    torch.testing.assert_close(logits[0][order], logits[1], atol=1e-5, rtol=1e-5)
 
 
 def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRunner, Batch]) -> None:

@@ -78,14 +78,6 @@ def tokens_of(own: PolicySelector, policy: Policy, remaining: float = math.inf) 
     return float(_before_the_end(gains.tokens(own.usual.shown([], own.slots)), remaining)[0, 0])
 
 
-def test_trees_pay_behind_a_long_context() -> None:
-    """It adds the same to a step of every policy: 3 tokens in 2.9 s against 1 in 1 s, and with 5 s more to both."""
-    costs = {(OFF, 1): 1.0, (LARGE, 1): 2.9, (OFF, 2): 1.0, (LARGE, 2): 2.9}
-    own = PolicySelector(POLICIES, StepTimes(costs, {(OFF, 1): 0.01, (LARGE, 1): 0.01}, {}), FORECAST)
-    assert own.choose(2, 0.0, 564).policy == OFF
-    assert [own.choose(1, 0.0, context).policy for context in (0, 64, 564)] == [OFF, OFF, LARGE]
-
-
 # -- the forecast ------------------------------------------------------------------------------------------------------
 
 
@@ -172,31 +164,11 @@ def test_a_choice_that_is_not_launched_begins_nothing() -> None:
     assert own.choose(1, 0.0).policy == OFF
 
 
-def test_drafters_catch_up_only_where_enough_tokens_are_left() -> None:
-    """A chain makes 2 tokens in 1 s, plain decoding one; its drafter is 100 rows behind, which takes 3 s."""
-    times = StepTimes({(OFF, 1): 1.0, (CHAIN, 1): 1.0}, {}, {FIRST: 0.03, SECOND: 50.0})  # a chain needs the first
-    own = PolicySelector(POLICIES, times, FORECAST)
-    found = [own.choose(1, 0.0, remaining=left, pending={FIRST: 100, SECOND: 100}).policy for left in (1, 6, 7, 100)]
-    assert found == [OFF, OFF, CHAIN, CHAIN]
-    assert own.choose(1, 0.0, remaining=6, pending={FIRST: 0, SECOND: 100}).policy == CHAIN
-
-
 def test_the_last_tokens_are_not_drafted() -> None:
     """A chain makes 2 tokens in 1.4 s: lengths of 1, 2, … with chances of 1/2, 1/4, …, cut to what is left."""
     own = selector({OFF: 1.0, CHAIN: 1.4})
     assert [tokens_of(own, CHAIN, left) for left in (1, 2, 3, math.inf)] == [1.0, 1.5, 1.75, 2.0]
     assert [own.choose(1, 0.0, remaining=left).policy for left in (1, 2, 3, 4)] == [OFF, CHAIN, CHAIN, CHAIN]
-
-
-def test_auto_never_chooses_what_was_not_measured_at_this_batch_size() -> None:
-    """At two in flight the larger tree would win by far, but its cost is not known there."""
-    costs = {(OFF, 1): 1.0, (LARGE, 1): 1.1, (OFF, 2): 1.0, (SMALL, 2): 1.5, (OFF, 4): 1.0, (SMALL, 4): 4.0}
-    own = PolicySelector(POLICIES, StepTimes.of(costs), FORECAST)
-    assert [own.choose(bucket, 0.0).policy for bucket in (1, 2, 4)] == [LARGE, SMALL, OFF]
-
-
-def test_what_nobody_forecasts_is_never_chosen() -> None:
-    assert selector({OFF: 1.0, CHAIN: 1.0}, {}).choose(1, 0.0).policy == OFF
 
 
 # -- what serving teaches ----------------------------------------------------------------------------------------------
@@ -368,22 +340,6 @@ def request(own: PolicySelector, *, repeats: bool, drafts: float = 0.1) -> Reque
     known.read([1, 2, 3, 4, 5] * 6 if repeats else list(range(30)))
     known.drafts, known.steps = drafts, 400
     return known
-
-
-def test_one_that_repeats_itself_does_not_pay_for_one_that_does_not() -> None:
-    """Two requests: both plain are served plainly, and one that gains enough takes the other along."""
-    costs: dict[tuple[Policy, int], float] = {(OFF, 2): 1.0, (COPYING, 2): 1.9}
-    for repeats, best in (([False, False], OFF), ([False, True], COPYING), ([True, True], COPYING)):
-        own = PolicySelector([OFF, COPYING], StepTimes.of(costs), COPIES)
-        assert own.choose(2, 0.0, requests=[request(own, repeats=one) for one in repeats]).policy == best
-
-
-def test_a_copy_without_a_drafter_where_the_text_matches_now() -> None:
-    copy = Lookup(4)
-    own = PolicySelector([OFF, copy], StepTimes.of({(OFF, 1): 1.0, (copy, 1): 1.3}), COPIES)
-    assert own.choose(1, 0.0, requests=[request(own, repeats=True)]).policy == copy
-    assert own.choose(1, 0.0, requests=[request(own, repeats=False)]).policy == OFF
-    assert own.choose(1, 0.0).policy == OFF, "nothing is known of the text"
 
 
 def test_rows_go_to_the_requests_that_earn_them() -> None:
@@ -679,12 +635,6 @@ def test_serving_corrects_what_was_guessed(truth: float, best: Policy) -> None:
     assert own.fresh().times is times, "as one that has seen no step"
 
 
-def test_a_hiccup_of_the_machine_is_not_measured() -> None:
-    runner = Scripted(lambda rows, size: 1.0, slow=frozenset(range(12)) - {3, 11})  # all but one of five
-    found = measured(runner, (OFF, CHAIN), {"chain": ([2.0], [2.0])})
-    assert found == {(OFF, 1): 1.25, (CHAIN, 1): 2.25}
-
-
 @pytest.mark.parametrize("turn", [0, 1])
 def test_what_slows_one_turn_on_a_cpu_is_not_measured(turn: int) -> None:
     """A second of other work, in which all steps of a batch are timed once; each has three runs in a turn."""
@@ -712,12 +662,6 @@ def test_trees_larger_than_one_that_cannot_pay_are_not_tried() -> None:
     found = measured(runner, POLICIES, forecast, 4)
     assert found.keys() == {(policy, size) for policy in POLICIES for size in (1, 2, 3, 4)} - {(LARGE, 2)}
     assert (8, 2) not in runner.verified
-
-
-def test_a_policy_without_a_forecast_is_given_up_at_once() -> None:
-    found = measured(Scripted(lambda rows, size: 1.0), POLICIES, {"chain": ([9.0], [9.0])})
-    assert found.keys() == {(OFF, 1), (CHAIN, 1), (SMALL, 1)}
-    assert PolicySelector(POLICIES, StepTimes.of(found), {}).choose(1, 0.0).policy == OFF
 
 
 @pytest.mark.parametrize(
