@@ -45,6 +45,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "blocks": tuple(BLOCKS),
     "windows": tuple(WINDOWS),  # of layers; families with their own keep them where the target has none here
     "rows": ("all", "causal", "sinks"),  # what those of the drafters see
+    "ids": ("all", "some"),  # that drafters may say
     "drafters": ("both", "first"),
     "drafts": ("right", "right", "right", "random", "nan"),
     "turns": ("never", "policies"),  # whether policies take turns
@@ -54,6 +55,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "sampling": ("greedy", "sampled", "parameters"),
     "room": ("alone", "batch", "tight"),
     "prefixes": ("computed", "cached"),
+    "context": ("in time", "late"),  # whether drafters that do not run are fed before they run again
     "steps": ("eager", "cut", "late", "recorded"),  # late: graphs that run their function again
     "weights": ("whole", "whole", "whole", "whole", "broken"),
     "type": ("fp32", "bf16", "fp16"),
@@ -83,6 +85,7 @@ APART: tuple[tuple[str, Iterable[str], str, Iterable[str]], ...] = (
     ("ranks", ("two",), "steps", ("cut", "recorded")),
     ("ranks", ("two",), "type", ("bf16", "fp16")),
     ("ranks", ("two",), "calibration", ("random",)),
+    ("ranks", ("two",), "context", ("late",)),
 )
 #: A feature, its value, another and its value, in the order of FEATURES.
 Pair = tuple[str, str, str, str]
@@ -98,6 +101,7 @@ class Configuration:
     blocks: str
     windows: str
     rows: str
+    ids: str
     drafters: str
     drafts: str
     turns: str
@@ -107,6 +111,7 @@ class Configuration:
     sampling: str
     room: str
     prefixes: str
+    context: str
     steps: str
     weights: str
     type: str

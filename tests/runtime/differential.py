@@ -23,7 +23,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -35,10 +35,12 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.cpu import library
+from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted
 from d2sd.policies import DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.drafting import context
 from d2sd.runtime.engine import Engine, Prepared
 from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.parallel.leader import LeadingSteps
@@ -101,9 +103,21 @@ class Alone(Kept, OneTable):
 class Guarded(Kept, NaNScratch):
     """Pages hold NaN until they are written, and again when they are given up, as page 0 does behind every write."""
 
+    #: By seed: the tokens that a request may have; empty in steps that are a graph's.
+    known: Mapping[int, list[int]] = {}
+
     def allocate(self, *sizes: Any) -> None:
         super().allocate(*sizes)
         poison_what_is_given_up(self)
+
+    def text(self, batch: Batch) -> Text:
+        """Copies are of a request's own text."""
+        text = super().text(batch)
+        for row in range(int(batch.active.sum()) if self.known else 0):
+            length = int(text.context_len[row])
+            said = [*text.pages[text.page_table[row]].flatten()[:length].tolist(), int(text.anchor[row])]
+            assert said == self.known[int(batch.sampling.seed[row])][: len(said)], "another request's text"
+        return text
 
 
 class Right(Guarded, Knowing):
@@ -153,10 +167,12 @@ class Episode:
 
     @contextmanager
     def as_configured(self) -> Iterator[None]:
-        """With or without the compiled kernels."""
+        """With or without the compiled kernels; drafters wait as long as they may."""
         with pytest.MonkeyPatch.context() as patch:
             if self.configuration.kernels == "none":
                 patch.setattr(library, "available", lambda: False)
+            if self.configuration.context == "late":
+                patch.setattr(context, "MAX_PENDING_ROWS", 10**9)
             yield
 
     def models(self) -> Models:
@@ -185,22 +201,23 @@ class Episode:
 
     def within(self, runner: ModelRunner, limits: Limits) -> Limits:
         size = limits.page_size
-        pages = (39 + self.block_size) // size + 2 if self.configuration.room == "tight" else 800 // size
+        pages = (42 + self.block_size) // size + 2 if self.configuration.room == "tight" else 800 // size
         return replace(limits, kv_memory=memory_of(runner, pages, limits))
 
     def runner(self) -> ModelRunner:
         one, (target, first, second, flex) = self.configuration, self.models()
         given = of_case(one.policy, first, None if one.drafters == "first" else second, flex)  # type: ignore[arg-type]
-        if one.drafts != "right":
-            runner: Guarded = Guarded(*prepared(target, *given), block_size=self.block_size)
+        texts = {
+            request.seed: [*request.prompt, *told["tokens"], *[0] * max(DEPTHS.values())]
+            for request, (told, _) in zip(self.requests, self.alone[0], strict=True)
+        }
+        if one.drafts == "right":
+            runner: Guarded = Right(target, *given, texts, block_size=self.block_size)
         else:
-            texts = {
-                request.seed: [*request.prompt, *told["tokens"], *[0] * max(DEPTHS.values())]
-                for request, (told, _) in zip(self.requests, self.alone[0], strict=True)
-            }
-            runner = Right(target, *given, texts, block_size=self.block_size)
-        if self.exact and one.steps in ("eager", "cut"):
-            runner.logits = {}
+            runner = Guarded(*prepared(target, *given), block_size=self.block_size)
+        if one.steps in ("eager", "cut"):
+            runner.known = texts if self.exact else {}
+            runner.logits = {} if self.exact else None
         return runner
 
     def engine(self, folder: Path) -> Engine:
@@ -219,6 +236,7 @@ class Episode:
         calibration = None if one.calibration == "none" else straightened(dice, self.block_size)
         engine = Engine(runner, policy, self.within(runner, limits), decode, calibration, make_steps=steps)
         engine.allow(self.policies)
+        runner.context._on_cpu = one.context == "in time"  # else as on a GPU, where rows are not dropped one by one
         if one.policy == "auto":
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
             costs: dict[tuple[Policy, int], float] = {step: dice.random() for step in served}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -62,10 +63,14 @@ def models(dice: random.Random, one: Configuration) -> Models:
         )
         for place, (head, seen) in enumerate(zip((HEADS.get(one.head), second_head), behind, strict=True))
     )
+    ids = None
+    if one.ids == "some":  # never the mask, which is the last one
+        ids = tuple(sorted(dice.sample(range(vocabulary(one) - 1), vocabulary(one) * 2 // 3)))
+        first, second = (narrowed(drafter, ids) for drafter in (first, second))
     made: list[Any] = [target, first, second]
     if one.family in DENSE:
         anchored = one.turns == "never" and one.policy != "flex_parallel" and dice.random() < 0.5
-        made.append(tiny_flex(target, block_size=BLOCK, anchored=anchored))
+        made.append(tiny_flex(target, block_size=BLOCK, anchored=anchored, draft_vocabulary=ids))
     if one.drafts == "nan":
         for drafter in made[1:]:
             norm = drafter.norm.weight if isinstance(drafter, Drafter) else drafter.mask_embedding
@@ -74,6 +79,13 @@ def models(dice: random.Random, one: Configuration) -> Models:
         break_weight(made[0] if dice.random() < 0.8 else dice.choice(made), dice)
     target, first, second, *flex = (model.to(TYPES[one.type]) for model in made)
     return target, first, second, flex[0] if flex else None
+
+
+def narrowed(drafter: Drafter, ids: tuple[int, ...] | None) -> Drafter:
+    """The drafter, which says these tokens alone."""
+    made = Drafter(replace(drafter.config, draft_vocabulary=ids))
+    made.load_state_dict(drafter.state_dict())
+    return made.eval().requires_grad_(False)
 
 
 @torch.no_grad()

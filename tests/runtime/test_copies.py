@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,14 +12,13 @@ import torch
 from d2sd.plugins.lookup import Text, find_copy
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS
-from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import default_scores
 from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.stats import COPY, SequenceStats
+from d2sd.runtime.stats import SequenceStats
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, make_engine, run_staggered
 from tests.tiny import CASES, of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
 
@@ -41,46 +39,9 @@ def circling(policy: str = "hybrid", depth: int | None = None) -> ModelRunner:
     return runner_of(target, *drafters, block_size=depth)
 
 
-class Watched:
-    """Checks at every step that each request's text is its own."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine, self.steps, self._text = engine, 0, engine.runner.text
-        engine.runner.text = self.text  # type: ignore[method-assign]
-
-    def text(self, batch: Batch) -> Text:
-        text = self._text(batch)
-        for row, sequence in enumerate(self.engine.scheduler.running[: int(batch.active.sum())]):
-            length = int(text.context_len[row])
-            said = text.pages[text.page_table[row]].flatten()[:length].tolist()
-            said.append(int(text.anchor[row]))
-            assert said in [one.tokens for one in self.engine.scheduler.running], sequence.id
-            self.steps += 1
-        return text
-
-
 def prompts(shared: int) -> list[tuple[int, ...]]:
     """Return six prompts that begin alike and end apart."""
     return [(*range(1, shared + 1), 40 + n, 3 * n + 1, 40 + n) for n in range(6)]
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("policy", COPYING)
-def test_a_request_copies_from_its_own_text_alone(policy: str) -> None:
-    """In flight, preempted, over prefix hits, with salts of their own and of others, twice over the same pages."""
-    requests = [
-        Request(prompt, 24, SamplingParams(n % 2, seed=n), cache_salt=("", "a", "b")[n % 3])
-        for n, prompt in enumerate(prompts(17) * 2)
-    ]
-    plain = run_staggered(make_engine(circling(policy), "off"), requests, gap=1)
-    engine = make_engine(circling(policy), policy, pages=40, max_batch=6, lookup=True)
-    watched = Watched(engine)
-    for _ in range(2):
-        found = run_staggered(engine, requests, gap=1)
-        assert [s.answer for s in found] == [s.answer for s in plain]
-    assert watched.steps > 100
-    assert sum(s.stats.cached_tokens for s in found) > 0
-    assert SequenceStats.merged(s.stats for s in found).accepted_branches[COPY] > 10
 
 
 @pytest.mark.parametrize("policy", COPYING)
@@ -101,25 +62,6 @@ def test_copies_go_deeper_than_a_block(policy: str) -> None:
     assert [s.answer for s in found] == [s.answer for s in plain]
     assert max(lengths) == 13
     assert sum(count for length, count in lengths.items() if length > BLOCK) > 3
-
-
-@pytest.mark.slow
-def test_a_stop_string_in_the_middle_of_a_copy() -> None:
-    """The text ends where plain decoding ends it, whatever was accepted behind."""
-
-    def decode(ids: list[int]) -> str:
-        return "".join(chr(97 + token % 26) for token in ids)
-
-    request = Request((1, 2), 40)
-    text = decode(make_engine(circling(), "off").generate([request])[0].answer)
-    for first in range(6):  # a circle of six tokens: three of them, and what they begin
-        asked = replace(request, stop=(text[first : first + 20],))
-        plain = list(make_engine(circling(), "off", decode=decode).stream([asked]))
-        found = list(make_engine(circling(), "hybrid", decode=decode, lookup=True).stream([asked]))
-        assert "".join(one.text for one in found) == "".join(one.text for one in plain) == text[:first]
-        assert found[-1].sequence.answer == plain[-1].sequence.answer
-        assert found[-1].finish == "stop"
-        assert found[-1].sequence.stats.accepted_branches[COPY] > 1
 
 
 LONG = 2000

@@ -16,7 +16,7 @@ from torch import Tensor
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Branches, Draft, mask_rejected, restart_blocks
-from d2sd.policies import FACTS, DrafterRole, PolicyName
+from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
@@ -26,7 +26,7 @@ from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_py
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
 from tests.runtime.test_lossless import WAYS
 from tests.runtime.test_model_runner import TABLE, TEXTS, prefilled
-from tests.tiny import PAIR_CASES, policy_name, prepared, runner_of
+from tests.tiny import prepared, runner_of
 
 Ids = tuple[int, ...] | None
 FIRST, SECOND, *_ = DrafterRole
@@ -87,39 +87,6 @@ class Coached(ModelRunner):
         assert not draft.logprob.isnan().any()
         assert set(draft.tokens.flatten().tolist()) <= set(self.ids[role])
         return draft
-
-
-PAIR_DRAFTING = tuple(name for name in PAIR_CASES if FACTS[policy_name(name)].drafters)
-SIZES = {"both": (24, 24), "first": (24, None), "second": (None, 24), "differ": (40, 5)}  # a slot has 16 candidates
-
-
-@pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    ("policy", "name"),
-    [
-        pytest.param(policy, name, marks=[] if (turn + place) % 3 == 0 else pytest.mark.slow)
-        for turn, name in enumerate(["alone", "in flight", "tight pages"])
-        for place, policy in enumerate(PAIR_DRAFTING)
-    ],
-)
-def test_the_text_is_what_plain_decoding_writes(policy: PolicyName, name: str) -> None:
-    way = WAYS[name]
-    runner = Coached(frequent(24), frequent(16))
-    stats = way.run(way.engine(runner, policy), some_requests())
-    assert stats.tau > 1.6
-    assert stats.accepted.keys() == set(range(1, BLOCK + 1))
-    assert runner.told[0] > 100
-    assert (runner.told[1] > 100) == (policy in ("d2sd", "hybrid"))
-
-
-@pytest.mark.sampled(9)
-@pytest.mark.parametrize(("first", "second"), SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("policy", ["reanchor", "d2sd", "hybrid"])
-def test_either_drafter_may_have_one(policy: PolicyName, first: int | None, second: int | None) -> None:
-    """A token that the first proposed and the target rejects may be unknown to the second."""
-    way = WAYS["in flight"]
-    stats = way.run(way.engine(Coached(frequent(first), frequent(second)), policy), some_requests())
-    assert stats.tau > 1.5
 
 
 def test_what_a_vocabulary_lacks_is_not_gained() -> None:
