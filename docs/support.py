@@ -47,14 +47,14 @@ ONE = "`chain`, `ddtree`, `flex_parallel`"
 SECTIONS: Mapping[str, tuple[Row, ...]] = {
     "CPU": (
         Row(EVERY, "none", "`off`", "fp32", "transformers' logits", "test", ("modeling/test_families.py",)),
-        Row(EVERY, PAIR, "all", "fp32", LOSSLESS, "test", ("runtime/test_families_lossless.py",)),
+        Row(EVERY, PAIR, "all", "fp32", LOSSLESS, "test", ("runtime/test_differential.py",)),
         Row(EVERY, PAIR, "all", TYPES, f"random engines: {LOSSLESS}", "differential", ("runtime/differential.py",)),
         Row(
             DENSE, "FlexDraft", ONE, TYPES, f"random engines: {LOSSLESS}", "differential", ("runtime/differential.py",)
         ),
         Row("SmolLM2", PAIR, "all", "fp32, bf16", f"real weights: {LOSSLESS}", "test-slow", ("test_smollm2.py",)),
-        Row("Qwen3", HEADS, "all", "fp32", LOSSLESS, "test", ("runtime/test_heads.py",)),
-        Row("Llama", "JetSpec, windows, sinks", "all", "fp32", LOSSLESS, "test", ("runtime/test_block_geometry.py",)),
+        Row("Qwen3", HEADS, "all", "fp32", LOSSLESS, "test", ("runtime/test_differential.py",)),
+        Row("Llama", "JetSpec, windows, sinks", "all", "fp32", LOSSLESS, "test", ("runtime/test_differential.py",)),
         Row("published FP8, INT4, INT8, NVFP4", PAIR, "`hybrid`", "fp32", LOSSLESS, "test-slow", _QUANTIZED),
         Row(
             "Llama",

@@ -226,7 +226,8 @@ class Episode:
         self.close: Callable[[], None] = lambda: None
         if one.ranks == "two":
             ranks = Threads(2, folder, self.models, limits, captured=captured, block_size=self.block_size)
-            runner, steps, self.close = ranks.runner, LeadingSteps, ranks.close
+            runner: ModelRunner = ranks.runner
+            steps, self.close = LeadingSteps, ranks.close
             if one.drafters == "first":
                 runner.drafters.pop(max(runner.drafters))
         else:

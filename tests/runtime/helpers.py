@@ -295,11 +295,12 @@ def check_pages(
     table: Tensor,
     tokens: list[int],
     windowed_table: Tensor | None = None,
-    windows: str | SequenceOf[Any] = "none",
+    windows: str | tuple[Any, ...] = "none",
 ) -> None:
     """All pools hold what one pass over `tokens` from nothing gives, by models of these windows or by those given."""
     sync_drafters(runner)
-    target, *drafters, _ = models(windows) if isinstance(windows, str) else windows
+    given: tuple[Any, ...] = models(windows) if isinstance(windows, str) else windows
+    target, *drafters, _ = given
     with_context = [one for one, model in zip(drafters, runner.drafters.values(), strict=False) if model.has_context]
     out = target.full_pass(torch.tensor([tokens]), aux_layer_ids=runner.aux_layer_ids)
     tables = {0: table} if windowed_table is None else {0: table, 1: windowed_table}

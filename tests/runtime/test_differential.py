@@ -25,6 +25,7 @@ from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.pages import PageGroup
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.sample import Sampling
+from d2sd.runtime.speculation import accept
 from tests.runtime.configurations import APART, FEATURES, Configuration, all_pairs, any_of, sample
 from tests.runtime.differential import Episode
 
@@ -80,7 +81,7 @@ def _verified(patch: Patch, change: Callable[[Tree], Tree]) -> None:
 
 
 def _drafts_are_taken(patch: Patch) -> None:
-    sample_target = decode.sample_target
+    sample_target = accept.sample_target
 
     def taken(tree: Tree, *given: Any, **more: Any) -> Accepted:
         found = sample_target(tree, *given, **more)
@@ -156,7 +157,7 @@ def _grammars_end_at_the_root(patch: Patch) -> None:
 
 
 def _noise_is_of_the_next_position(patch: Patch) -> None:
-    sample_target = decode.sample_target
+    sample_target = accept.sample_target
 
     def moved(tree: Tree, logits: Tensor, context_len: Tensor, *given: Any, **more: Any) -> Accepted:
         return sample_target(tree, logits, context_len + (tree.tokens.shape[1] > 1), *given, **more)

@@ -257,7 +257,7 @@ TestSharedPrefixes = SharedPrefixes.TestCase
 
 
 @pytest.mark.slow
-class TestMoreSharedPrefixes(SharedPrefixes.TestCase):  # type: ignore[misc, name-defined]
+class TestMoreSharedPrefixes(SharedPrefixes.TestCase):  # type: ignore[misc, valid-type]
     settings = settings(STEADY, max_examples=500)
 
 
