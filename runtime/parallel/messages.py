@@ -21,7 +21,7 @@ from torch import Tensor
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Tree
+from d2sd.plugins.trees import Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -33,7 +33,7 @@ from d2sd.runtime.speculation.policy import Policy, policy_class
 FRAME = 4096
 _ALIGNMENT = 8
 _KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (PoolSizes, Batch, Where, Sampling, TokenBias, Penalties, Link, Tree)
+    kind.__name__: kind for kind in (PoolSizes, Batch, Where, Sampling, TokenBias, Penalties, Link, Draft, Tree)
 }
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype

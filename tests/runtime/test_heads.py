@@ -14,7 +14,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import MarkovConfig
 from d2sd.plugins.trees import Tree
-from d2sd.policies import DrafterRole, PolicyName
+from d2sd.policies import PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
