@@ -4,7 +4,7 @@
 #   sh benchmarks/gpu_suite.sh [--call 1|2|3|4|5] [--parts NAME ...] [--out build/gpu] [--resume FOLDER]
 #   sh benchmarks/gpu_suite.sh --dry    # without a GPU: everything but the launches, in OUT/dry
 #
-# Each call ends with tables in OUT/gpu.md, the figures beside what was predicted for them, and everything in OUT/gpu.json.
+# Each call ends with tables in OUT/gpu.md, and everything in OUT/gpu.json.
 # Another call with the same OUT, or with the OUT of an earlier one as --resume, measures what is missing. A machine whose
 # Triton the kernels refuse (torch 2.11 has 3.6.0), or without pydantic, needs `sh benchmarks/gpu_pack.sh pack triton`,
 # carried there and `take`n; the second call needs the pack `weights`; `compiled` saves the time of compilers; the pack

@@ -125,7 +125,6 @@ def nothing_runs() -> Iterator[None]:
             "torch.cuda.mem_get_info": lambda *_: (80 << 30, 80 << 30),
             "torch.cuda.memory_allocated": lambda *_: 1,
             "benchmarks.gpu.timing.once": lambda run: (run(), (NO_TIME, True))[1],
-            "benchmarks.gpu.replay.captured": lambda run: (run, run()),
             "benchmarks.gpu.timing.ROUNDS": 2,
             "benchmarks.gpu.peers.flex_attention": lambda queries, *_, **__: queries,
             "benchmarks.gpu.call.BUDGET": defaultdict(lambda: math.inf),

@@ -19,7 +19,7 @@ from benchmarks.gpu.call import Call, compare, make_call
 from benchmarks.gpu.cases import Case, Note, Skip, said
 from benchmarks.gpu.flashinfer_peer import NAME as FLASHINFER
 from benchmarks.gpu.flashinfer_peer import flashinfer
-from benchmarks.gpu.shapes import Shape, checked, flexed, timed
+from benchmarks.gpu.shapes import Shape, flexed, timed
 from benchmarks.gpu.timing import Run, Times
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
@@ -29,17 +29,6 @@ OURS = "ours"
 Peer = tuple[Run, Callable[[Any], Tensor] | None]
 #: Largest scores [B, Hq, T, L] in fp32 that PyTorch's own "math" path is asked for: beyond it measures allocation.
 MOST_SCORES = 4 << 30
-
-
-def check_cases() -> Iterator[Case]:
-    for shape in checked():
-        yield f"checks/{shape.name}", partial(check, shape)
-
-
-def check(shape: Shape, _: Note, device: str = "cuda") -> dict[str, Any]:
-    """Errors of the fused kernel, as fractions of their bounds."""
-    call = make_call(shape, device)
-    return compare(ours(call)[0](), call)
 
 
 def ours(call: Call) -> Peer:

@@ -1,4 +1,4 @@
-"""Fused layers: every kernel and whole models against PyTorch's operators, then the times of a verification pass.
+"""Fused layers: whole models against PyTorch's operators, then the times of a verification pass.
 
     python -m benchmarks.gpu.suite --part layers --until 9e9 --out build/gpu
 
@@ -7,7 +7,7 @@ Times are of 36 layers of Qwen3-8B's geometry over 2,048 tokens of context, as o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -29,8 +29,6 @@ from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, PoolSizes, Rows
 from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
-from d2sd.plugins.layer_ops import Behind, Front, Heads, reference
-from d2sd.plugins.layer_ops.triton import launch
 from d2sd.policies import DrafterRole
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -38,20 +36,12 @@ from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 
-# Shape letters as in plugins/layer_ops/__init__.py.
-
 #: Largest ‖fused - unfused‖ / ‖unfused‖ of a model's outputs; where FP8 rounds, a bit is a 16th.
 RELATIVE = {"fp32": 1e-5, "fp16": 4e-3, "bf16": 3e-2, "fp8": 3e-1}
-#: Largest relative error of one op: one rounding of the type, seldom.
-OP_RELATIVE = {"fp32": 1e-6, "fp16": 1e-4, "bf16": 1e-3}
 CONTEXT = 2048
-#: Two layers of heads that are no power of two, for the ops.
-HEADS, KV_HEADS, SIZE, WIDTH, ROWS = 9, 3, 96, 720, 21
 
 
 def cases() -> Iterator[Case]:
-    for kind in ("fp32", "fp16", "bf16"):
-        yield f"layers/ops {kind}", partial(check_ops, kind)
     for kind in ("fp32", "fp16", "bf16", "fp8"):
         yield f"layers/model {kind}", partial(check_model, kind)
     yield "layers/tokens fp32", check_tokens
@@ -61,66 +51,6 @@ def cases() -> Iterator[Case]:
 def pass_cases() -> Iterator[Case]:
     for kind in ("bf16", "fp8"):
         yield f"passes/{kind}", partial(time_pass, kind)
-
-
-def check_ops(kind: str, _: Note, device: str = "cuda") -> dict[str, Any]:
-    """Each op's relative error, and the share of its numbers that are other bits than the specification's."""
-    dtype, found = TYPES[kind], dict[str, float]()
-    draw = torch.Generator(device).manual_seed(1)
-
-    def some(*shape: int, of: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=draw, device=device).to(of)
-
-    def both(name: str, run: Callable[[Any], list[Tensor]]) -> None:
-        pairs = [(a.flatten().float(), b.flatten().float()) for a, b in zip(run(launch), run(reference), strict=True)]
-        ours, theirs = (torch.cat(parts) for parts in zip(*pairs, strict=True))
-        found[name] = float((ours - theirs).norm() / theirs.norm())
-        found[f"{name} differ"] = float((ours != theirs).float().mean())
-        if not found[name] <= (OP_RELATIVE[kind] if "fp8" not in name else 1e-2):
-            raise Wrong(f"{name}: {found}")
-
-    x, branch, weight, scale = some(ROWS, WIDTH), some(ROWS, WIDTH), some(WIDTH), torch.tensor(0.013, device=device)
-
-    def norm(ops: Any, **more: Any) -> list[Tensor]:
-        total = torch.empty(ROWS, 2 * WIDTH, dtype=dtype, device=device)[:, WIDTH:]
-        return [ops.add_rms_norm(x, branch, weight, 1e-6, total=total, **more), total]
-
-    both("norm", norm)
-    both("norm fp8", partial(norm, scale=scale))
-    gate_up, factors = some(ROWS, 2 * WIDTH), torch.tensor([0.5, 0.3], device=device)
-    both("silu", lambda ops: [ops.silu_mul(gate_up, dtype)])
-    both("silu fp8", lambda ops: [ops.silu_mul(gate_up.float(), dtype, scales=factors, scale=scale)])
-    both("quantize fp8", lambda ops: [ops.quantize(x, scale)])
-    positions = torch.randint(0, 131072, (3, ROWS // 3), generator=draw, device=device)
-    frequencies = 1e6 ** -(torch.arange(SIZE // 2, device=device) / (SIZE // 2))
-    both("tables", lambda ops: ops.rope_tables(positions, frequencies, 1.2, dtype))
-    table, place = some(64, WIDTH), positions % 64
-    given = place, table, weight, 1e-6, Behind(positions[:, 0], place), frequencies, 1.2
-    front = Front(x, branch[0], positions)
-    both("embedded", lambda ops: list(ops.embed_norm_rope(*given, front=front)))
-    both("embedded fp8", lambda ops: list(ops.embed_norm_rope(*given, scale=scale, front=front)))
-    cos, sin = reference.rope_tables(positions, frequencies, 1.2, dtype)
-
-    def rope(ops: Any, qkv: Tensor, heads: Heads) -> list[Tensor]:
-        k, v = torch.empty(2, len(qkv), ROWS, KV_HEADS, SIZE, dtype=dtype, device=device).unbind()
-        return [ops.qk_norm_rope(qkv, cos, sin, heads, k, v), k, v]
-
-    norms: dict[str, Any] = {"q_norm": some(SIZE), "k_norm": some(1, SIZE)}
-    columns = (HEADS + 2 * KV_HEADS) * SIZE
-    qkv, context = some(1, ROWS, columns), some(2, ROWS, 2 * KV_HEADS * SIZE)
-    plain = partial(Heads, HEADS, KV_HEADS, SIZE, 1e-6)
-    both("rope", lambda ops: rope(ops, qkv, plain(**norms)))
-    both("rope alone", lambda ops: rope(ops, qkv, plain()))
-    both(
-        "rope context",
-        lambda ops: rope(ops, context, Heads(0, KV_HEADS, SIZE, 1e-6, k_norm=weight[: 2 * SIZE].view(2, -1))),
-    )
-    sums: dict[str, Any] = {"scales": torch.tensor([[0.5, 0.2, 0.3]], device=device), "bias": some(1, columns)}
-    pages: dict[str, Any] = {
-        f"{name}_scale": torch.tensor([one], device=device) for name, one in (("k", 0.02), ("v", 0.013))
-    }
-    both("rope fp8", lambda ops: rope(ops, qkv.float(), plain(**norms, **sums, **pages)))
-    return found
 
 
 def models(kind: str, body: BodyConfig, vocab: int, device: str, drafters: int = 1) -> tuple[Decoder, list[Drafter]]:

@@ -16,9 +16,9 @@ from typing import Any
 
 import click
 
-from benchmarks.gpu.predicted import COPY, PREDICTIONS, SHARED, peaks_of
+from benchmarks.gpu.predicted import PREDICTED
 from benchmarks.gpu.record import Row
-from benchmarks.gpu.roofline import GpuPeaks
+from benchmarks.gpu.roofline import PEAKS
 from benchmarks.gpu.shapes import COMPUTED
 from d2sd.bench.markdown import NONE, line_table
 from d2sd.bench.measured import is_kind
@@ -27,6 +27,8 @@ PLAIN = "off"
 PAIRS = {"endtoend": "The real pair", "flexdraft": "FlexDraft"}
 #: Of a widened pair.
 _DRAFTERS = {"bf16": "bf16", "mixed": "FP8", "mixed-16": "FP8 in blocks of 16"}
+#: What shares are of: the first that a case has.
+OURS = ("ours", "plain")
 #: They compute something else, or only a part, so they are not counted as peers.
 NO_PEERS = ("gather", "flash, no mask", "least")
 NO_GRAPH = "not captured as a CUDA graph"
@@ -122,7 +124,7 @@ def host(methods: dict[str, Any]) -> str:
 
 def budgets(steps: dict[str, Row], device: str) -> str:
     """A line for each kind of weights, policy, nodes and branches."""
-    predicted = {one.case: one.low for one in PREDICTIONS if one.over is None and is_kind(device, one.gpu)}
+    predicted = next((found for gpu, found in PREDICTED.items() if is_kind(device, gpu)), {})
     lines: dict[str, dict[int, str]] = defaultdict(dict)
     for key, row in steps.items():
         if key.endswith("profile"):
@@ -142,27 +144,30 @@ def budgets(steps: dict[str, Row], device: str) -> str:
 
 def cases(environment: dict[str, Any], rows: dict[str, Row]) -> str:
     """A table of what every case has shown; of timed kernels shares of the copy rate, and ratios to the best peer."""
-    rate, peaks = rows.get(COPY, {}).get("gb_per_s"), peaks_of(environment)
-    told = ((key, ", ".join(_figures(fair(row), rate, peaks))) for key, row in rows.items())
+    rate = rows.get("ceilings/copy", {}).get("gb_per_s")
+    gpu = next((name for name in PEAKS if is_kind(environment.get("device") or "", name)), None)
+    told = ((key, ", ".join(_figures(fair(row), rate, gpu))) for key, row in rows.items())
     lines = [line_table(["case", "figures"], [line for line in told if line[1]])]
     peers = sorted({f"{name}: {why}" for row in rows.values() for name, why in fair(row).get("reasons", {}).items()})
     return "\n".join([*lines, *(["", "Peers without a time:", *(f"- {one}" for one in peers)] if peers else [])])
 
 
-def _figures(row: Row, rate: float | None, peaks: GpuPeaks | None) -> Iterator[str]:
+def _figures(row: Row, rate: float | None, gpu: str | None) -> Iterator[str]:
     """A case's figures in words. Above 1 our kernel takes less time than the peer."""
     times = {name: one["ms"] for name, one in row.get("times", {}).items()}
-    ours = next((name for name in (*SHARED, *times) if name in times), None)
+    ours = next((name for name in (*OURS, *times) if name in times), None)
     if ours is None:
         kept = {name: value for name, value in row.items() if name not in ("status", "reason", "seconds")}
         yield from (f"{name} {value:.4g}" for name, value in kept.items() if isinstance(value, int | float))
         yield from (row[name] for name in ("answer", "card") if name in row)
+        if gpu and "by_arithmetic_ms" in row:
+            yield "by arithmetic {0:.3g} ms at least, {2:.3g} with nodes".format(*row["by_arithmetic_ms"][gpu])
         return
     yield f"{ours} {times[ours]:.3g} ms"
     if rate and "bytes" in row:
         yield f"{row['bytes'] / (times[ours] * 1e6) / rate:.0%} of the copy rate"
-    if peaks and row.get("rows", 0) >= COMPUTED and "flops" in row:
-        yield f"{row['flops'] / (times[ours] * 1e-3) / peaks.half:.0%} of the tensor cores' peak"
+    if gpu and row.get("rows", 0) >= COMPUTED and "flops" in row:
+        yield f"{row['flops'] / (times[ours] * 1e-3) / PEAKS[gpu].half:.0%} of the tensor cores' peak"
     peers = {name: ms / times[ours] for name, ms in times.items() if name not in (ours, *NO_PEERS)}
     yield from (f"{ratio:.2f} × ({name})" for name, ratio in sorted(peers.items(), key=lambda pair: pair[1])[:1])
 

@@ -111,20 +111,3 @@ def flexed() -> Iterator[Shape]:
         (1024, 8, 64),
     ):
         yield Shape((context,) * batch, rows)
-
-
-def checked() -> Iterator[Shape]:
-    """Small and medium shapes with different lengths: every type, tile and head size."""
-    small, middle = (37, 0), (2048, 1000, 0, 517)
-    for kind in ("bf16", "fp16", "fp32"):
-        yield Shape(small, 5, kind=kind)
-        yield Shape(middle, 64, kind=kind)
-    yield Shape(middle, 64, fp8=True)
-    yield Shape(small, 5, fp8=True)
-    yield Shape(middle, 1)
-    yield Shape(middle, 160)
-    yield Shape(middle, 64, heads=9, kv_heads=3, size=64)
-    yield Shape(middle, 33, heads=16, kv_heads=2, size=64, fp8=True)
-    yield Shape(middle, 16, size=96)
-    yield Shape(middle, 16, size=256)
-    yield Shape((20000,), 16)

@@ -4,7 +4,7 @@
 
 1. What can the card do, and what does a step of each policy take by batch, nodes and branches?
 2. Tokens a second of every policy with a real pair, and whether they are lossless.
-3. Are the kernels right, do captured steps serve the same tokens, and what do the main steps take?
+3. Are fused models right, do captured steps serve the same tokens, and what do the main steps take?
 4. What do attention, products, layers and every kind of step take?
 5. Choice of tokens and trees, exact mode, peers, the tests, training, TensorRT-RTX.
 
@@ -41,7 +41,6 @@ import torch
 from benchmarks.gpu import brought, dry, evidence
 from benchmarks.gpu.cases import LOST, Case, run_cases
 from benchmarks.gpu.page import cases, render
-from benchmarks.gpu.predicted import compare
 from benchmarks.gpu.record import Record, Row
 from d2sd.errors import D2SDError
 
@@ -73,8 +72,6 @@ PARTS = {
     "flexdraft": Part(2, 550, launches=False),
     "wide_8b": Part(2, 550, launches=False),  # dry, on a CPU, none
     "wide_32b": Part(2, 550, launches=False),  # the same
-    "checks": Part(3, 110, timed=False),
-    "replay": Part(3, 40, timed=False),
     "layers": Part(3, 90, timed=False),
     "captured": Part(3, 120, timed=False),
     "first_steps": Part(3, 170),
@@ -101,7 +98,6 @@ ELSEWHERE = {
     "flexdraft": ("endtoend", "flexdraft_cases"),
     "wide_8b": ("wide_speeds", "cases_8b"),
     "wide_32b": ("wide_speeds", "cases_32b"),
-    "checks": ("kernels", "check_cases"),
     "times": ("kernels", "time_cases"),
     "flex": ("kernels", "flex_cases"),
     "passes": ("layers", "pass_cases"),
@@ -177,7 +173,7 @@ def take_over(folder: Path, out: Path, here: dict[str, Any]) -> None:
 
 def report(record: Record, out: Path) -> int:
     """Write and print the tables; returns the exit status."""
-    text = "\n\n".join(make(record.environment, record.rows) for make in (render, cases, compare))
+    text = "\n\n".join(make(record.environment, record.rows) for make in (render, cases))
     print(text)
     (out / "gpu.md").write_text(f"{text}\n", "utf-8")
     found = Counter(row["status"] for row in record.rows.values())
