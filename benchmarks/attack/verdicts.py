@@ -20,19 +20,8 @@ _CLEAN = (0, -15, 143)
 #: What two servers answer differently to the same request: names, times, what speculation counts, and seeds that they
 #: draw. A rank may change where two log-probabilities differ by less than a prompt's chunks make.
 _OF_ONE_SERVER = {
-    "id",
-    "seed",
-    "rank",
-    "created",
-    "created_at",
-    "completed_at",
-    "item_id",
-    "call_id",
-    "system_fingerprint",
-    "completion_tokens_details",
-    "prompt_tokens_details",
-    "input_tokens_details",
-    "output_tokens_details",
+    *("id", "seed", "rank", "created", "created_at", "completed_at", "item_id", "call_id", "system_fingerprint"),
+    *("completion_tokens_details", "prompt_tokens_details", "input_tokens_details", "output_tokens_details"),
 }
 #: Of a class a stall is a delay above this many times the limit.
 _STALL = 3

@@ -78,30 +78,8 @@ class Kind:
 
 #: Words of prompts.
 WORDS = (
-    "the",
-    "cat",
-    "writes",
-    "seven",
-    "letters",
-    "about",
-    "rain",
-    "in",
-    "Paris",
-    "why",
-    "?",
-    "def",
-    "f(x):",
-    "return",
-    "w5",
-    "w7",
-    "a",
-    "b",
-    "1",
-    "42",
-    "é",
-    "好",
-    "🙂",
-    "\n",
+    *("the", "cat", "writes", "seven", "letters", "about", "rain", "in", "Paris", "why", "?", "def", "f(x):"),
+    *("return", "w5", "w7", "a", "b", "1", "42", "é", "好", "🙂", "\n"),
 )
 
 

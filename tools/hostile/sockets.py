@@ -64,15 +64,7 @@ def _lengths(draw: random.Random, scene: Scene) -> Case:
     body = _body(draw, scene)
     length = draw.choice(
         (
-            b"-1",
-            b"1e3",
-            b"9" * size(draw, 5, 5000),
-            b"",
-            b"+5",
-            b"0x10",
-            b"5, 5",
-            b"\xd9\xa3",
-            b" 5 ",
+            *(b"-1", b"1e3", b"9" * size(draw, 5, 5000), b"", b"+5", b"0x10", b"5, 5", b"\xd9\xa3", b" 5 "),
             b"5\r\ncontent-length: 6",
         )
     )
