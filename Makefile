@@ -196,7 +196,8 @@ bench-serving: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(SERVING) --repeat 3
 	$(SERVING) --overhead --policies off,hybrid --repeat 5
-	$(if $(filter serve,$(FACE)),$(SERVING) --parameters --repeat 5)
+	$(if $(filter serve,$(FACE)),OMP_NUM_THREADS=1 $(FACE_BIN)/python -m benchmarks.turns $(BUNDLE) --temperature 0.8 \
+	  --parameters none,penalties,top-p,schema --out build/bench/serve/parameters.md)
 
 ## [40 min] d2sd, transformers and llama.cpp with the same weights on this CPU, where nothing else runs.
 ## llama.cpp is compiled, in ten minutes, in an environment of its own, 2 GB

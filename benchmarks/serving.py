@@ -205,9 +205,6 @@ def paths(result: Result, out: Path) -> Iterator[Path]:
 @click.option("--slo-ttft", type=click.FloatRange(0), default=1.0, show_default=True, help="Seconds.")
 @click.option("--slo-itl", type=click.FloatRange(0), default=0.1, show_default=True, help="Seconds.")
 @click.option("--repeat", type=click.IntRange(1), default=1, show_default=True, help="Runs of each load, in turn.")
-@click.option(
-    "--parameters", is_flag=True, help="Instead: `auto` against `off` in an engine, with sampling parameters."
-)
 @click.option("--overhead", is_flag=True, help="Instead: the server against the engine alone, 8 in flight.")
 def main(
     bundle: Path,
@@ -217,7 +214,6 @@ def main(
     slo_ttft: float,
     slo_itl: float,
     repeat: int,
-    parameters: bool,
     overhead: bool,
     **settings: Any,
 ) -> None:
@@ -225,10 +221,6 @@ def main(
     require_plots()  # now, not after hours of measuring
     out.mkdir(parents=True, exist_ok=True)
     requests, max_tokens = settings["requests"], settings["max_tokens"]
-    if parameters:
-        names, counts = list(direct.PARAMETERS), settings["concurrency"]
-        _write(out / "parameters", direct.compare_policies(bundle, names, counts, requests, max_tokens, repeat))
-        return
     if overhead:
         kind, policies = FACES[settings["face"]].server, settings["policies"]
         found = direct.measure_overhead(kind, bundle, out, policies, 8, requests, max_tokens, repeat)

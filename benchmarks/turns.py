@@ -1,6 +1,7 @@
 """Does `auto` serve more tokens a second than plain decoding, whatever the load? Two engines in turns, set by set.
 
     python -m benchmarks.turns bundles/smollm2-135m --out build/turns.md
+    python -m benchmarks.turns bundles/smollm2-135m --out build/turns.md --parameters penalties,schema --temperature 0.8
 
 Groups of as many prompts as are in flight are answered by both engines, in one order and in the reverse; a group's time
 is the median of its rounds, prompts included, so that a slow moment of the machine does not decide. Greedy answers of
@@ -10,13 +11,15 @@ both must be the same, before any figure is written. Nothing else should run on 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import click
 
+from d2sd.bench.markdown import line_table
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine
@@ -29,9 +32,24 @@ from d2sd.progress import bar
 from d2sd.prompts import read_rows
 from d2sd.recipe import Method
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.serve.structured import GrammarCompiler
 
 POLICIES: tuple[Method, ...] = ("off", "auto")
+_SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"type": "string", "maxLength": 200}, "certain": {"type": "boolean"}},
+    "required": ["answer", "certain"],
+    "additionalProperties": False,
+}
+#: Sampling parameters by name.
+PARAMETERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "penalties": {"repetition_penalty": 1.1, "presence_penalty": 0.2, "frequency_penalty": 0.2},
+    "top-p": {"top_p": 0.9, "top_k": 50},
+    "schema": {"structured_outputs": StructuredOutputsParams(json=_SCHEMA)},
+}
 #: Files of MT-Bench's kinds are one set; Spec-Bench's others are one each.
 _OTHERS = ("translation", "summarization", "qa", "rag")
 
@@ -45,16 +63,22 @@ class Turns:
     max_tokens: int
     rounds: int
 
-    def group(self, engines: dict[Method, Engine], texts: Sequence[str], turn: int) -> dict[Method, tuple[int, float]]:
+    def group(
+        self, engines: dict[Method, Engine], texts: Sequence[str], turn: int, parameters: str = "none"
+    ) -> dict[Method, tuple[int, float]]:
         """Tokens and seconds of each engine, which answer `texts` together; `turn` decides who begins."""
+        more = PARAMETERS[parameters]
+        form = more.get("structured_outputs")
+        grammar = None if form is None else GrammarCompiler(self.bundle).compile(form)
         seconds = {name: list[float]() for name in engines}
         answers = dict[Method, list[list[int]]]()
         for number in range(self.rounds):
             for name in POLICIES[:: -1 if (number + turn) % 2 else 1]:
-                params = [SamplingParams(self.temperature, seed=seed) for seed in range(len(texts))]
+                params = [SamplingParams(self.temperature, seed=seed, **more) for seed in range(len(texts))]
+                asked = zip(texts, params, strict=True)
                 requests = [
-                    chat_request(self.bundle, text, own, self.max_tokens)
-                    for text, own in zip(texts, params, strict=True)
+                    replace(chat_request(self.bundle, text, own, self.max_tokens), grammar=grammar)
+                    for text, own in asked
                 ]
                 start = time.perf_counter()
                 found = engines[name].generate(requests)
@@ -63,6 +87,21 @@ class Turns:
         if answers["off"] != answers["auto"]:
             raise D2SDError("Answers differ from those of plain decoding.", where=f"{texts[0][:60]} …")
         return {name: (sum(map(len, answers[name])), median(seconds[name])) for name in POLICIES}
+
+    def speeds(
+        self, engines: dict[Method, Engine], sets: Mapping[str, Sequence[str]], size: int, least: int, parameters: str
+    ) -> dict[str, dict[Method, float]]:
+        """Tokens a second by set, of at least `least` prompts each, `size` in flight."""
+        found = dict[str, dict[Method, float]]()
+        with bar(f"{size} in flight, {parameters}", len(sets)) as advance:
+            for name, texts in sets.items():
+                some = _spread(texts, max(least, size))
+                groups = [some[start : start + size] for start in range(0, len(some) - size + 1, size)]
+                passed = [self.group(engines, group, turn, parameters) for turn, group in enumerate(groups)]
+                totals = {own: [sum(one[own][i] for one in passed) for i in range(2)] for own in POLICIES}
+                found[name] = {own: tokens / seconds for own, (tokens, seconds) in totals.items()}
+                advance(1)
+        return found
 
 
 def sets_of(folder: Path) -> dict[str, list[str]]:
@@ -90,6 +129,7 @@ def _spread(texts: Sequence[str], count: int) -> list[str]:
 @click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--max-tokens", default=64, show_default=True, type=click.IntRange(1))
 @click.option("--temperature", default=0.0, show_default=True, type=click.FloatRange(0))
+@click.option("--parameters", type=Listed(click.Choice(list(PARAMETERS))), default="none", show_default=True)
 @click.option("--data", default="data/eval", show_default=True, type=FilePath)
 def main(
     bundle: Path,
@@ -99,34 +139,31 @@ def main(
     rounds: int,
     max_tokens: int,
     temperature: float,
+    parameters: list[str],
     data: Path,
 ) -> None:
     """Measure `auto` of BUNDLE against plain decoding on a CPU."""
     turns = Turns(load_bundle(bundle, progress=bar), temperature, max_tokens, rounds)
-    sets = sets_of(data)
-    lines = ["| in flight | " + " | ".join(sets) + " | mean | least | tokens/s, plain and `auto` |"]
-    lines.append("|---" * (len(sets) + 4) + "|")
+    sets, lines = sets_of(data), list[Sequence[str]]()
     for size in in_flight:
         engines = {
             name: make_engine(turns.bundle, policy=name, max_batch=size, prefix_cache=False) for name in POLICIES
         }
         for engine in engines.values():
             engine.generate([chat_request(turns.bundle, "Say hello.", SamplingParams(), 16)])
-        speeds = dict[str, dict[Method, float]]()
-        with bar(f"{size} in flight", len(sets)) as advance:
-            for name, texts in sets.items():
-                some = _spread(texts, max(prompts, size))
-                groups = [some[start : start + size] for start in range(0, len(some) - size + 1, size)]
-                passed = [turns.group(engines, group, turn) for turn, group in enumerate(groups)]
-                totals = {own: [sum(one[own][i] for one in passed) for i in range(2)] for own in POLICIES}
-                speeds[name] = {own: tokens / seconds for own, (tokens, seconds) in totals.items()}
-                advance(1)
-        ratios = [speed["auto"] / speed["off"] for speed in speeds.values()]
-        means = ", ".join(f"{fmean(speed[own] for speed in speeds.values()):.0f}" for own in POLICIES)
-        cells = [*(f"{one:.2f}" for one in ratios), f"**{fmean(ratios):.2f}**", f"{min(ratios):.2f}", means]
-        lines.append(f"| {size} | " + " | ".join(cells) + " |")
-        click.echo(lines[-1])
-        write_text(out, "\n".join(lines) + "\n")
+        for name in parameters:
+            title = f"{size}" if parameters == ["none"] else f"{size}, {name}"
+            lines.append([title, *_cells(turns.speeds(engines, sets, size, prompts, name))])
+            headings = ["in flight", *sets, "mean", "least", "tokens/s, plain and `auto`"]
+            write_text(out, line_table(headings, lines) + "\n")
+            click.echo(", ".join(lines[-1]))
+
+
+def _cells(speeds: Mapping[str, Mapping[Method, float]]) -> list[str]:
+    """The line of a table: `auto` over plain decoding by set, their mean and least, and tokens a second of both."""
+    ratios = [speed["auto"] / speed["off"] for speed in speeds.values()]
+    means = ", ".join(f"{fmean(speed[own] for speed in speeds.values()):.0f}" for own in POLICIES)
+    return [*(f"{one:.2f}" for one in ratios), f"**{fmean(ratios):.2f}**", f"{min(ratios):.2f}", means]
 
 
 if __name__ == "__main__":

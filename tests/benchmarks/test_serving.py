@@ -20,7 +20,6 @@ from benchmarks.attack.fuzz import fuzz
 from benchmarks.attack.send import NOT_SENT
 from benchmarks.load.answers import check_answers, reference
 from benchmarks.load.client import HttpClient, Reply, error_of
-from benchmarks.load.direct import compare_policies
 from benchmarks.load.dynamo import DynamoClient
 from benchmarks.load.figures import Figures, Sample, Slo
 from benchmarks.load.guests_http import HttpGuests
@@ -196,18 +195,6 @@ def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None
         "prefix 8 in flight, auto",
     ]
     assert keys[4].variant.options == ["--policy", "auto", "--no-prefix-cache"]
-
-
-@pytest.mark.slow
-def test_policies_are_compared_with_parameters(bundle: Path) -> None:
-    found = compare_policies(bundle, ["none", "penalties"], [2], 3, 4, 1)
-    assert [(one.parameters, one.temperature) for one in found] == [
-        ("none", 0.0),
-        ("none", 0.8),
-        ("penalties", 0.0),
-        ("penalties", 0.8),
-    ]
-    assert all(one.speedup > 0 and one.tokens <= 12 and sum(one.policies.values()) for one in found)
 
 
 # -- the soak test -----------------------------------------------------------------------------------------------------
