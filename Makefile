@@ -212,7 +212,7 @@ $(PEERS)/installed: pyproject.toml $(CONSTRAINTS)
 	  llama-cpp-python==0.3.36
 	touch $@
 
-## [10 min] mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM and a fuzzer
+## [10 min] mixed load with disconnects, deadlines, kills and malformed requests, then SIGTERM
 soak: $(FACE_READY)
 	test -d $(BUNDLE) || $(FACE_BIN)/d2sd-build recipes/smollm2-135m.yaml --out $(BUNDLE) -v
 	$(FACE_BIN)/python -m benchmarks.soak $(BUNDLE) --face $(FACE) --out build/soak/$(FACE)

@@ -1,7 +1,5 @@
 """Measures what scores behind parents are worth, at equal rows, with the drafters of one bundle.
 
-    head-room    how often the right token is among a slot's 8, 16 or 32 candidates, and how many tokens a step would
-                 commit if a chain always took it there; without any head
     ladder       marginals: candidates scored alone · once a depth: behind the best candidate of the slot before, for
                  all branches · each path: behind their own parents; for trees of one pass and of two
     factors      head or none, one pass or two, copies of earlier text or none, and the policies that draft chains
@@ -22,11 +20,9 @@ from types import MethodType
 from typing import Any, NamedTuple
 
 import click
-import torch
-from torch import Tensor
 
 from d2sd.bench.bootstrap import tau_ratio
-from d2sd.bench.markdown import number, percent, table
+from d2sd.bench.markdown import number, table
 from d2sd.bench.measure import measure_cell
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, Settings, save
@@ -44,7 +40,6 @@ from d2sd.plugins.trees import Draft
 from d2sd.policies import PolicyName
 from d2sd.progress import bar
 from d2sd.prompts import read_prompts
-from d2sd.runtime.batch import Batch
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
@@ -53,7 +48,6 @@ from d2sd.runtime.sampling_params import SamplingParams
 
 MARGINALS, DEPTH, PATH = "marginals", "once a depth", "each path"
 ROWS = (16, 32, 64)
-WIDTHS = (8, 16, 32)
 TREES: tuple[PolicyName, ...] = ("ddtree", "hybrid")
 CHAINS: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd")
 
@@ -150,75 +144,11 @@ class Study:
             write_json(answers, {"answers": found})
         return cell
 
-    def head_room(self) -> dict[str, dict[str, list[float]]]:
-        """By set: shares of steps in which a slot's right token is among its candidates, by width, and the tokens a
-        step that a chain would commit which always takes it there.
-        """
-        found: dict[str, dict[str, list[float]]] = {}
-        for file in self.prompts:
-            path = self.out / "head-room" / f"{file.stem}.json"
-            if not path.is_file():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, self._room(file))
-            read: Any = read_json(path, error=D2SDError)
-            found[file.stem] = read
-        return found
-
-    def _room(self, file: Path) -> dict[str, list[float]]:
-        engine = self.engine(Arm(MARGINALS, "chain", 64))
-        drafts: list[tuple[Tensor, Tensor]] = []
-        plain = engine.runner.draft_first
-
-        def draft_first(batch: Batch, width: int) -> Draft:
-            wide = plain(batch, max(WIDTHS))
-            drafts.append((batch.where.context_len.clone(), wide.tokens))
-            return Draft(wide.tokens[..., :width], wide.logprob[..., :width])
-
-        engine.runner.draft_first = draft_first  # type: ignore[method-assign]
-        engine.record_trace = True
-        hits: list[Tensor] = []  # [S] of a step: the place of the right token among the candidates, or more than all
-        steps = []
-        sequences = [engine.submit(request) for _, request in self.requests(file, 0.0)]
-        with bar(f"head-room, {file.stem}", len(sequences)) as advance:
-            while engine.busy:
-                drafts.clear()
-                outputs = engine.step()
-                if outputs and engine.trace is not None and drafts:
-                    context, tokens = drafts[-1]
-                    rows = enumerate(engine.trace.sequences)
-                    steps += [(one, int(context[row]), tokens[row].cpu()) for row, one in rows]
-                advance(sum(output.finish is not None for output in outputs))
-        for sequence, context_len, candidates in steps:
-            text = torch.tensor([*sequence.request.prompt, *sequence.answer][context_len + 1 :][: len(candidates)])
-            if len(text) == len(candidates):
-                match = candidates == text[:, None]
-                hits.append(torch.where(match.any(-1), match.int().argmax(-1), max(WIDTHS)))
-        places = torch.stack(hits)
-        out = {}
-        for width in (1, *WIDTHS):
-            among = places < width
-            length = 1 + among.int().cumprod(1).sum(1).float().mean()
-            out[str(width)] = [*among.float().mean(0).tolist(), float(length)]
-        return out
-
 
 def _shared(self: DFlashModel, draft: Draft, *more: Any) -> Draft:
     """`DFlashModel.conditioned`, of which all branches take the row of the walk."""
     found = DFlashModel.conditioned(self, draft, *more)
     return replace(found, behind=None)
-
-
-def room_table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Head-room by set and width."""
-    slots = len(next(iter(next(iter(found.values())).values()))) - 1
-    lines = [
-        (name, width, figures)
-        for name, widths in found.items()
-        for width, figures in sorted(widths.items(), key=lambda item: int(item[0]))
-    ]
-    columns = [("set", [name for name, _, _ in lines]), ("candidates", [width for _, width, _ in lines])]
-    columns += [(f"slot {i + 1}", [percent(figures[i]) for *_, figures in lines]) for i in range(slots)]
-    return table([*columns, ("tokens a step", [number(figures[-1]) for *_, figures in lines])])
 
 
 def arm_table(cells: dict[tuple[Arm, float], list[Cell]], arms: list[Arm], temperature: float) -> str:
@@ -243,7 +173,7 @@ def arm_table(cells: dict[tuple[Arm, float], list[Cell]], arms: list[Arm], tempe
 @click.option(
     "--rows", multiple=True, type=click.Choice([str(rows) for rows in ROWS]), help="Of the ladder; all if none."
 )
-@click.option("--only", type=click.Choice(["head-room", "ladder", "factors"]), help="One part; all if none.")
+@click.option("--only", type=click.Choice(["ladder", "factors"]), help="One part; all if none.")
 @click.option("--calibrated", is_flag=True, help="Apply the bundle's calibration in all arms.")
 @click.option("--device", default="cpu", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True)
@@ -264,9 +194,6 @@ def main(
     study = Study(bundle, prompts, per_set, max_new_tokens, flight, calibrated, device, out)
     out.mkdir(parents=True, exist_ok=True)
     parts: list[str] = []
-    room = study.head_room() if only in (None, "head-room") else {}
-    if room:
-        parts += ["## Head-room", room_table(room)]
     cells: dict[tuple[Arm, float], list[Cell]] = {}
     wanted = {"ladder": [arm for arm in LADDER if not rows or str(arm.rows) in rows], "factors": FACTORS}
     for name, arms in wanted.items():

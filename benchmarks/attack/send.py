@@ -109,7 +109,7 @@ async def _raw(url: str, case: Case) -> tuple[str, bytes, str]:
     """Write bytes, or a request that is left; the connection ends with a reset."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"{case.method} {case.path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+    head = f"{case.method} {case.path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     whole = (0.0, f"{head}content-length: {len(case.body)}\r\n\r\n".encode() + case.body)
     try:
         for wait, data in case.raw or (whole,):

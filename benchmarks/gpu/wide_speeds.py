@@ -29,37 +29,23 @@ from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.modeling.fp8 import round_to_fp8
 
 #: Kind of drafters, method and nodes, in the order in which they are timed.
-METHODS = {
-    "8b": (
-        ("bf16", "off", 1),
-        ("mixed", "ddtree", 64),
-        ("mixed", "hybrid", 64),
-        ("mixed-16", "ddtree", 64),
-        ("mixed-16", "hybrid", 64),
-        ("mixed", "auto", 64),
-        ("mixed", "chain", 8),
-        ("mixed", "d2sd", 64),
-        ("bf16", "ddtree", 64),
-        ("bf16", "hybrid", 64),
-        ("mixed-16", "ddtree", 128),
-        ("mixed-16", "hybrid", 128),
-        ("mixed", "ddtree+lookup", 64),
-        ("mixed", "hybrid+lookup", 64),
-    ),
-    "32b": (
-        ("bf16", "off", 1),
-        ("mixed", "ddtree", 64),
-        ("mixed", "hybrid", 64),
-        ("mixed-16", "ddtree", 64),
-        ("mixed-16", "hybrid", 64),
-        ("mixed", "chain", 8),
-        ("mixed", "d2sd", 64),
-        ("bf16", "ddtree", 64),
-        ("bf16", "hybrid", 64),
-        ("mixed-16", "ddtree", 128),
-        ("mixed-16", "hybrid", 128),
-    ),
-}
+_METHODS = (
+    ("bf16", "off", 1),
+    ("mixed", "ddtree", 64),
+    ("mixed", "hybrid", 64),
+    ("mixed-16", "ddtree", 64),
+    ("mixed-16", "hybrid", 64),
+    ("mixed", "auto", 64),
+    ("mixed", "chain", 8),
+    ("mixed", "d2sd", 64),
+    ("bf16", "ddtree", 64),
+    ("bf16", "hybrid", 64),
+    ("mixed-16", "ddtree", 128),
+    ("mixed-16", "hybrid", 128),
+    ("mixed", "ddtree+lookup", 64),
+    ("mixed", "hybrid+lookup", 64),
+)
+METHODS = {"8b": _METHODS, "32b": tuple(one for one in _METHODS[:-2] if one[1] != "auto")}
 PLAIN = "bf16 off"
 #: Requests in flight -> prompts, and tokens of context that an engine has room for.
 FLIGHTS, CONTEXT = {"8b": {1: 16, 4: 32}, "32b": {1: 12, 2: 8}}, 1024

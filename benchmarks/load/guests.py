@@ -81,6 +81,12 @@ class Guests:
         await asyncio.sleep(5 * self.pause)
         return "some refused" if found[str(self.full)] else "all served"
 
+    async def has_a_deadline(self) -> str:
+        """Set a deadline that often passes."""
+        body, text = self.any()
+        reply = await self.client.ask(body | {"deadline": self.draw.choice([0.001, 0.02, 0.1, 0.5])})
+        return self.judge(reply, text, (self.full, "deadline_exceeded"))
+
     async def asks_whole(self) -> str:
         """Ask for an answer that is not streamed."""
         raise NotImplementedError
@@ -91,8 +97,4 @@ class Guests:
 
     async def is_killed(self) -> str:
         """A process with four streams that is killed with SIGKILL."""
-        raise NotImplementedError
-
-    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
-        """Send malformed requests: outcomes by name, and the faults."""
         raise NotImplementedError

@@ -7,21 +7,20 @@ import json
 import signal
 import socket
 import sys
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from benchmarks.attack.fuzz import fuzz
-from benchmarks.load.client import Reply, error_of
+from benchmarks.attack.plan import MALFORMED
+from benchmarks.attack.send import send
+from benchmarks.attack.verdicts import of_statuses
+from benchmarks.load.client import Reply
 from benchmarks.load.guests import Guests
+from tools.hostile.case import Scene
 
 _CHAT = "/v1/chat/completions"
-#: Bytes of the largest body that the server accepts.
-_MAX_BODY = 1 << 16
+_SCENE = Scene(vocab=100, context=256)
 
 
 class OpenAIGuests(Guests):
@@ -66,7 +65,9 @@ class OpenAIGuests(Guests):
             connection.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(connection, self.server.address)
-            head = f"POST {_CHAT} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            head = (
+                f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            )
             await loop.sock_sendall(connection, f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
             received = b""
             while part := await loop.sock_recv(connection, 512):
@@ -107,46 +108,19 @@ class DynamoGuests(OpenAIGuests):
         """A space before the first word is the frontend's: it decodes a tiny model's words one by one."""
         return super().judge(replace(reply, text=reply.text.removeprefix(" ")), text, refusals)
 
-    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
-        return Counter(), []
-
 
 class HttpGuests(OpenAIGuests):
     """Clients of `d2sd serve`."""
 
-    options = (*Guests.options, "--max-body", str(_MAX_BODY))
+    options = (*Guests.options, "--max-body", "65536")
 
     def kinds(self) -> list[Callable[[], Awaitable[str]]]:
-        return [*super().kinds(), self.has_a_deadline, self.sends_too_much, self.is_malformed]
-
-    async def has_a_deadline(self) -> str:
-        """Set a deadline that often passes."""
-        body, text = self.any()
-        reply = await self.client.ask(body | {"deadline": self.draw.choice([0.001, 0.02, 0.1, 0.5])})
-        return self.judge(reply, text, (self.full, "deadline_exceeded"))
-
-    async def sends_too_much(self) -> str:
-        """A body above the limit: with its length, or in chunks without one."""
-        data = json.dumps({"messages": [{"role": "user", "content": "w5 " * _MAX_BODY}]}).encode()
-
-        async def chunks() -> Any:
-            for start in range(0, len(data), 4096):
-                yield data[start : start + 4096]
-
-        content = data if self.draw.random() < 0.5 else chunks()
-        try:
-            response = await self.client.post(_CHAT, content=content, headers={"content-type": "application/json"})
-        except (httpx.WriteError, httpx.ReadError, httpx.RemoteProtocolError):
-            return "the connection was closed while sending"
-        if response.status_code != 413:
-            raise ValueError(f"status {response.status_code} for a body that is too large")
-        return str(error_of(response.content)["code"])
+        return [*super().kinds(), self.has_a_deadline, self.is_malformed]
 
     async def is_malformed(self) -> str:
         """A request of every malformed class."""
-        _, faults = await fuzz(self.server.url, self.draw.randrange(1 << 30), 1)
-        self.faults += faults
+        for kind in MALFORMED:
+            seed = self.draw.randrange(1 << 30)
+            sent = await send(self.server.url, kind, [kind.case(seed, 0, _SCENE)], seed, _SCENE, 60.0, 600.0)
+            self.faults += of_statuses(sent)
         return "refused"
-
-    async def fuzz(self, seeds: range) -> tuple[Counter[str], list[str]]:
-        return await fuzz(self.server.url, seeds.start, len(seeds))

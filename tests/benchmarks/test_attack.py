@@ -7,26 +7,17 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.attack import verdicts
-from benchmarks.attack.__main__ import attack
 from benchmarks.attack.neighbours import Visit
-from benchmarks.attack.plan import EXPENSIVE, MALFORMED, Plan, shares
+from benchmarks.attack.plan import EXPENSIVE, MALFORMED
 from benchmarks.attack.send import NO_ANSWER, NOT_SENT, Sent
 from benchmarks.attack.verdicts import Delays
 from benchmarks.attack.watch import Watch
 from benchmarks.load.server import Server
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
-from d2sd.errors import D2SDError
-from tests.d2sd.serve.conftest import TEMPLATE, build_tiny
-from tests.d2sd.serve.http import serving
-from tests.runtime.grammar.tokens import tokenizer, vocab_size
-from tests.tiny import tiny_decoder
 from tools.hostile.case import Case, Kind, Scene
 
 SCENE = Scene(vocab=300, context=256)
@@ -57,15 +48,6 @@ def test_classes_repeat_themselves_and_bring_new_values(kind: Kind) -> None:
     first = [kind.case(1, number, small) for number in range(6)]
     assert [kind.case(1, number, small) for number in range(6)] == first
     assert [kind.case(2, number, small) for number in range(6)] != first
-
-
-def test_every_class_has_its_share() -> None:
-    wanted = shares(100, 20)
-    assert sum(count for _, count in wanted) == 120
-    assert {count for kind, count in wanted if kind in EXPENSIVE} <= {100 // len(EXPENSIVE), 100 // len(EXPENSIVE) + 1}
-    assert [(kind.name, count) for kind, count in shares(0, 7, ["text"])] == [("text", 7)]
-    with pytest.raises(D2SDError, match="no such class"):
-        shares(1, 1, ["txt"])
 
 
 # -- judges ------------------------------------------------------------------------------------------------------------
@@ -171,26 +153,3 @@ def test_a_server_with_too_much_memory_is_killed() -> None:
 
 
 # -- an attack ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.full
-@pytest.mark.subprocess
-@pytest.mark.timeout(300)
-def test_a_small_attack(tmp_path: Path) -> None:
-    """Delays and memory of a tiny server on a shared machine mean nothing: their bounds are wide."""
-    limits = {"max_batch": 8, "max_context": 256}
-    decoder = tiny_decoder(vocab=vocab_size())
-    bundle = build_tiny(tmp_path, template=TEMPLATE, decoder=decoder, words=tokenizer(), limits=limits)
-    plan = Plan(bundle, tmp_path, seed=3, pause=0.5, quiet=8, slowdown=1000, growth=3.0, timeout=20, seconds=10)
-    only = ["harmless", "deadlines", "logprobs", "cache salts", "choice", "many answers"]
-    loaded = load_bundle(bundle)
-    with serving(bundle, make_engine(loaded, policy="off", prefix_cache=False), model="tiny") as running:
-        wanted = shares(12, 60, [*only, *(kind.name for kind in MALFORMED)])
-        result = attack(plan, wanted, Server(running.url))
-    assert result["faults"] == []
-    assert result["servers"] == 1
-    assert sum(one["sent"] for one in result["classes"]) >= 72
-    assert result["answers_compared"] >= 8
-    assert result["honest_answers"] > 8
-    assert result["memory"][0]["peak"] >= result["memory"][0]["end"] > 100

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.gpu import brought, dry, evidence, layers, suite
+from benchmarks.gpu import brought, evidence, layers, suite
 from benchmarks.gpu.cases import Refused, run_cases
 from benchmarks.gpu.record import Record
 from d2sd.plugins import dispatch
@@ -60,13 +60,6 @@ def test_every_part_is_refused_without_its_kernels(
     assert (tmp_path / "gpu.md").read_text() == f"{tables}\n"
     refused = len(suite.PARTS) - len(WITHOUT)
     assert closing == f"{len(rows)} cases: {len(rows) - refused} ok, 0 skipped, {refused} failed"
-
-
-@pytest.mark.parametrize("part", sorted(suite.PARTS.keys() - WITHOUT))
-def test_a_part_by_itself_is_refused_too(part: str, old_triton: None, tmp_path: Path) -> None:
-    alone = ["--part", part, "--until", str(time.time() + 60), "--out", str(tmp_path), "--dry"]
-    assert suite.main(alone) == suite.REFUSED
-    assert statuses(tmp_path) == {f"{part}/all": "refused"}
 
 
 def test_fallbacks_are_forbidden_before_anything_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,19 +118,6 @@ def test_layers_that_are_not_fused_are_refused(monkeypatch: pytest.MonkeyPatch) 
         layers.check_model("bf16", lambda **_: None, "cpu", (32, 48, 2, 4, 2, 16))
 
 
-def test_dry_captured_steps_say_what_they_are(tmp_path: Path) -> None:
-    """They run on a CPU, so that part alone says in a dry run that it has launched."""
-    found: dict[str, Any] = {}
-
-    def measure(note: object, device: str = "cuda", capture: object = None, requests: int = 12) -> dict[str, Any]:
-        found.update(device=device, requests=requests)
-        return {}
-
-    ((_, case),) = dry.dry([("captured/a", measure)])
-    assert ran(case, tmp_path)["status"] == "ok"
-    assert found == {"device": "cpu", "requests": 2}
-
-
 # -- which Triton ------------------------------------------------------------------------------------------------------
 
 THIS = f"cp{sys.version_info.major}{sys.version_info.minor}"
@@ -175,13 +155,3 @@ def test_the_triton_of_a_pack_is_used_where_the_installed_one_is_refused(
     chosen, line = brought.choose(folder)
     assert chosen is in_front
     assert said in line
-
-
-def test_the_record_says_whose_triton_ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(installed(tmp_path / "here", "3.6.0"))
-    assert not suite.environment()["triton brought"]
-    pack = installed(tmp_path / "pack", "3.7.1")
-    monkeypatch.syspath_prepend(pack)
-    monkeypatch.setenv(brought.VARIABLE, pack)
-    found = suite.environment()
-    assert (found["triton"], found["triton brought"], found["triton installed"]) == ("3.7.1", True, "3.6.0")

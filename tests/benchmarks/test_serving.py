@@ -11,14 +11,11 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from benchmarks.attack.fuzz import fuzz
-from benchmarks.attack.send import NOT_SENT
-from benchmarks.load.answers import check_answers, reference
+from benchmarks.load.answers import check_answers
 from benchmarks.load.client import HttpClient, Reply, error_of
 from benchmarks.load.dynamo import DynamoClient
 from benchmarks.load.figures import Figures, Sample, Slo
@@ -28,10 +25,8 @@ from benchmarks.load.plots import write_plots
 from benchmarks.load.report import markdown
 from benchmarks.load.result import Cell, Key, Result, Run, Variant
 from benchmarks.load.server import Server, family
-from benchmarks.load.traffic import closed_loop, open_loop
 from benchmarks.load.triton import triton_code
-from benchmarks.load.workloads import multi_turn, shared_prefix, single
-from benchmarks.serving import Benchmark
+from benchmarks.load.workloads import single
 from benchmarks.soak import growth
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
@@ -119,30 +114,6 @@ def test_gains_are_medians_of_pairs(tmp_path: Path) -> None:
 # -- loads -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-@pytest.mark.anyio
-async def test_every_load_is_answered(server: Running) -> None:
-    parameters = {"max_tokens": 4, "temperature": 1.0}
-    async with HttpClient(server.url) as client:
-        shared = shared_prefix(5, parameters, 60, lambda text: len(text.split()), 0)
-        closed, _ = await closed_loop(client, single(4, parameters), 2)
-        opened, _ = await open_loop(client, single(4, parameters), 50.0)
-        prefix, _ = await closed_loop(client, shared, 2)
-        turns, _ = await closed_loop(client, multi_turn(2, parameters, 3, 0), 2)
-    assert [one.text for one in closed] == [one.text for one in opened]
-    assert all(sum(count for _, count in one.arrivals) == len(one.token_ids) == 4 for one in closed)
-    samples = [Sample.of(one) for one in prefix]
-    assert all(sample.cached_tokens > 40 for sample in samples[2:])
-    assert [one.usage["prompt_tokens"] for one in turns[:3]] == sorted(one.usage["prompt_tokens"] for one in turns[:3])
-    assert turns[2].usage["prompt_tokens"] > turns[0].usage["prompt_tokens"] + 8
-
-
-@pytest.mark.anyio
-async def test_poisson_arrivals_have_the_rate(server: Running) -> None:
-    async with HttpClient(server.url) as client:
-        assert 0.05 < (await open_loop(client, single(4, {"max_tokens": 1}), 20.0, seed=3))[1] < 3
-
-
 def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_answers(bundle, [Server(server.url)], count=3, max_tokens=6)
     monkeypatch.setattr("benchmarks.load.answers.reference", lambda *_: [(single(1, {"max_tokens": 2})[0], "no")])
@@ -150,84 +121,13 @@ def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monk
         check_answers(bundle, [Server(server.url)])
 
 
-def test_finished_runs_are_not_measured_again(
-    bundle: Path, server: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("benchmarks.serving.check_answers", lambda *_: None)
-    settings: dict[str, Any] = {
-        "face": "serve",
-        "policies": ["auto"],
-        "concurrency": [1, 2],
-        "rates": [],
-        "workloads": ["prompts"],
-        "temperature": 0.0,
-        "max_tokens": 2,
-        "requests": 3,
-    }
-    first = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
-    result = first.run()
-    assert [cell.key.amount for cell in result.cells] == [1, 2]
-    assert [len(cell.runs) for cell in result.cells] == [2, 2]
-    files = sorted(tmp_path.rglob("*.json"))
-    assert len(files) == 4
-    files[0].unlink()
-    again = Benchmark(bundle, tmp_path, server.url, (), settings, SLO, 2)
-    measured = [number for cell in again.run().cells for number in cell.runs]
-    kept = [run for cell in result.cells for run in cell.runs]
-    assert sum(one == other for one, other in zip(measured, kept, strict=True)) == 3
-
-
-def test_servers_are_compared_side_by_side(bundle: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {
-        "face": "serve",
-        "policies": ["off", "auto"],
-        "concurrency": [1, 8],
-        "rates": [2.0],
-        "workloads": ["prompts", "prefix"],
-    }
-    keys = Benchmark(bundle, tmp_path, None, (), settings, SLO, 1).keys()
-    assert [str(key) for key in keys] == [
-        "prompts 1 in flight, off",
-        "prompts 1 in flight, auto",
-        "prompts 8 in flight, off",
-        "prompts 8 in flight, auto",
-        "prefix 8 in flight, auto, no prefix cache",
-        "prefix 8 in flight, auto",
-    ]
-    assert keys[4].variant.options == ["--policy", "auto", "--no-prefix-cache"]
-
-
 # -- the soak test -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_fuzzer_finds_refusals(server: Running) -> None:
-    outcomes, faults = asyncio.run(fuzz(server.url, 1, 60))
-    assert faults == []
-    assert sum(count for name, count in outcomes.items() if name.endswith(": 400")) > 15
-    assert sum(count for name, count in outcomes.items() if not name.endswith(NOT_SENT)) >= 60
 
 
 @pytest.mark.parametrize("body", [b"", b"no", b'{"error": "text"}', b'{"error": {"message": "m"}}', b"[1]"])
 def test_other_error_bodies_are_faults(body: bytes) -> None:
     with pytest.raises(ValueError, match="not an error body"):
         error_of(body)
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    "kind", ["asks", "asks_whole", "disconnects", "has_a_deadline", "sends_too_much", "is_malformed", "is_killed"]
-)
-@pytest.mark.anyio
-async def test_guests(server: Running, bundle: Path, kind: str) -> None:
-    answers = reference(bundle, 3, 4) if kind.startswith("asks") else [(single(1, {"max_tokens": 64})[0], "w")]
-
-    async with HttpClient(server.url) as client:
-        guests = HttpGuests(Server(server.url), client, answers, 0.01)
-        if kind == "has_a_deadline":
-            guests.judge = lambda reply, text, refusals=(): str(reply.error or "text")  # type: ignore[method-assign]
-        assert await getattr(guests, kind)()
-        assert guests.faults == []
 
 
 @pytest.mark.anyio
@@ -301,12 +201,6 @@ def test_tokens_are_sent_at_once() -> None:
 # -- other faces -------------------------------------------------------------------------------------------------------
 
 
-def test_only_the_http_server_is_measured_without_its_prefix_cache(bundle: Path, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"face": "triton", "policies": ["off"], "workloads": ["prefix"]}
-    keys = Benchmark(bundle, tmp_path, None, (), settings | {"concurrency": [], "rates": []}, SLO, 1).keys()
-    assert [str(key) for key in keys] == ["prefix 8 in flight, off"]
-
-
 def test_tokens_of_dynamo_are_counted_by_usage_and_its_errors_read() -> None:
     events = [
         {"choices": [{"delta": {"content": text}, "finish_reason": finish}], "usage": {"completion_tokens": count}}
@@ -366,16 +260,3 @@ def test_errors_are_found_in_logs_that_are_not_json(tmp_path: Path) -> None:
     fine = ['I1122 14:45:07.9 264 server.cc:345] "Timeout"', 'E1122 14:37 2 s.cc:2] "CudaDriverHelper has not"']
     log.write_text("\n".join([*fine, *bad]))
     assert bad_lines(log, json_lines=False) == bad
-
-
-@pytest.mark.subprocess
-@pytest.mark.slow
-def test_a_server_of_its_own(bundle: Path, tmp_path: Path) -> None:
-    with Server.start(bundle, tmp_path / "log", ["--policy", "off"]) as server:
-        assert server.model == "tiny"
-        assert (server.cpu_seconds() or 0) > 0
-        assert server.resident_bytes() > 1 << 20
-        assert server.metrics()["d2sd_kv_pages_used"] == 0
-    assert server.stop() == 0
-    with pytest.raises(D2SDError, match="did not start"):
-        Server.start(tmp_path, tmp_path / "log")

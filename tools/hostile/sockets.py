@@ -7,7 +7,7 @@ import random
 
 from tools.hostile.case import Case, Kind, Scene, size
 
-_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+_HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 #: Seconds between two drops of a client that drips.
 _DRIP = 0.3
 
@@ -47,13 +47,13 @@ def _garbage(draw: random.Random, scene: Scene) -> Case:
             b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n",
             b"GET /\x00\xff HTTP/1.1\r\nhost: \xff\r\n\r\n",
             _HEAD.replace(b"\r\n", b"\n") + b"\n",
-            b"GET /health HTTP/1.1\r\nhost: x\r\na b: c\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\na b: c\r\n\r\n",
             b"GET /health HTTP/1.1\r\n folded: x\r\n\r\n",
-            b"GET /health HTTP/1.1\r\nhost: x\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n"
             + draw.randbytes(50),
             _with_length(body) + draw.randbytes(200),
             _with_length(body) * draw.randint(2, 30),
-            b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n" * size(draw, 2, 400),
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * size(draw, 2, 400),
         )
     )
     return Case(raw=((0.0, data),))
