@@ -1,4 +1,4 @@
-"""What captured steps were expected to take before a GPU had run them, for the page of results to have beside them."""
+"""Times of captured steps that were predicted before a GPU had run them: the page of results has them beside its own."""
 
 from __future__ import annotations
 

@@ -65,10 +65,9 @@ class OpenAIGuests(Guests):
             connection.setblocking(False)
             loop = asyncio.get_running_loop()
             await loop.sock_connect(connection, self.server.address)
-            head = (
-                f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\nconnection: close\r\n"
-            )
-            await loop.sock_sendall(connection, f"{head}content-length: {len(data)}\r\n\r\n".encode() + data)
+            head = f"POST {_CHAT} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+            head += f"connection: close\r\ncontent-length: {len(data)}\r\n\r\n"
+            await loop.sock_sendall(connection, head.encode() + data)
             received = b""
             while part := await loop.sock_recv(connection, 512):
                 received += part
