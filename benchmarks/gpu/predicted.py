@@ -1,4 +1,4 @@
-"""Times of captured steps that were predicted before a GPU had run them: the page of results has them beside its own."""
+"""Times of captured steps that were predicted before a GPU had run any: the page of results has them in brackets."""
 
 from __future__ import annotations
 
