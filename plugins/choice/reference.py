@@ -69,6 +69,10 @@ def _gumbel(bits: Tensor) -> Tensor:
     return -(-uniform.log()).log()
 
 
+#: Filters, each a field of `SamplingTensors` and of `SamplingParams`, and an argument of the kernels that filter.
+FILTERS = ("min_p", "top_k", "top_p")
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingTensors:
     """One value a request; the flags choose between static variants.
@@ -80,15 +84,19 @@ class SamplingTensors:
     top_p: Tensor  # [B] fp32, infinite where off
     top_k: Tensor  # [B] int64, V where off
     min_p: Tensor  # [B] fp32, 0 where off
+    filtered: Tensor  # [B] int32, 1 where a filter is on
     seed: Tensor  # [B] int64
     any_sampled: bool
-    any_top_p: bool
-    any_top_k: bool
-    any_min_p: bool
+    used: frozenset[str]  # filters that a request uses
 
     @property
     def any_filter(self) -> bool:
-        return self.any_top_p or self.any_top_k or self.any_min_p
+        return bool(self.used)
+
+    @property
+    def filters(self) -> dict[str, Tensor]:
+        """The tensors of all filters by name."""
+        return {name: getattr(self, name) for name in FILTERS}
 
     @property
     def is_argmax(self) -> bool:
@@ -197,13 +205,13 @@ def apply_filters(scaled_logits: Tensor, sampling: SamplingTensors) -> Tensor:
     key = _ascending(scaled_logits)
     best = scaled_logits.amax(-1, keepdim=True)
     kept = torch.ones_like(key, dtype=torch.bool)
-    if sampling.any_min_p:
+    if "min_p" in sampling.used:
         min_p = sampling.min_p.view(shape)
         # where it is off, NaN is kept too; and added to a best logit that has overflowed, log(0) would be NaN
         kept = (scaled_logits >= best + min_p.log()) | (min_p <= 0)
-    if sampling.any_top_k:
+    if "top_k" in sampling.used:
         kept = kept & (key >= _threshold(key, kept.long(), sampling.top_k.view(shape)))
-    if sampling.any_top_p:
+    if "top_p" in sampling.used:
         below = torch.where(scaled_logits == best, 0.0, scaled_logits - best)  # inf - inf would be NaN
         mass = ((below.exp() * _UNIT).long() + 1).where(kept, 0)
         total, top_p = mass.sum(-1, keepdim=True), sampling.top_p.view(shape)

@@ -103,8 +103,7 @@ class StaticInputs:
         Filters that no request uses keep all tokens, so one graph serves every combination of them.
         """
         flags = sampling.with_all_filters()
-        names = "any_sampled", "any_top_p", "any_top_k", "any_min_p"
-        own = replace(self._batch.sampling, **{name: getattr(flags, name) for name in names})
+        own = replace(self._batch.sampling, any_sampled=flags.any_sampled, used=flags.used)
         return replace(self._batch, sampling=own)
 
     def load(self, batch: Batch, link: Link) -> None:

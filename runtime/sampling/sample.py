@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.choice import SamplingTensors, sampled_scores
-from d2sd.plugins.choice.reference import gumbel
+from d2sd.plugins.choice.reference import FILTERS, gumbel
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling_params import SamplingParams
@@ -53,7 +53,7 @@ class Sampling(SamplingTensors):
         signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
-        sampled = [p for p in params if p.temperature >= GREEDY_BELOW]
+        used = [_filters_of(p, vocab_size) for p in params]
 
         def fp32(values: list[float]) -> Tensor:
             return torch.tensor(values, dtype=torch.float32)
@@ -63,11 +63,10 @@ class Sampling(SamplingTensors):
             top_p=fp32([p.top_p if p.top_p < 1 else torch.inf for p in params]),
             top_k=torch.tensor([min(p.top_k or vocab_size, vocab_size) for p in params]),
             min_p=fp32([p.min_p for p in params]),
+            filtered=torch.tensor([bool(names) for names in used], dtype=torch.int32),
             seed=torch.tensor(signed),
-            any_sampled=bool(sampled),
-            any_top_p=any(p.top_p < 1 for p in sampled),
-            any_top_k=any(p.top_k for p in sampled),
-            any_min_p=any(p.min_p > 0 for p in sampled),
+            any_sampled=any(p.temperature >= GREEDY_BELOW for p in params),
+            used=frozenset[str]().union(*used),
             bias=TokenBias.of(params, texts, vocab_size, device) if any(p.has_bias for p in params) else None,
             penalties=Penalties.of(params, texts, vocab_size, device) if any(p.has_penalty for p in params) else None,
             logprobs=max(logprobs, default=None),
@@ -83,7 +82,7 @@ class Sampling(SamplingTensors):
 
     def with_all_filters(self) -> Sampling:
         """Parameters as if a request used each filter, if any is used: those that no request uses keep all tokens."""
-        return replace(self, any_top_p=self.any_filter, any_top_k=self.any_filter, any_min_p=self.any_filter)
+        return replace(self, used=frozenset(FILTERS if self.used else ()))
 
     def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:
         """Drafted logits [B, ...] of `tokens` [B, ...], changed by the tokens committed so far."""
@@ -124,6 +123,12 @@ class Sampling(SamplingTensors):
         if not self.any_sampled:
             return None
         return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
+
+
+def _filters_of(params: SamplingParams, vocab_size: int) -> set[str]:
+    """Names of the filters that a request uses."""
+    on = {"min_p": params.min_p > 0, "top_k": 0 < params.top_k < vocab_size, "top_p": params.top_p < 1}
+    return {name for name in FILTERS if on[name]} if params.temperature >= GREEDY_BELOW else set()
 
 
 def _mapped(state: T, function: Callable[[Tensor], Tensor]) -> T:

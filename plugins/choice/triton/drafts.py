@@ -118,8 +118,8 @@ def kept_of_pool(scaled, inside, request, vocab, min_p, top_k, top_p):
 
 @dependent_kernel
 def pool_kernel(
-    logits, rejected, prefix_len, maxima, partial, ids, context_len, temperature, seed, min_p, top_k, top_p,
-    segments, entries, tokens, logprob, vocab,
+    logits, rejected, prefix_len, maxima, partial, ids, context_len, temperature, seed, segments, entries, tokens,
+    logprob, vocab, min_p, top_k, top_p,
     ROWS: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr, POOLP: tl.constexpr, WIDTH: tl.constexpr,
     SEG: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENTSP: tl.constexpr, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr,
     SHIFT: tl.constexpr, SAMPLED: tl.constexpr,

@@ -26,7 +26,6 @@ from d2sd.plugins.choice.triton.search import (
     LOG2_E,
     LOWEST,
     OF_NOTHING,
-    filters_of,
     largest_key,
     mass_limit,
     mass_of,
@@ -194,14 +193,14 @@ def _chosen_of_list(
 
 @dependent_kernel
 def filtered_kernel(
-    logits, temperature, seed, context_len, depth, min_p, top_k, top_p, partial, maxima, sums, segments, entries,
-    chosen, threshold, vocab,
+    logits, temperature, seed, context_len, depth, filtered, partial, maxima, sums, segments, entries, chosen,
+    threshold, vocab, min_p, top_k, top_p,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCKSP: tl.constexpr, SEG: tl.constexpr, SEGMENTS: tl.constexpr,
     SEGMENTSP: tl.constexpr, TILE: tl.constexpr, FEW: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Grid (R). logits [R, V], of ROWS rows a request; partial [R, BLOCKS], maxima and sums [R, SEGMENTS] as
-    `scores_kernel` makes them.
+    `scores_kernel` makes them; min_p, top_k and top_p [B], off as in `SamplingTensors`.
 
     segments [R, SEGMENTS] int32 and entries [R, LIST] int64 are scratch memory. chosen [R] int64, -1 where the best
     score is not a finite number. threshold [R] int32 or None: the smallest order of scaled logits that is kept.
@@ -210,10 +209,11 @@ def filtered_kernel(
     number = tl.program_id(0).to(tl.int64)
     request = number // ROWS
     row = logits + number * vocab
-    heat, _random, least_share, most, share, filters = filters_of(request, vocab, temperature, min_p, top_k, top_p)
+    heat = tl.load(temperature + request)
+    least_share, most, share = tl.load(min_p + request), tl.load(top_k + request), tl.load(top_p + request)
     least = tl.full([], LOWEST, tl.int32)
     entry = tl.full([], ABSENT, tl.int64)
-    if filters:
+    if tl.load(filtered + request) != 0:
         n = tl.arange(0, SEGMENTSP)
         count = (vocab + SEG - 1) // SEG
         order = tl.load(maxima + number * SEGMENTS + n, mask=n < count, other=OF_NOTHING)

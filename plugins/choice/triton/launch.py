@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.choice.reference import SamplingTensors
+from d2sd.plugins.choice.reference import FILTERS, SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
@@ -71,19 +71,15 @@ def candidates_triton(
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
     at = (None, None) if branches is None else (branches.rejected.contiguous(), branches.prefix_len.contiguous())
-    arguments = (
-        [None] * 5
-        if sampling is None
-        else [sampling.temperature, sampling.seed, sampling.min_p, sampling.top_k, sampling.top_p]
-    )
+    arguments = [None] * 3 if sampling is None else [context_len, sampling.temperature, sampling.seed]
+    filters = dict.fromkeys(FILTERS) if sampling is None else sampling.filters
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         segments_kernel[(rows, blocks)](
             logits, *at, ids if branches is not None else None, maxima, partial, vocab,
             SLOTS=slots, BLOCKS=blocks, BLOCK=BLOCK, SEG=constants["SEG"], num_warps=WARPS,
         )  # fmt: skip
         pool_kernel[(rows,)](
-            logits, *at, maxima, partial, ids, None if sampling is None else context_len, *arguments, segments, entries,
-            tokens, logprob, vocab,
+            logits, *at, maxima, partial, ids, *arguments, segments, entries, tokens, logprob, vocab, **filters,
             ROWS=count * slots, SLOTS=slots, **constants, SHIFT=SHIFT.get(logits.dtype, 0),
             SAMPLED=sampling is not None, num_warps=WARPS,
         )  # fmt: skip
@@ -102,7 +98,7 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
     arguments = [None] * 4 if sampling is None else [sampling.temperature, sampling.seed, context_len, depth]
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         scores_kernel[(batch * nodes, blocks)](
-            logits, *arguments, *[None] * 3, partial, None, None, vocab,
+            logits, *arguments, None, partial, None, None, vocab,
             ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=sampling is not None, num_warps=WARPS,
         )  # fmt: skip
         combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
@@ -126,8 +122,7 @@ def choose_filtered(
     entries = torch.empty(rows, LIST, dtype=torch.long, device=device)
     chosen = torch.empty(batch, nodes, dtype=torch.long, device=device)
     given = (
-        logits, sampling.temperature, sampling.seed, context_len, depth, sampling.min_p, sampling.top_k, sampling.top_p,
-        partial, maxima, sums,
+        logits, sampling.temperature, sampling.seed, context_len, depth, sampling.filtered, partial, maxima, sums,
     )  # fmt: skip
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         scores_kernel[(rows, blocks)](
@@ -135,7 +130,7 @@ def choose_filtered(
             ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=True, num_warps=WARPS,
         )  # fmt: skip
         filtered_kernel[(rows,)](
-            *given, segments, entries, chosen, threshold, vocab,
+            *given, segments, entries, chosen, threshold, vocab, **sampling.filters,
             ROWS=nodes, BLOCKS=blocks, BLOCKSP=power(blocks), SEG=SEGMENT, SEGMENTS=count,
             SEGMENTSP=power(-(-vocab // SEGMENT)), TILE=TILE, FEW=FEW, LIST=LIST, SHIFT=SHIFT.get(logits.dtype, 0),
             BLOCK=TURN, num_warps=WARPS,

@@ -79,18 +79,6 @@ def segments_of(x, factor):
 
 
 @triton.jit
-def filters_of(request, vocab, temperature, min_p, top_k, top_p):
-    """T, or 1 where the request is greedy; whether it is not; min-p, top-k and top-p; and whether any is on."""
-    heat = tl.load(temperature + request)
-    random = heat > 0
-    least = tl.load(min_p + request)
-    most = tl.load(top_k + request)
-    share = tl.load(top_p + request)
-    filters = random & ((least > 0) | (most < vocab) | (share < 1))
-    return tl.where(random, heat, 1.0), random, least, most, share, filters
-
-
-@triton.jit
 def mass_of(scaled, best):
     """Integer mass of a probability; 2^40 + 1 for the likeliest token, also where it is infinite."""
     return (exp(tl.where(scaled == best, 0.0, scaled - best)) * 1099511627776.0).to(tl.int64) + 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from d2sd.plugins.choice.triton.search import LOG2_E, filters_of, segments_of
+from d2sd.plugins.choice.triton.search import LOG2_E, segments_of
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, pack_entry, place_of, score_of
 
@@ -72,7 +72,7 @@ def scale_of(logits, heat):
 
 @dependent_kernel
 def scores_kernel(
-    logits, temperature, seed, context_len, depth, min_p, top_k, top_p, partial, maxima, sums, vocab,
+    logits, temperature, seed, context_len, depth, filtered, partial, maxima, sums, vocab,
     ROWS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, SEG: tl.constexpr, SAMPLED: tl.constexpr,
 ):  # fmt: skip
     """Grid (R, BLOCKS). logits [R, V], of ROWS rows a request; depth [R]; partial [R, BLOCKS] int64.
@@ -89,16 +89,15 @@ def scores_kernel(
     filters = False
     if SAMPLED:
         request = row // ROWS
+        heat = tl.load(temperature + request)
+        random = heat > 0
         if maxima is not None:
-            heat, random, _min_p, _top_k, _top_p, filters = filters_of(request, vocab, temperature, min_p, top_k, top_p)
+            filters = tl.load(filtered + request) != 0
             if filters:
                 order, _base, total = segments_of(tl.reshape(score, [BLOCK // SEG, SEG]), LOG2_E / heat)
                 at = (row * BLOCKS + block) * (BLOCK // SEG) + tl.arange(0, BLOCK // SEG)
                 tl.store(maxima + at, order)
                 tl.store(sums + at, total)
-        else:
-            heat = tl.load(temperature + request)
-            random = heat > 0
         if random & (filters == 0):
             position = tl.load(context_len + request) + tl.load(depth + row) + 1
             noise = gumbel_of_run(tl.load(seed + request), position, block * BLOCK, BLOCK)

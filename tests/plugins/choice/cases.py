@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.choice.reference import SamplingTensors
+from d2sd.plugins.choice.reference import FILTERS, SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.launch import SEGMENT, candidates_triton, choose_triton
@@ -24,11 +24,10 @@ def sampling(filters: bool) -> SamplingTensors:
         top_p=one,
         top_k=whole,
         min_p=one,
+        filtered=some("i32", 1),
         seed=whole,
         any_sampled=True,
-        any_top_p=filters,
-        any_top_k=filters,
-        any_min_p=filters,
+        used=frozenset(FILTERS if filters else ()),
     )
 
 
