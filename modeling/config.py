@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2",
 ]  # fmt: skip
 Role = Literal["first", "variable_prefix"]
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from d2sd.convert.checkpoint.experts import ExpertTensors, expert_counts, per_expert, qwen_experts, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.convert.checkpoint.hybrids import hybrid, hybrid_moe, hybrid_rope, qwen3_next
+from d2sd.convert.checkpoint.lfm2 import lfm2, llama_name
 from d2sd.convert.checkpoint.nested import NESTED, text_config, text_name
 from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family, RopeConfig
 
@@ -33,6 +34,7 @@ class TargetFamily:
     scaled_embedding: bool = False  # by √E
     tied: bool = False  # transformers' default of tie_word_embeddings
     width: str = "intermediate_size"  # the key of the MLP's, or of each expert's where no layer has an MLP
+    eps: str = "rms_norm_eps"  # the key of the norms' epsilon
 
 
 def _llama(config: HFConfig, body: BodyConfig) -> BodyConfig:
@@ -154,6 +156,7 @@ FAMILIES: dict[str, TargetFamily] = {
             per_expert,
             width="moe_intermediate_size",
         ),
+        TargetFamily("lfm2", "Lfm2ForCausalLM", lfm2, rename=llama_name, tied=True, eps="norm_eps"),
     )
 }
 
@@ -207,7 +210,7 @@ def _common(config: HFConfig, family: TargetFamily) -> BodyConfig:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=config.size("head_dim", hidden // heads, limit=MAX_SIZE // heads),
-        rms_norm_eps=config.get("rms_norm_eps", float),
+        rms_norm_eps=config.get(family.eps, float),
         rope=family.rope(config),
         max_positions=config.size("max_position_embeddings"),
         qk_norm=False,

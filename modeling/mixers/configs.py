@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from d2sd.modeling.fused_mixer import FusedMixer
     from d2sd.modeling.layers import Mixer
     from d2sd.modeling.mixers.delta_net import DeltaNet
+    from d2sd.modeling.mixers.short_conv import ShortConv
     from d2sd.modeling.state_pool import StateRows
 
 
@@ -123,5 +124,45 @@ class DeltaConfig(RecurrentConfig):
         return FusedDeltaNet(cast("DeltaNet", mixer), self, dtype, exact=exact)
 
 
+@dataclass(frozen=True, slots=True)
+class ShortConvConfig(RecurrentConfig):
+    """Gated short convolutions, of as many channels as the model is wide."""
+
+    name: ClassVar[str] = "gated short convolutions"
+    module: ClassVar[str] = "conv"
+    layers: tuple[int, ...]
+    channels: int
+    taps: int  # of the convolution, a row's own included
+    bias: bool = False  # of the convolution and of both projections
+
+    def parts(self, hidden_size: int) -> Parts:
+        parts: Parts = {
+            "in_proj": LinearShape(hidden_size, 3 * self.channels, self.bias),
+            "conv.weight": (self.channels, 1, self.taps),
+            "out_proj": LinearShape(self.channels, hidden_size, self.bias),
+        }
+        return parts | ({"conv.bias": (self.channels,)} if self.bias else {})
+
+    @property
+    def states(self) -> tuple[StateShape, ...]:
+        """The last inputs of the convolution."""
+        return (StateShape((self.channels, self.taps - 1)),)
+
+    def mixer(self, body: BodyConfig) -> Mixer:
+        from d2sd.modeling.mixers.short_conv import ShortConv
+
+        return ShortConv(body.hidden_size, self)
+
+    def rows(self, shape: Sequence[int], like: Tensor) -> StateRows:
+        from d2sd.modeling.mixers.short_conv import ConvolutionRows
+
+        return ConvolutionRows(like.new_empty(*shape, self.channels))
+
+    def fused(self, mixer: Mixer, dtype: torch.dtype, *, exact: bool) -> FusedMixer:
+        from d2sd.modeling.mixers.short_conv import FusedShortConv
+
+        return FusedShortConv(cast("ShortConv", mixer), dtype, exact=exact)
+
+
 #: All kinds.
-RECURRENT: tuple[type[RecurrentConfig], ...] = (DeltaConfig,)
+RECURRENT: tuple[type[RecurrentConfig], ...] = (DeltaConfig, ShortConvConfig)

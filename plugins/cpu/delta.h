@@ -199,6 +199,7 @@ void d2sd_delta_rule(const struct delta_rule *d, int threads) {
 
 struct convolution {
     long batch, rows, channels, taps, type; /* B, M, C, W */
+    long silu;                              /* whether the result is the silu of the sum */
     const char *x;                          /* [M, C] */
     const float *weight, *bias;             /* [W, C], [C] or NULL */
     const float *past;                      /* [B, W - 1, C], what was committed */
@@ -231,7 +232,7 @@ static void convolve(void *arguments, const struct share *share) {
                 sum = sum + x * *(const f32x16 *)(c->weight + tap * c->channels + channel);
             }
             if (c->bias) sum = sum + *(const f32x16 *)(c->bias + channel);
-            sum = silu16(sum);
+            if (c->silu) sum = silu16(sum);
             store((int)c->type, c->out, row * c->channels + channel, (const float *)&sum, LANES);
         }
     }

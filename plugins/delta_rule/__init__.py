@@ -138,9 +138,16 @@ def chunk_delta_rule(
 
 
 def tree_convolution(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, attn_mask: Tensor | AttnMask, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    attn_mask: Tensor | AttnMask,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
-    """silu of the causal convolution of every channel over a row and its nearest W - 1 ancestors.
+    """The causal convolution of every channel over a row and its nearest W - 1 ancestors, or its silu.
 
     In place of ancestors before the tree stand the last committed inputs. Bits depend on those inputs alone.
 
@@ -159,23 +166,30 @@ def tree_convolution(
     if picked is Implementation.TRITON:
         from d2sd.plugins.delta_rule.triton.launch import convolution_triton
 
-        return convolution_triton(x, weight, states, slots, mask, bias)
+        return convolution_triton(x, weight, states, slots, mask, bias, silu=silu)
     convolve = convolution_cpu if picked is Implementation.LIBRARY else tree_convolution_reference
-    return convolve(x, weight, states, slots, mask.allowed, bias)
+    return convolve(x, weight, states, slots, mask.allowed, bias, silu=silu)
 
 
 def chunk_convolution(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    chunks: ChunkMask,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """`tree_convolution` of chunks of B prompts, x [1, N, C], and their last inputs kept in place."""
     picked = _pick_convolution(x)
     if picked is Implementation.TRITON:
         from d2sd.plugins.delta_rule.triton.launch import convolution_triton
 
-        out = convolution_triton(x, weight, states, slots, chunks, bias)
+        out = convolution_triton(x, weight, states, slots, chunks, bias, silu=silu)
     else:
         convolve = convolution_cpu if picked is Implementation.LIBRARY else chunk_convolution_reference
-        out = convolve(x, weight, states, slots, chunks, bias)
+        out = convolve(x, weight, states, slots, chunks, bias, silu=silu)
     commit_chunk_inputs(x, states, slots, last_rows(chunks, states.shape[-1], x.shape[1]))
     return out
 

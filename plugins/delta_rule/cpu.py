@@ -38,7 +38,7 @@ class Convolution(Structure):
     """`struct convolution`."""
 
     _fields_ = [
-        *((name, c_long) for name in ("batch", "rows", "channels", "taps", "type")),
+        *((name, c_long) for name in ("batch", "rows", "channels", "taps", "type", "silu")),
         *((name, c_void_p) for name in ("x", "weight", "bias", "past", "starts", "mask", "out", "parent")),
     ]
 
@@ -103,7 +103,14 @@ def _run(
 
 
 def convolution_cpu(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, mask: Tensor | ChunkMask, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    mask: Tensor | ChunkMask,
+    bias: Tensor | None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """`tree_convolution`, or `chunk_convolution` without its commit."""
     taps, count = weight.shape[1], x.shape[0] * x.shape[1]
@@ -114,6 +121,6 @@ def convolution_cpu(
     out, parent = torch.empty_like(inputs[0]), torch.empty(count, dtype=torch.int32)
     assert past.shape == (len(slots), taps - 1, x.shape[2])
     pointers = map(address, (*inputs, past, starts.contiguous(), allowed, out, parent))
-    call = Convolution(len(slots), count, x.shape[2], taps, TYPES[x.dtype], *pointers)
+    call = Convolution(len(slots), count, x.shape[2], taps, TYPES[x.dtype], silu, *pointers)
     functions().d2sd_convolution(byref(call), torch.get_num_threads())
     return out

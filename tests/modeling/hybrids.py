@@ -32,6 +32,21 @@ _BODY = {
     "tie_word_embeddings": False,
 }
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 40}
+#: MLPs are two thirds as wide as written: 48.
+_LFM2 = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 72,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 16,
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 512,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    "tie_word_embeddings": False,
+}
 #: Configs of transformers' models.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3.5": ("qwen3_5_text", _BODY | {"intermediate_size": 48}),
@@ -40,6 +55,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "heads that the compiled library lacks": (
         "qwen3_5_text",
         _BODY | {"intermediate_size": 48, "linear_value_head_dim": 24},
+    ),
+    "LFM2": ("lfm2", _LFM2),
+    "LFM2, with biases and widths as written": (
+        "lfm2",
+        _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
     ),
 }
 
@@ -66,6 +86,8 @@ def theirs(case: str) -> Any:
                 parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 1)
+            elif kind == "lfm2" and "norm" in name:
+                parameter.copy_(1 + 0.3 * noise)
             elif parameter.dim() == 1:  # norms of 1 + weight, dt_bias
                 parameter.copy_(0.3 * noise)
             else:

@@ -1,4 +1,4 @@
-"""Hybrids, which have gated delta nets: logits are transformers', and a tree's rows and commits those of its paths."""
+"""Hybrids, some of whose layers have a recurrent state: logits are transformers', and a tree's rows and commits those of its paths."""
 
 from __future__ import annotations
 

@@ -13,7 +13,14 @@ from d2sd.plugins.delta_rule.reference.recurrence import parents_of
 
 
 def tree_convolution_reference(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, attn_mask: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    attn_mask: Tensor,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """`tree_convolution` on any device."""
     taps = weight.shape[1]
@@ -24,17 +31,24 @@ def tree_convolution_reference(
     for _ in range(taps):
         window.append(inputs.gather(1, (at + taps - 1)[..., None].expand_as(x)))
         at = torch.where(at >= 0, parents.gather(1, at.clamp(min=0)), at - 1)
-    return _convolved(torch.stack(window[::-1], -1), weight, bias)
+    return _convolved(torch.stack(window[::-1], -1), weight, bias, silu=silu)
 
 
 def chunk_convolution_reference(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, chunks: ChunkMask, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    chunks: ChunkMask,
+    bias: Tensor | None = None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """`chunk_convolution` on any device, without its commit."""
     parts, taps = [], weight.shape[1]
     for slot, span in zip(slots.tolist(), chunks.spans(), strict=True):
         inputs = torch.cat([states[slot].to(x.dtype).T, x[0, span]])
-        parts.append(_convolved(inputs.unfold(0, taps, 1), weight, bias))
+        parts.append(_convolved(inputs.unfold(0, taps, 1), weight, bias, silu=silu))
     return torch.cat(parts)[None]
 
 
@@ -56,12 +70,14 @@ def commit_convolution_reference(x: Tensor, states: Tensor, slots: Tensor, path:
     states[:, slots] = torch.where((slots > 0)[:, None, None], last.to(states.dtype), states[:, slots])
 
 
-def _convolved(window: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu of window [..., C, W], oldest input first, times weight [C, W]: products and sums in fp32, in this order."""
+def _convolved(window: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
+    """window [..., C, W], oldest input first, times weight [C, W]: products and sums in fp32, in this order."""
     total = window[..., 0].float() * weight[:, 0].float()
     for tap in range(1, weight.shape[1]):
         total = total + window[..., tap].float() * weight[:, tap].float()
     if bias is not None:
         total = total + bias.float()
+    if not silu:
+        return total.to(window.dtype)
     # In fp32 PyTorch's exponential has other last bits at the end of a tensor than inside of it.
     return F.silu(total.double()).float().to(window.dtype)

@@ -14,7 +14,7 @@ from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prio
 @dependent_kernel(do_not_specialize=["rows"])
 def convolution_kernel(
     x, weight, bias, states, slots, words, starts, out, rows,
-    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr,
+    CHANNELS: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PADDED: tl.constexpr, SILU: tl.constexpr,
 ):  # fmt: skip
     """Grid (⌈C / BLOCK⌉, rows, B), one program a row. rows = T, of chunks at least the longest; PADDED ≥ T.
 
@@ -47,7 +47,7 @@ def convolution_kernel(
             at = at - 1
     if bias is not None:
         total += tl.load(bias + channel, mask=known, other=0.0).to(tl.float32)
-    result = total / (1.0 + tl.exp(-total))
+    result = total / (1.0 + tl.exp(-total)) if SILU else total
     tl.store(out + (first + row) * CHANNELS + channel, result.to(out.dtype.element_ty), mask=known)
 
 

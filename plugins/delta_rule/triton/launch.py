@@ -154,7 +154,14 @@ def rule_constants(key_heads: int, heads: int, key_size: int, size: int, columns
 
 
 def convolution_triton(
-    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, mask: AttnMask | ChunkMask, bias: Tensor | None
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    mask: AttnMask | ChunkMask,
+    bias: Tensor | None,
+    *,
+    silu: bool = True,
 ) -> Tensor:
     """`tree_convolution`, or `chunk_convolution` without its commit."""
     chunks = isinstance(mask, ChunkMask)
@@ -166,7 +173,7 @@ def convolution_triton(
         convolution_kernel[triton.cdiv(x.shape[2], block), rows, len(slots)](
             x.contiguous(), weight.contiguous(), bias, states, slots.contiguous(), words, starts, out, rows,
             CHANNELS=x.shape[2], TAPS=weight.shape[1], BLOCK=block, PADDED=1 if chunks else power(rows),
-            num_warps=CHANNEL_WARPS,
+            SILU=silu, num_warps=CHANNEL_WARPS,
         )  # fmt: skip
     return out
 

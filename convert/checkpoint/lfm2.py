@@ -1,0 +1,75 @@
+"""LFM2: what the keys of its config.json mean, and the names of its tensors.
+
+Layers are attention or gated short convolutions (`d2sd.modeling.mixers.short_conv`), around MLPs and norms that are
+Llama's under other names.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
+from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.mixers.configs import ShortConvConfig
+
+_CONVOLUTION, _FULL = "conv", "full_attention"
+#: Names of its modules -> Llama's.
+_NAMES = {
+    "embedding_norm": "norm",
+    "operator_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w2": "mlp.down_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "self_attn.out_proj": "self_attn.o_proj",
+    "self_attn.q_layernorm": "self_attn.q_norm",
+    "self_attn.k_layernorm": "self_attn.k_norm",
+}
+_NAME = re.compile(rf"(?<=\.)({'|'.join(map(re.escape, _NAMES))})(?=\.)")
+
+
+def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    """The geometry that LFM2 writes with keys of its own."""
+    for key in ("tie_embedding", "block_use_swiglu", "use_pos_enc"):
+        config.only(key, True, None)
+    types = config.get("layer_types", list, _types(config, body.num_layers))
+    if len(types) != body.num_layers or set(types) != {_CONVOLUTION, _FULL}:
+        expected = f"{_CONVOLUTION} or {_FULL} of each of {body.num_layers} layers, and both"
+        raise config.refuse("These layers are not supported.", "layer_types", expected)
+    return replace(
+        body,
+        intermediate_size=_width(config),
+        qk_norm=True,
+        recurrent=ShortConvConfig(
+            layers=tuple(layer for layer, kind in enumerate(types) if kind == _CONVOLUTION),
+            channels=body.hidden_size,
+            taps=config.size("conv_L_cache", 3, limit=64),
+            bias=config.get("conv_bias", bool, False),
+        ),
+    )
+
+
+def llama_name(name: str) -> str:
+    """The name that a tensor has in Llama's layers."""
+    return _NAME.sub(lambda found: _NAMES[found[1]], name)
+
+
+def _types(config: HFConfig, layers: int) -> list[str]:
+    """Kinds of the layers by the numbers of those that attend, as older configs have them."""
+    attending = config.integers("full_attn_idxs") if config.values.get("full_attn_idxs") is not None else range(layers)
+    return [_FULL if layer in attending else _CONVOLUTION for layer in range(layers)]
+
+
+def _width(config: HFConfig) -> int:
+    """Width of the MLPs: as written, or two thirds of it, scaled, and rounded up to a multiple."""
+    width = config.size("block_ff_dim" if config.values.get("block_ff_dim") is not None else "intermediate_size")
+    if not config.get("block_auto_adjust_ff_dim", bool, True):
+        return width
+    width, multiple = int(2 * width / 3), config.size("block_multiple_of", 256)
+    if config.values.get("block_ffn_dim_multiplier") is not None:
+        width = int(config.get("block_ffn_dim_multiplier", float) * width)
+        width = multiple * -(-width // multiple)
+    if not 1 <= width <= MAX_SIZE:
+        raise config.refuse("A size is out of range.", "block_ffn_dim_multiplier", f"a width of 1 to {MAX_SIZE}")
+    return width
