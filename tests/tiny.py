@@ -30,7 +30,7 @@ from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import RMSNorm
-from d2sd.modeling.mixers.configs import DeltaConfig
+from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
@@ -65,7 +65,10 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
     "qwen3_next": _HYBRID | {"experts": replace(_SHARED, dense_layers=(0,))},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | {"experts": _SHARED, "intermediate_size": 24},  # no layer has an MLP
+    "lfm2": {"qk_norm": True},
 }
+#: Families some of whose layers have a recurrent state.
+HYBRIDS: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2")
 #: Windows of its layers in turns.
 FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
@@ -118,6 +121,8 @@ def tiny_decoder(
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
     if "output_gate" in FAMILY_BODIES[family]:
         changes = {"recurrent": tiny_delta(layers, joined=family == "qwen3_next")} | changes
+    if family == "lfm2":
+        changes = {"recurrent": ShortConvConfig(recurrent_layers(layers), hidden, taps=3)} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
     scale = hidden**0.5 if family == "gemma3_text" else 1.0
     decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
@@ -126,16 +131,14 @@ def tiny_decoder(
     return decoder
 
 
+def recurrent_layers(layers: int) -> tuple[int, ...]:
+    """All layers but every third and the last."""
+    return tuple(layer for layer in range(layers - 1) if layer % 3 != 2)
+
+
 def tiny_delta(layers: int, *, joined: bool = False) -> DeltaConfig:
-    """Gated delta nets in all layers but every third and the last."""
-    return DeltaConfig(
-        tuple(layer for layer in range(layers - 1) if layer % 3 != 2),
-        key_heads=2,
-        value_heads=4,
-        key_size=8,
-        value_size=12,
-        joined=joined,
-    )
+    """Gated delta nets."""
+    return DeltaConfig(recurrent_layers(layers), key_heads=2, value_heads=4, key_size=8, value_size=12, joined=joined)
 
 
 def tiny_drafter(

@@ -15,7 +15,7 @@ from d2sd.modeling.mixers.configs import ShortConvConfig
 
 _CONVOLUTION, _FULL = "conv", "full_attention"
 #: Names of its modules -> Llama's.
-_NAMES = {
+NAMES = {
     "embedding_norm": "norm",
     "operator_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
@@ -26,7 +26,7 @@ _NAMES = {
     "self_attn.q_layernorm": "self_attn.q_norm",
     "self_attn.k_layernorm": "self_attn.k_norm",
 }
-_NAME = re.compile(rf"(?<=\.)({'|'.join(map(re.escape, _NAMES))})(?=\.)")
+_NAME = re.compile(rf"(?<=\.)({'|'.join(map(re.escape, NAMES))})(?=\.)")
 
 
 def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
@@ -52,7 +52,7 @@ def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
 
 def llama_name(name: str) -> str:
     """The name that a tensor has in Llama's layers."""
-    return _NAME.sub(lambda found: _NAMES[found[1]], name)
+    return _NAME.sub(lambda found: NAMES[found[1]], name)
 
 
 def _types(config: HFConfig, layers: int) -> list[str]:

@@ -18,12 +18,13 @@ from d2sd.calibration import CalibrationFile, UseTable, write_calibration
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.hf_config import rope_fields
+from d2sd.convert.checkpoint.lfm2 import NAMES as LFM2_NAMES
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH, FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.head_configs import HeadConfig
-from d2sd.modeling.mixers.configs import DeltaConfig
+from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
@@ -37,6 +38,7 @@ _ARCHITECTURES = {
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -65,6 +67,7 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         **_window_fields(body),
         **_gemma_fields(body),
         **_delta_fields(body),
+        **_convolution_fields(body),
     }
 
 
@@ -104,6 +107,19 @@ def _delta_fields(body: BodyConfig) -> dict[str, Any]:
     }
 
 
+def _convolution_fields(body: BodyConfig) -> dict[str, Any]:
+    config = body.recurrent
+    if not isinstance(config, ShortConvConfig):
+        return {}
+    return {
+        "layer_types": ["conv" if layer in config.layers else "full_attention" for layer in range(body.num_layers)],
+        "norm_eps": body.rms_norm_eps,
+        "conv_L_cache": config.taps,
+        "conv_bias": config.bias,
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
 def _expert_fields(body: BodyConfig) -> dict[str, Any]:
     """Qwen3-MoE's keys and gpt-oss's, as on the hub."""
     experts = body.experts
@@ -130,7 +146,14 @@ def _expert_fields(body: BodyConfig) -> dict[str, Any]:
 def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's tensors under Hugging Face's names."""
     tensors = ExpertMap(decoder.config.body, FAMILIES[decoder.config.family].experts).taken(decoder.state_dict())
-    return {n if n.startswith("lm_head") else f"model.{n}": t.contiguous() for n, t in tensors}
+    found = {n if n.startswith("lm_head") else f"model.{n}": t.contiguous() for n, t in tensors}
+    return {_lfm2_name(n): t for n, t in found.items()} if decoder.config.family == "lfm2" else found
+
+
+def _lfm2_name(name: str) -> str:
+    for theirs, ours in LFM2_NAMES.items():
+        name = name.replace(f".{ours}.", f".{theirs}.")
+    return name
 
 
 def write_target_dir(folder: Path, decoder: Decoder) -> Path:

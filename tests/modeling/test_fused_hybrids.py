@@ -45,7 +45,8 @@ def outputs(model: Decoder) -> dict[str, Tensor]:
     out = requests.tree(tokens[:, 10:18], TREE)
     requests.commit(out, torch.tensor([[0, 2, 3, 5], [0, 1, 4, 0]]), torch.tensor([4, 3]))
     found |= {"tree": out.hidden, "k": out.k, "v": out.v, "next": requests.decode(tokens[:, 18])}
-    found |= zip(("recurrent", "convolution"), (states[:, 1:3] for states in requests.states.tensors), strict=True)
+    parts = [states[:, 1:3] for states in requests.states.tensors]
+    found |= zip(("recurrent", "convolution")[-len(parts) :], parts, strict=True)
     found["features"] = model.full_pass(tokens, AUX).features
     return {name: x.nan_to_num() for name, x in found.items()}
 
@@ -88,11 +89,11 @@ def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
             linear.weight_scale = torch.tensor(3e-4)
     assert_near(model)
     joint = fused(model).compiled.products[0]  # type: ignore[union-attr]
-    assert (joint.scales is None) == shared
+    assert (joint.scales is None) == (shared or case.startswith("LFM2")), "LFM2 has one layer of that input"
 
 
 @pytest.mark.sampled(4)
-@pytest.mark.parametrize("case", CONFIGS)
+@pytest.mark.parametrize("case", [case for case in CONFIGS if not case.startswith("LFM2")])
 def test_gates_of_another_type_are_a_product_of_their_own(case: str) -> None:
     """As of public checkpoints, which leave b and a in 16 bits."""
     model = copy_of(case, packed=False)
@@ -110,6 +111,6 @@ def test_weights_are_held_once(case: str) -> None:
     fuse(model)
     held = {product.weight.untyped_storage().data_ptr() for product in model.compiled.products}  # type: ignore[union-attr]
     named = [(name, x) for name, x in layers.named_parameters() if "expert" not in name]
-    weights = [x for name, x in named if name.endswith("proj.weight") or "in_proj" in name]
+    weights = [x for name, x in named if name.endswith("proj.weight") or "in_proj_" in name]
     assert len(weights) >= 3 * 3 + 2 * 4
     assert {x.untyped_storage().data_ptr() for x in weights} <= held

@@ -1,4 +1,4 @@
-"""Hybrids, some of whose layers have a recurrent state: logits are transformers', and a tree's rows and commits those of its paths."""
+"""Hybrids, whose layers attend or have a state: logits are transformers', rows of a tree those of its paths."""
 
 from __future__ import annotations
 

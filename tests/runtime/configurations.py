@@ -14,7 +14,7 @@ from itertools import combinations, product
 from typing import Any
 
 from tests.runtime.helpers import BLOCK, WINDOWS
-from tests.tiny import CASES, FAMILY_BODIES, FLEX_CASES, HEADS
+from tests.tiny import CASES, FAMILY_BODIES, FLEX_CASES, HEADS, HYBRIDS
 
 SLOTS = BLOCK - 1
 _SHIFTED = {"sample_from_anchor": True}
@@ -33,7 +33,6 @@ BLOCKS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 }
 #: FlexDraft drafts in these.
 DENSE = ("llama", "qwen2", "qwen3")
-HYBRIDS = tuple(name for name, body in FAMILY_BODIES.items() if "output_gate" in body)
 #: Their rows are found on the host, or their states: no graph repeats what is recorded.
 ON_HOST = tuple(name for name, body in FAMILY_BODIES.items() if "experts" in body or name in HYBRIDS)
 

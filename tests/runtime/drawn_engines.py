@@ -17,11 +17,11 @@ from d2sd.runtime.grammar.grammar import Grammar
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.runtime.configurations import BLOCKS, DENSE, HYBRIDS, Configuration
+from tests.runtime.configurations import BLOCKS, DENSE, Configuration
 from tests.runtime.grammar.tokens import END, guidance, vocab_size
 from tests.runtime.helpers import BLOCK, WINDOWS
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import HEADS, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import HEADS, HYBRIDS, tiny_decoder, tiny_drafter, tiny_flex
 
 Models = tuple[Decoder, Drafter, Drafter, FlexHead | None]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.modeling.mixers.delta_net import DeltaStateRows
 from d2sd.modeling.state_pool import StatePool
 from d2sd.plugins import choice
 from d2sd.plugins.trees import Accepted, Tree
@@ -120,12 +121,12 @@ def _windows_end_early(patch: Patch) -> None:
 
 
 def _states_are_of_all_nodes(patch: Patch) -> None:
-    commit = StatePool.commit
+    commit = DeltaStateRows.commit
 
-    def whole(self: StatePool, rows: Any, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
-        commit(self, rows, state_ids, path, count.where(count == 0, path.shape[1]))
+    def whole(self: DeltaStateRows, pool: StatePool, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
+        commit(self, pool, state_ids, path, count.where(count == 0, path.shape[1]))
 
-    patch.setattr(StatePool, "commit", whole)
+    patch.setattr(DeltaStateRows, "commit", whole)
 
 
 def _prefixes_are_alike(patch: Patch) -> None:

@@ -20,7 +20,7 @@ from tests.train.helpers import BLOCK, GEOMETRY, TAPS, settings
 
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next"]
+    "family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"]
 )
 def test_a_first_and_a_second_drafter(family: Family, tmp_path: Path) -> None:
     target = tiny_decoder(family, tie=False)

@@ -14,9 +14,7 @@ from d2sd.modeling.config import Family
 from d2sd.recipe import load_recipe
 from d2sd.runtime.request import Request
 from tests.convert.helpers import write_project
-from tests.tiny import greedy_text, tiny_decoder
-
-HYBRIDS: tuple[Family, ...] = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+from tests.tiny import HYBRIDS, greedy_text, tiny_decoder
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def commit(rows: DeltaRows, *given: Tensor) -> None:
             pytest.param(family, policy, marks=pytest.mark.full)
             for family, policy in (
                 ("qwen3_5_text", "off"), ("qwen3_5_text", "hybrid"), ("qwen3_5_moe_text", "d2sd"),
-                ("qwen3_next", "d2sd"),
+                ("qwen3_next", "d2sd"), ("lfm2", "hybrid"),
             )
         ),
     ],
