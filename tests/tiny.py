@@ -98,7 +98,7 @@ def tiny_decoder(
     rope: RopeConfig = ROPE,
     **changes: Any,
 ) -> Decoder:
-    """A random target whose greedy text wanders and whose best two logits are clearly apart (test_tiny.py proves it).
+    """A random target whose greedy text wanders and whose best two logits are clearly apart.
 
     `attention_bias` is Hugging Face's field of Llama and Qwen3: biases on q, k, v and o. Qwen2 has three anyway.
     `changes` are of other fields of `BodyConfig`.

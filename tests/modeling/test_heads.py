@@ -76,10 +76,6 @@ def paired(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
 PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated, "selector": selected, "pair": paired}
 
 
-def test_every_head_has_its_reference() -> None:
-    assert PAIRS.keys() == HEADS.keys()
-
-
 def headed(head: HeadConfig, seed: int = 1) -> Drafter:
     drafter = tiny_drafter(TARGET, block_size=BLOCK, head=head, seed=seed)
     drafter.join(DECODER)

@@ -21,12 +21,10 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.configurations import BLOCKS
-from tests.runtime.cuda_graphs.test_capture import check_same, layers_of_pytorch, record
+from tests.runtime.cuda_graphs.test_capture import check_same, record
 from tests.runtime.helpers import BLOCK, choices, make_engine, models, sync_drafters
 from tests.runtime.test_model_runner import PAGE, TABLE, TEXTS, fresh_draft
 from tests.tiny import runner_of, tiny_drafter
-
-__all__ = ["layers_of_pytorch"]  # a fixture
 
 SLOTS = BLOCK - 1
 FIRST, SECOND, *_ = DrafterRole

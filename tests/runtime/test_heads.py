@@ -20,12 +20,10 @@ from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.cuda_graphs.test_capture import check_same, layers_of_pytorch, record
+from tests.runtime.cuda_graphs.test_capture import check_same, record
 from tests.runtime.helpers import BLOCK, make_engine, models, run_staggered, some_requests
 from tests.runtime.test_lossless import Way
 from tests.tiny import HEADS, greedy_text, prepared, tiny_decoder, tiny_drafter
-
-__all__ = ["layers_of_pytorch"]  # a fixture
 
 POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
 WAYS = {"in flight": Way(gap=2, shuffled=True), "tight pages": Way(pages=16, max_batch=8, shuffled=True)}

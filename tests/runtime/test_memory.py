@@ -28,7 +28,8 @@ def planned(kv_memory: float | int | None, free: int | None = None) -> KVMemory:
 
 
 def test_needs_no_torch() -> None:
-    code = "import sys, d2sd.runtime.memory, d2sd.runtime.scheduler, d2sd.policies; sys.exit('torch' in sys.modules)"
+    modules = "d2sd.runtime.memory, d2sd.runtime.scheduler, d2sd.runtime.states, d2sd.policies"
+    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -124,23 +124,6 @@ def test_a_drafter_as_good_as_the_target_proposes_what_it_chooses(params: list[S
     assert torch.equal(proposed(logits, params, 3).top1[:, 0], chosen)
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("vocab", [VOCAB, 300])
-@STEADY
-@given(others=st.lists(hot, min_size=2, max_size=2), seed=st.integers(0, 10_000))
-def test_company_changes_nothing(vocab: int, others: list[SamplingParams], seed: int) -> None:
-    """Neither a greedy request's candidates nor a sampled one's, by a neighbour that samples or filters."""
-    params = [others[0], GREEDY, others[1]]
-    logits = logits_of(seed, 3, 2, 3, vocab)
-    together = proposed(logits, params, 5)
-    for row, one in enumerate(params):
-        context = torch.tensor([10 * (row + 1)])
-        alone = candidates(logits[row : row + 1], context, Sampling.of([one], vocab, "cpu"), 5)
-        torch.testing.assert_close(alone.logprob[0], together.logprob[row], atol=1e-5, rtol=1e-5)
-        proposes = together.logprob[row].isfinite()  # what is not proposed may stand in any order
-        assert torch.equal(alone.tokens[0].where(proposes, 0), together.tokens[row].where(proposes, 0))
-
-
 def test_noise_reaches_the_likeliest_tokens_of_a_large_vocabulary() -> None:
     """Beyond them it is not computed: a token there is never proposed, and their probabilities add up to one."""
     logits = logits_of(1, 1, 1, 2, 500)

@@ -22,7 +22,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.cuda_graphs import test_capture as test_capturable
-from tests.runtime.cuda_graphs.test_capture import HOT, check_same, layers_of_pytorch, record, running  # noqa: F401, a fixture
+from tests.runtime.cuda_graphs.test_capture import HOT, check_same, record, running
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
 from tests.runtime.test_lossless import WAYS
 from tests.runtime.test_model_runner import TABLE, TEXTS, prefilled
@@ -197,10 +197,10 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
         )
 
 
-@pytest.mark.usefixtures("layers_of_pytorch")
 @pytest.mark.parametrize("policy", ["chain", "hybrid"])
 def test_nothing_is_read_back(policy: PolicyName, monkeypatch: pytest.MonkeyPatch) -> None:
     """A step with vocabularies can be captured in a graph like any other."""
+    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
     target, first, second, _ = copies()
     made = runner_of(target, narrowed(first, IDS), narrowed(second, frequent(24)))
     monkeypatch.setattr(test_capturable, "honest", lambda *_: made)

@@ -13,11 +13,8 @@ from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Rows
 from d2sd.modeling.where import Where
-from d2sd.plugins import dispatch, layer_ops, trees
-from d2sd.plugins.trees import Tree, merged_branches
-from d2sd.runtime.decode import sources_of
+from d2sd.plugins import dispatch, layer_ops
 from tests.plugins.kernels import calls
-from tests.plugins.kernels.branches import drafted
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
@@ -84,14 +81,3 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
     fuse(head, target)
     assert head.compiled is not None
     torch.testing.assert_close(head.draft(x, rows, pool), expected, rtol=1e-4, atol=1e-5)
-
-
-def test_without_kernels_none_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Comparisons of kernels with what runs without them compare two things."""
-    monkeypatch.setattr("d2sd.plugins.trees.triton.launch.branches_kernel", None)
-    drafts = sources_of(*drafted(torch.Generator().manual_seed(1), 2, 1, 3))
-    run_kernels(monkeypatch, trees.OP, on=False)
-    assert isinstance(merged_branches(torch.arange(5), drafts, 4), Tree)
-    run_kernels(monkeypatch, trees.OP)
-    with pytest.raises(TypeError):
-        merged_branches(torch.arange(5), drafts, 4)

@@ -24,11 +24,7 @@ from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.helpers import GREEDY, HYBRID, all_pages, check_pages, expected, free_pages, honest, make_engine
 from tests.runtime.recorded_graphs import RecordedGraphs
 
-
-@pytest.fixture(autouse=True)
-def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the compiled layers of a CPU hide their operators."""
-    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
+pytestmark = pytest.mark.usefixtures("layers_of_pytorch")
 
 
 def captured(windows: str, policy: PolicyName, **settings: int) -> tuple[Engine, RecordedGraphs, list[int]]:

@@ -45,13 +45,9 @@ from tests.runtime.helpers import (
 from tests.runtime.recorded_graphs import RecordedGraphs
 from tests.tiny import policy_name
 
+pytestmark = pytest.mark.usefixtures("layers_of_pytorch")
+
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)
-
-
-@pytest.fixture(autouse=True)
-def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the compiled layers of a CPU hide their operators."""
-    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
 
 
 def knowing(requests: SequenceOf[Request], case: str = "") -> Knowing:

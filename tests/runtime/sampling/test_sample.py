@@ -106,21 +106,6 @@ def test_all_greedy_is_argmax() -> None:
     assert torch.equal(choices(logits, depth, depth[:, 0], 1, sampling), logits.argmax(-1))
 
 
-@pytest.mark.slow
-@STEADY
-@given(st.lists(st.one_of(st.just(GREEDY), params_strategy), min_size=2, max_size=5), st.integers(0, 10_000))
-def test_company_changes_nothing(params: list[SamplingParams], seed: int) -> None:
-    logits = logits_of(seed, len(params), 2, 16)
-    together = scores_of(logits, *params)
-    for b, one in enumerate(params):
-        context, depth = torch.tensor([10 * (b + 1)]), torch.tensor([[0, 1]])
-        if one.temperature:
-            alone = gumbel_scores(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
-            assert torch.equal(alone[0], together[b])
-        chosen = choices(logits[b : b + 1], depth, context, 2, Sampling.of([one], 16, "cpu"))
-        assert torch.equal(chosen[0], together[b].argmax(-1))
-
-
 def test_company_that_filters_does_not_filter_others() -> None:
     """Next to a very likely token the others' mass drowns in the rounding of a sum; top-p 1 must keep them still."""
     logits = torch.zeros(2, 1, 16)
