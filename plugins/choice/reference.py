@@ -87,7 +87,7 @@ class SamplingTensors:
     filtered: Tensor  # [B] int32, 1 where a filter is on
     seed: Tensor  # [B] int64
     any_sampled: bool
-    used: frozenset[str]  # filters that a request uses
+    used: tuple[str, ...]  # filters that a request uses
 
     @property
     def any_filter(self) -> bool:

@@ -66,7 +66,7 @@ class Sampling(SamplingTensors):
             filtered=torch.tensor([bool(names) for names in used], dtype=torch.int32),
             seed=torch.tensor(signed),
             any_sampled=any(p.temperature >= GREEDY_BELOW for p in params),
-            used=frozenset[str]().union(*used),
+            used=tuple(name for name in FILTERS if any(name in names for names in used)),
             bias=TokenBias.of(params, texts, vocab_size, device) if any(p.has_bias for p in params) else None,
             penalties=Penalties.of(params, texts, vocab_size, device) if any(p.has_penalty for p in params) else None,
             logprobs=max(logprobs, default=None),
@@ -82,7 +82,7 @@ class Sampling(SamplingTensors):
 
     def with_all_filters(self) -> Sampling:
         """Parameters as if a request used each filter, if any is used: those that no request uses keep all tokens."""
-        return replace(self, used=frozenset(FILTERS if self.used else ()))
+        return replace(self, used=FILTERS if self.used else ())
 
     def change_at(self, logits: Tensor, context_len: Tensor, tokens: Tensor) -> Tensor:
         """Drafted logits [B, ...] of `tokens` [B, ...], changed by the tokens committed so far."""

@@ -27,7 +27,7 @@ def sampling(filters: bool) -> SamplingTensors:
         filtered=some("i32", 1),
         seed=whole,
         any_sampled=True,
-        used=frozenset(FILTERS if filters else ()),
+        used=FILTERS if filters else (),
     )
 
 
