@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # An editable install is a path, which type checkers follow too.
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --no-compile --constraint $(CONSTRAINTS) --config-settings editable_mode=compat
 
-.PHONY: help demo test test-slow checks step-files engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential attack arm train ablation train-gpu data wheel docs clean
+.PHONY: help demo test test-slow checks step-files engines readme lint verify gpu-suite kernels ptx mutants consumers trtllm trtllm-sources triton-test client-test dynamo-test bench bench-serving peers soak soak-steps differential fuzz attack arm train ablation train-gpu data wheel docs clean
 
 ## the targets, each with its time on two cores
 help:
@@ -230,6 +230,10 @@ SEED := 0
 differential: .venv/dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.runtime.differential $$(($(STEPS) / 2)) --seed $(SEED)
 	OMP_NUM_THREADS=1 D2SD_CC= $(BIN)/python -m tests.runtime.differential $$(($(STEPS) / 2)) --seed $(SEED)
+
+## [10 min] damaged recipes, checkpoints, bundles and templates: each ends in a result or a message, never in a traceback
+fuzz: .venv/dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.fuzz_inputs all build/fuzz --tiny --count 2000 --seed $(SEED)
 
 ## [15 min] 5,000 malformed and 300 expensive requests beside honest clients: nobody waits, no memory grows, no answer changes
 attack: .venv/demo

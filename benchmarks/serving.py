@@ -227,7 +227,7 @@ def main(
         _write(out / "overhead", found)
         return
     result = Benchmark(bundle, out, url, options, settings, Slo(ttft=slo_ttft, itl=slo_itl), repeat).run()
-    report.show(result)
+    click.echo(report.markdown(result))
     for path in paths(result, out):
         click.echo(path)
 

@@ -154,29 +154,13 @@ def main(
     made = Plan(bundle, out, most_memory=int(most_memory * (1 << 30)), options=tuple(shlex.split(serve)), **plan)
     result = attack(made, shares(expensive, malformed, only))
     write_text(out / "attack.json", json.dumps(result, indent=1) + "\n")
-    click.echo(table([row(one) for one in result["classes"]]))
+    click.echo(table([one | {"faults": len(one["faults"])} for one in result["classes"]]))
     click.echo(json.dumps({name: value for name, value in result.items() if name not in _LONG}, indent=1))
     click.echo(f"{sum(one['sent'] for one in result['classes'])} requests sent, {len(result['faults'])} faults")
     if result["faults"]:
         for fault, count in Counter(result["faults"]).most_common(60):
             click.echo(f"{count:4} x {fault}")
         raise D2SDError("The server has failed.", where=out / "attack.json", found=f"{len(result['faults'])} faults")
-
-
-def row(one: dict[str, Any]) -> dict[str, Any]:
-    """A class in the printed table."""
-    honest = one["honest"]
-    return {
-        "class": one["class"],
-        "sent": one["sent"],
-        "outcomes": one["outcomes"],
-        "slowest, s": one["slowest_s"],
-        "honest TTFT p50, s": honest["p50"],
-        "p99": honest["p99"],
-        "n": honest["count"],
-        "peak, MiB": one["peak_mib"],
-        "faults": len(one["faults"]),
-    }
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from benchmarks.cpu.contestant import Key
 from benchmarks.cpu.result import Figures, Result
@@ -13,7 +13,7 @@ from d2sd.bench.markdown import line_table
 from d2sd.viz import plot_style as style
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
+    pass
 
 _HEADERS = (
     "",
@@ -25,6 +25,7 @@ _HEADERS = (
     "prefill, ms a prompt",
     "answers equal",
 )
+_LIMIT = "limit of a plain step: weights read once"
 _COLOURS = {"transformers": style.colour("chain"), "llama.cpp": style.colour("ddtree")}
 
 
@@ -103,7 +104,7 @@ def plot(result: Result, path: Path) -> None:
             error_kw={"elinewidth": 1, "capsize": 2},
         )
         limits = _limits(result, figures) if in_flight == 1 else {}
-        _mark_limits(panel, limits)
+        panel.scatter(list(limits.values()), list(limits), marker="|", s=180, color="#000000", label=_LIMIT)
         for row, value in enumerate(middle):  # in a column: beside the bars they would cover limits and ranges
             text = f"{value:.0f} of {limits[row]:.0f}" if row in limits else f"{value:.0f}"
             panel.text(1.01, row, text, transform=panel.get_yaxis_transform(), va="center")
@@ -122,18 +123,6 @@ def _limits(result: Result, figures: Sequence[Figures]) -> dict[int, float]:
         for row, one in enumerate(figures)
         if one.key.plain and one.key.weights in known
     }
-
-
-def _mark_limits(panel: Axes, limits: Mapping[int, float]) -> None:
-    """A line at each limit, or an arrow at the edge where it is far beyond all bars."""
-    edge = 1.25 * panel.get_xlim()[1]
-    look: dict[str, Any] = {"s": 180, "color": "#000000", "label": "limit of a plain step: weights read once"}
-    near = {row: value for row, value in limits.items() if value < edge}
-    panel.scatter(list(near.values()), list(near), marker="|", **look)
-    panel.set_xlim(right=1.02 * max([panel.get_xlim()[1], *near.values()]))
-    far = [row for row in limits if row not in near]
-    beyond = look | {"s": 40, "label": None, "clip_on": False}
-    panel.scatter([panel.get_xlim()[1]] * len(far), far, marker=">", **beyond)
 
 
 def _colour(key: Key) -> str:

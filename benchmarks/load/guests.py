@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -95,6 +97,22 @@ class Guests:
         """Leave before the answer, or in the middle of it."""
         raise NotImplementedError
 
+    def victim(self) -> tuple[str, ...]:
+        """Arguments of Python for a program that opens four streams, prints a line and reads them."""
+        raise NotImplementedError
+
     async def is_killed(self) -> str:
         """A process with four streams that is killed with SIGKILL."""
-        raise NotImplementedError
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, *self.victim(), stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL
+        )
+        assert process.stdout is not None
+        try:
+            await process.stdout.readline()
+            await asyncio.sleep(self.draw.uniform(0, 0.3))
+        finally:  # also where the server is gone and nothing arrives
+            with suppress(ProcessLookupError):  # refused, it has ended
+                process.kill()
+        await process.wait()
+        await asyncio.sleep(4 * self.pause)
+        return "killed"

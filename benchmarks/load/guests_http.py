@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import signal
 import socket
-import sys
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
@@ -76,25 +74,9 @@ class OpenAIGuests(Guests):
             raise ValueError(f"the stream of a slow reader broke off: {received[-300:]!r}")
         return "read to the end"
 
-    async def is_killed(self) -> str:
+    def victim(self) -> tuple[str, ...]:
         host, port = self.server.address
-        victim = Path(__file__).with_name("victim.py")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-S",
-            str(victim),
-            host,
-            str(port),
-            "4",
-            json.dumps(self.client.always),
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        await asyncio.sleep(self.draw.uniform(0.05, 0.6))
-        if process.returncode is None:
-            process.send_signal(signal.SIGKILL)
-        await process.wait()
-        await asyncio.sleep(4 * self.pause)
-        return "killed" if process.returncode == -signal.SIGKILL else "ended before"
+        return "-S", str(Path(__file__).with_name("victim.py")), host, str(port), "4", json.dumps(self.client.always)
 
 
 class DynamoGuests(OpenAIGuests):

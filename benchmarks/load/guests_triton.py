@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,28 +68,8 @@ class TritonGuests(Guests):
             raise ValueError(f"wrong beginning: {reply.text!r} instead of {text!r}")
         return "left"
 
-    async def is_killed(self) -> str:
-        """A process with four streams that is killed with SIGKILL after the first response."""
-        victim = Path(__file__).with_name("victim_grpc.py")
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            str(victim),
-            self.server.url,
-            self.server.model,
-            "4",
-            "64",
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        assert process.stdout is not None
-        try:
-            await process.stdout.readline()
-            await asyncio.sleep(self.draw.uniform(0, 0.3))
-        finally:  # also where the server is gone and nothing arrives
-            process.kill()
-        await process.wait()
-        await asyncio.sleep(4 * self.pause)
-        return "killed"
+    def victim(self) -> tuple[str, ...]:
+        return str(Path(__file__).with_name("victim_grpc.py")), self.server.url, self.server.model, "4", "64"
 
     async def is_malformed(self) -> str:
         """A malformed request."""

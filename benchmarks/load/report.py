@@ -1,12 +1,9 @@
-"""Tables of a serving result: for the terminal, and as Markdown."""
+"""Tables of a serving result, as Markdown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.load.result import Cell, Result
 from d2sd.bench.markdown import line_table
@@ -45,14 +42,6 @@ def rows(result: Result) -> Iterator[list[str]]:
             "" if f.cpu_per_token is None else f"{f.cpu_per_token:.1f}",
             *(_gain(result, cell, name) for name in ("ttft.mean", "seconds_per_token", "cpu_per_token")),
         ]
-
-
-def show(result: Result) -> None:
-    """Print the table."""
-    table = Table(*_HEADERS)
-    for row in rows(result):
-        table.add_row(*row)
-    Console().print(table)
 
 
 def markdown(result: Result) -> str:

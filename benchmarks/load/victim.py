@@ -1,4 +1,4 @@
-"""A client that opens streams on a server and reads them until the test kills it. It imports little, to start fast:
+"""A client that opens streams on a server, prints a line and reads until the test kills it. It imports little:
 `python -S victim.py HOST PORT STREAMS FIELDS`, where FIELDS are more fields of the body, in JSON.
 """
 
@@ -16,6 +16,7 @@ def main(host: str, port: int, streams: int, fields: str) -> None:
     for one in sockets:
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json\r\n"
         one.sendall(f"{head}content-length: {len(body)}\r\nconnection: close\r\n\r\n".encode() + body)
+    print("sent", flush=True)
     for one in sockets:
         while one.recv(4096):
             pass
