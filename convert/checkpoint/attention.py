@@ -21,9 +21,11 @@ from d2sd.modeling.config import BodyConfig
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _CAUSAL = ("causal", "is_causal", "causal_head")
 _SINKS = ("attention_sink_bias", "add_swa_attention_sink_bias")
+#: False: RoPE turns pairs of neighbours, not of the two halves of a head.
+NEOX = ("is_neox_style", "rope_is_neox_style")
 #: Keys that the functions here read.
 KEYS = frozenset({
-    "layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size", "is_neox_style", *_CAUSAL,
+    "layer_types", "sliding_window", "use_sliding_window", "use_swa", "swa_window_size", *NEOX, *_CAUSAL,
     *_SINKS,
 })  # fmt: skip
 
@@ -125,9 +127,10 @@ def _sinks(config: HFConfig, dflash: HFConfig, windows: tuple[int | None, ...]) 
 
 def _refuse_interleaved(*parts: HFConfig) -> None:
     for part in parts:
-        if not part.get("is_neox_style", bool, True):
-            what = "RoPE turns pairs of neighbours, which d2sd does not run: it turns the two halves of a head."
-            raise part.refuse(what, "is_neox_style", "true")
+        for key in NEOX:
+            if not part.get(key, bool, True):
+                what = "RoPE turns pairs of neighbours, which d2sd does not run: it turns the two halves of a head."
+                raise part.refuse(what, key, "true", "put the heads in that order: d2sd convert --to z-lab")
 
 
 def check_windows(config: HFConfig, body: BodyConfig, block_size: int) -> None:

@@ -1,6 +1,7 @@
 """The layouts of DSpark's Markov head, of which the bodies are DFlash's.
 
     SpecForge     projector_type: dspark and the keys in dflash_config; tensors markov_head.*, confidence_head.*
+    LiquidAI      the head's keys at the top level; heads that RoPE turns by pairs of neighbours (`formats/read.py`)
     ModelOpt      the same keys; tensors without the head's name: markov_w1.weight, confidence_proj.weight, …
     DeepSpec      the keys at the top level (`formats/read.py`)
     speculators   the keys at the top level; markov_w2 over the draft vocabulary
@@ -54,7 +55,7 @@ def markov_fields(config: MarkovConfig) -> dict[str, object]:
 DSPARK = HeadLayout(
     name="DSpark",
     config=MarkovConfig,
-    architectures=("DSparkDraftModel", "DSparkSpeculator"),
+    architectures=("DSparkDraftModel", "DSparkSpeculator", "Lfm2DSparkDraftModel"),
     speculators_type="dspark",
     mark="markov_rank",
     keys=frozenset({

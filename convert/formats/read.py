@@ -16,6 +16,7 @@ original config.json that d2sd does not model (auto_map, bos ids) are not kept.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import NEOX
 from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, read_layout
 from d2sd.convert.checkpoint.dspark import DEEPSPEC, DSPARK
 from d2sd.convert.checkpoint.headers import INDEX, TensorInfo, read_headers
@@ -70,6 +72,7 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     """
     raw = HFConfig.read(folder)
     form = detect(raw)
+    raw, is_interleaved = (raw, False) if form == "speculators" else _without_pairs(raw)
     _check_files(folder)
     config = read_config(raw, form, target.config.body.num_layers if target else None, declared)
     config = replace(config, mask_embedding=has_mask_embedding(folder))
@@ -80,6 +83,9 @@ def read_drafter(folder: Path, target: TargetParts | None = None, declared: Role
     size = raw.size("draft_vocab_size") if form == "speculators" else config.vocab_size
     tensors = _body_tensors(folder, config, headers, extra, size)
     notes = _declaration(raw, form, config, declared)
+    if is_interleaved:
+        tensors |= _in_halves(tensors, config.body.head_dim)
+        notes.append("RoPE turns pairs of neighbours: queries and keys are put in the order of halves of a head")
     if form == "DFlash":
         config = replace(
             config, draft_vocabulary=read_draft_vocabulary(folder, config.vocab_size, config.mask_token_id)
@@ -104,6 +110,27 @@ def read_config(raw: HFConfig, form: Format, num_target_layers: int | None, decl
     if form == "speculators":
         return speculators.read_speculators(raw, num_target_layers, declared)
     return (_read_deepspec if form == "DeepSpec" else read_layout)(raw, declared)
+
+
+def _without_pairs(raw: HFConfig) -> tuple[HFConfig, bool]:
+    """The config without the keys that say how RoPE pairs the numbers of a head, and whether it pairs neighbours."""
+    part = raw.values.get("dflash_config")
+    parts = [raw, *([raw.part("dflash_config")] if isinstance(part, dict) else [])]
+    is_interleaved = not all(one.get(key, bool, True) for one in parts for key in NEOX)
+    if not is_interleaved:
+        return raw, False
+    top, *inner = ({key: value for key, value in one.values.items() if key not in NEOX} for one in parts)
+    return HFConfig(top | ({"dflash_config": inner[0]} if inner else {}), raw.where), True
+
+
+def _in_halves(tensors: Mapping[str, Tensor], size: int) -> dict[str, Tensor]:
+    """Queries and keys in which the halves of a head of `size` are what were the first and second of each pair.
+
+    Their dot products stay the same, and so does all that follows.
+    """
+    order = torch.cat([torch.arange(0, size, 2), torch.arange(1, size, 2)])
+    names = [name for name in tensors if re.search(r"\.self_attn\.[qk]_(proj|norm)\.", name)]
+    return {name: tensors[name].view(-1, size, *tensors[name].shape[1:])[:, order].flatten(0, 1) for name in names}
 
 
 _DEEPSPEC = DSPARK.keys | {"mask_token_id", "target_layer_ids"}

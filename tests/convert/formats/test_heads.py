@@ -94,6 +94,10 @@ def modelopt(drafter: Drafter) -> dict[str, Any]:
     return with_keys(drafter, inside | {"markov_rank": 8, "markov_head_type": "vanilla"}, {})
 
 
+def liquid(drafter: Drafter) -> dict[str, Any]:
+    return with_keys(drafter, {}, {"architectures": ["Lfm2DSparkDraftModel"], **markov_keys(VANILLA)})
+
+
 def deepspec(drafter: Drafter, keys: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of the target's config with the drafter's keys at the top."""
     fields = public_fields(drafter) | {"architectures": ["Qwen3DSparkModel"], "num_anchors": 512}
@@ -161,6 +165,7 @@ RELEASED = {
     ),
     "DSpark, ModelOpt": Released(DSPARK, lambda: modelopt(DSPARK), MARKOV, flat),
     "DSpark, DeepSpec": Released(DSPARK, lambda: deepspec(DSPARK, markov_keys(VANILLA)), MARKOV, copies=True),
+    "DSpark, LiquidAI": Released(DSPARK, lambda: liquid(DSPARK), MARKOV),
     "DSpark, speculators": Released(
         DSPARK, lambda: speculators(DSPARK, "dspark", markov_keys(VANILLA) | {"sample_from_anchor": None}), MARKOV
     ),
