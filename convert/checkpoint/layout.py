@@ -48,7 +48,7 @@ def read_body(config: HFConfig) -> BodyConfig:
     num_layers, heads = config.layers("num_hidden_layers"), config.size("num_attention_heads")
     config.only("model_type", "qwen3")  # the body's shape, whatever the target's family
     config.only("hidden_act", "silu")
-    bias = config.get("attention_bias", bool)
+    bias = config.get("attention_bias", bool, False)  # transformers' default of Qwen3
     return BodyConfig(
         hidden_size=config.size("hidden_size"),
         intermediate_size=config.size("intermediate_size"),

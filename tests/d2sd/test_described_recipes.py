@@ -16,7 +16,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.mixers.configs import DeltaConfig
+from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.recipe import load_recipe
 from d2sd.shipped import shipped_names
 from tests.convert.helpers import write_target_dir
@@ -37,6 +37,7 @@ PUBLISHED = {
     "qwen3.6-27b": (26_895_998_464, "53.79 GB"),
     "qwen3.6-35b-a3b": (34_660_610_688, "69.32 GB"),
     "qwen3.8-27b": (26_895_998_464, "53.79 GB"),
+    "lfm2.5-1.2b": (1_170_340_608, "2.34 GB"),
 }
 #: Reported GiB of published drafters; of the last its 1.92 billion numbers.
 DRAFTERS = {
@@ -48,15 +49,17 @@ DRAFTERS = {
     "qwen3.5-4b": 1.18,
     "qwen3.5-9b": 2.41,
     "qwen3.8-27b": 3.58,
+    "lfm2.5-1.2b": 0.55,
 }
 #: Bytes of recurrent state of a request: of each gated delta net 128 x 128 numbers of fp32 a value head, and three
-#: inputs of its convolution in bf16.
+#: inputs of its convolution in bf16; of each short convolution alone two inputs.
 STATES = {
     "qwen3.5-4b": 24 * (32 * 65_536 + 3 * 2 * 8_192),
     "qwen3.5-9b": 24 * (32 * 65_536 + 3 * 2 * 8_192),
     "qwen3.6-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
     "qwen3.6-35b-a3b": 30 * (32 * 65_536 + 3 * 2 * 8_192),
     "qwen3.8-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
+    "lfm2.5-1.2b": 10 * 2 * 2 * 2_048,
 }
 SMALL = [
     "limits.max_batch=2",
@@ -104,6 +107,8 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
     if isinstance(delta, DeltaConfig):
         kept = tuple(layer for layer in delta.layers if layer < layers)
         delta = replace(delta, layers=kept, key_heads=2, value_heads=4, key_size=16, value_size=16)
+    elif isinstance(delta, ShortConvConfig):
+        delta = replace(delta, layers=tuple(layer for layer in delta.layers if layer < layers), channels=64)
     return replace(
         body,
         hidden_size=64,
