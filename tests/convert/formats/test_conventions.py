@@ -151,11 +151,17 @@ def test_d2t_is_an_offset() -> None:
     assert from_tensors(tensors, 5, 64, "file") == IDS
 
 
-def test_a_vocabulary_of_all_tokens_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ids", [None, IDS], ids=["all tokens", "a part"])
+def test_a_head_is_the_targets_rows_of_the_vocabulary(tmp_path: Path, ids: tuple[int, ...] | None) -> None:
     decoder, drafter = tiny_pair()
-    tensors = drafter.state_dict() | extra(decoder, drafter) | to_tensors(tuple(range(64)), 64)
+    drafter = drafter if ids is None else reduced(drafter)
+    tensors = drafter.state_dict() | extra(decoder, drafter)
+    if ids is None:
+        tensors |= to_tensors(tuple(range(64)), 64)
     fields = speculators_fields(drafter, d2sd={"num_target_layers": 6})
-    assert read_drafter(write_foreign(tmp_path / "s", fields, tensors)).config == drafter.config
+    config = read_drafter(write_foreign(tmp_path / "s", fields, tensors)).config
+    assert config.draft_vocabulary == ids
+    assert ids or config == drafter.config
 
 
 def test_a_bundle_is_a_target_and_the_verifier_is_its_target(tmp_path: Path) -> None:
@@ -168,11 +174,3 @@ def test_a_bundle_is_a_target_and_the_verifier_is_its_target(tmp_path: Path) -> 
     values = json.loads((tmp_path / "out/config.json").read_text())
     assert values["speculators_config"]["verifier"]["name_or_path"] == str(bundle / "target")
     assert values["d2sd"]["training_mode"] == "vp_drafter"
-
-
-def test_a_reduced_head_is_the_targets_rows(tmp_path: Path) -> None:
-    decoder, whole = tiny_pair()
-    drafter = reduced(whole)
-    fields = speculators_fields(drafter, d2sd={"num_target_layers": 6})
-    source = write_foreign(tmp_path / "s", fields, drafter.state_dict() | extra(decoder, drafter))
-    assert read_drafter(source).config.draft_vocabulary == IDS

@@ -54,9 +54,13 @@ def test_sets_are_resampled_apart_and_weigh_the_same() -> None:
     assert both.low < mean_tau([still, moving]) < both.high
 
 
-def test_one_prompt_tells_no_interval() -> None:
+def test_one_prompt_tells_no_interval_and_a_ratio_is_of_the_shared_ones() -> None:
     assert tau_interval([cell("d2sd", [4])]) is None
     assert tau_interval([drawn(9, 0), cell("d2sd", [4], set="mbpp")]) is None
+    ratio = tau_ratio(cell("d2sd", [2]), cell("d2sd", [3]))
+    assert ratio == (1.5, None, 1)
+    renamed = cell("d2sd", requests=[{"id": "other", "accepted": [3], "tokens": 3}])
+    assert tau_ratio(cell("d2sd", [2]), renamed) is None
 
 
 def test_a_ratio_pairs_prompts_by_id_and_cancels_what_both_find_hard() -> None:
@@ -76,13 +80,6 @@ def test_a_ratio_is_of_the_shared_prompts_only() -> None:
     assert ratio is not None
     assert (ratio.value, ratio.prompts) == (4 / 3, 2)
     assert known(ratio.interval) == (1.0, 2.0)  # of pairs (1, 2) and (2, 2)
-
-
-def test_ratios_of_one_prompt_and_of_none() -> None:
-    ratio = tau_ratio(cell("d2sd", [2]), cell("d2sd", [3]))
-    assert ratio == (1.5, None, 1)
-    renamed = cell("d2sd", requests=[{"id": "other", "accepted": [3], "tokens": 3}])
-    assert tau_ratio(cell("d2sd", [2]), renamed) is None
 
 
 def test_an_interval_that_ends_at_a_value_does_not_exclude_it() -> None:

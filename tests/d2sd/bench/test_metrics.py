@@ -10,18 +10,38 @@ from tests.d2sd.bench.helpers import bins, cell
 
 #: Two responses: 8 tokens in 4 steps (tau 2) and 4 tokens in 1 step (tau 4).
 TWO = cell("d2sd", [1, 4, 2, 1], [4], verified_rows=60, nodes=40, merged=15, rescued=2, steps=4)
+RANKED = cell("d2sd", [1], boundary_rank={"none": 2, "10": 1, "2": 1, "0": 4})
+#: An answer that ends before what was committed, and plain decoding without time or tokens.
+CUT = cell("d2sd", requests=[{"id": "0", "accepted": [8, 8], "tokens": 10}], wall_seconds=2)
+NONE = cell("off", requests=[{"id": "0", "accepted": [1], "tokens": 0}])
 
 
-def test_tau_weighs_responses_and_tau_by_token_weighs_steps() -> None:
-    assert [r.stats.tau for r in TWO.requests] == [2.0, 4.0]
-    assert TWO.tau == 3.0
-    assert metrics.tau_by_token(TWO) == 12 / 5
-    assert (metrics.request_steps(TWO), metrics.committed(TWO)) == (5, 12)
-
-
-def test_the_mean_over_sets_weighs_sets() -> None:
-    other = cell("d2sd", [1], [1], [1], set="mbpp")
-    assert metrics.mean_tau([TWO, other]) == 2.0
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ([r.stats.tau for r in TWO.requests], [2.0, 4.0]),
+        (TWO.tau, 3.0),  # weighs responses
+        (metrics.tau_by_token(TWO), 12 / 5),  # weighs steps
+        (metrics.mean_tau([TWO, cell("d2sd", [1], [1], [1], set="mbpp")]), 2.0),  # weighs sets
+        ((metrics.request_steps(TWO), metrics.committed(TWO)), (5, 12)),
+        (metrics.rows_per_step(TWO), 12.0),
+        (metrics.rows_per_token(TWO), 5.0),
+        (metrics.mean_nodes(TWO), 8.0),
+        (metrics.merged_per_step(TWO), 3.0),
+        (metrics.rescued_share(TWO), 0.4),
+        (list(metrics.boundary_ranks(RANKED).items()), [("0", 0.5), ("2", 0.125), ("10", 0.125), ("none", 0.25)]),
+        (metrics.boundary_ranks(cell()), {}),
+        (metrics.boundary_ranks(cell("d2sd", [1], boundary_rank={"0": 0})), {}),
+        (metrics.served(cell("auto", [1], policies={"off": 3, "hybrid": 1})), {"hybrid": 0.25, "off": 0.75}),
+        (metrics.served(cell()), {}),
+        ((metrics.tokens_per_second(CUT), CUT.tau), (5.0, 8.0)),  # the answer's alone, and all that was committed
+        ((metrics.cycle_cost(cell(), NONE), metrics.speedup(cell(), NONE)), (None, None)),
+        (calibration_error(bins(b9=(10, 9.0, 9))), 0.0),
+        ((calibration_error(bins()), calibration_error([])), (None, None)),
+    ],
+)
+def test_counted_by_hand(found: object, expected: object) -> None:
+    assert found == expected
 
 
 def test_acceptance_by_position() -> None:
@@ -31,26 +51,6 @@ def test_acceptance_by_position() -> None:
     nothing = cell("off", [1, 1])
     assert nothing.joint_acceptance == []
     assert nothing.conditional_acceptance == []
-
-
-def test_work_of_a_step() -> None:
-    assert metrics.rows_per_step(TWO) == 12.0
-    assert metrics.rows_per_token(TWO) == 5.0
-    assert metrics.mean_nodes(TWO) == 8.0
-    assert metrics.merged_per_step(TWO) == 3.0
-    assert metrics.rescued_share(TWO) == 0.4
-
-
-def test_boundary_ranks_are_shares_in_the_order_of_ranks() -> None:
-    ranked = cell("d2sd", [1], boundary_rank={"none": 2, "10": 1, "2": 1, "0": 4})
-    assert list(metrics.boundary_ranks(ranked).items()) == [("0", 0.5), ("2", 0.125), ("10", 0.125), ("none", 0.25)]
-    assert metrics.boundary_ranks(cell()) == {}
-    assert metrics.boundary_ranks(cell("d2sd", [1], boundary_rank={"0": 0})) == {}
-
-
-def test_policies_served_are_shares() -> None:
-    assert metrics.served(cell("auto", [1], policies={"off": 3, "hybrid": 1})) == {"hybrid": 0.25, "off": 0.75}
-    assert metrics.served(cell()) == {}
 
 
 def test_costs_leave_prefill_out_and_speed_does_not() -> None:
@@ -64,18 +64,6 @@ def test_costs_leave_prefill_out_and_speed_does_not() -> None:
     assert metrics.speedup(tree, plain) == 2.0
 
 
-def test_speed_counts_the_answer_and_not_what_was_committed_past_its_end() -> None:
-    cut = cell("d2sd", requests=[{"id": "0", "accepted": [8, 8], "tokens": 10}], wall_seconds=2)
-    assert metrics.tokens_per_second(cut) == 5.0
-    assert cut.tau == 8.0
-
-
-def test_plain_decoding_without_time_or_tokens_is_no_unit() -> None:
-    none = cell("off", requests=[{"id": "0", "accepted": [1], "tokens": 0}])
-    assert metrics.cycle_cost(cell(), none) is None
-    assert metrics.speedup(cell(), none) is None
-
-
 @pytest.mark.parametrize("other", [{"set": "mbpp"}, {"temperature": 1.0}, {"concurrency": 2}])
 def test_plain_decoding_of_other_work_is_refused(other: dict[str, object]) -> None:
     for metric in (metrics.cycle_cost, metrics.speedup):
@@ -86,6 +74,3 @@ def test_plain_decoding_of_other_work_is_refused(other: dict[str, object]) -> No
 def test_calibration_error() -> None:
     # 3 tokens, mean prediction 0.9 and 2 right: |2.7 - 2| = 0.7; 1 token, predicted 0.25 and right: 0.75
     assert calibration_error(bins(b2=(1, 0.25, 1), b9=(3, 2.7, 2))) == pytest.approx((0.7 + 0.75) / 4)
-    assert calibration_error(bins(b9=(10, 9.0, 9))) == 0.0
-    assert calibration_error(bins()) is None
-    assert calibration_error([]) is None

@@ -449,17 +449,8 @@ def test_the_estimate_spans_from_the_timed_tokens_a_step_to_one(
         return {"off": (1.0, 1.0), "chain": (3.0, 2.0), "hybrid": (8.0, 4.0)}[method]
 
     monkeypatch.setattr("d2sd.bench.estimate._timed", timed)
-    arguments = (
-        "--methods",
-        "chain,hybrid:8,auto:8",
-        "--concurrency",
-        "1,2",
-        "--repeat",
-        "2",
-        "--max-new-tokens",
-        "10",
-    )
-    ended = bench(project, tmp_path, "--plan", *arguments)
+    arguments = ("--methods", "chain,hybrid:8,auto:8", "--concurrency", "1,2", "--repeat", "2")
+    ended = bench(project, tmp_path, "--plan", "--max-new-tokens", "10", *arguments)
     assert seen == [("chain", 4), ("hybrid", 8), ("off", 1)]
     tokens = 2 * 2 * 60  # two temperatures, two runs
     least = tokens * (1 + 3 / 2 + 8 / 4 + 1) * (1 + 1 / 2)
@@ -505,9 +496,10 @@ def test_two_runs_count_the_same_and_are_compared(project: Path, tmp_path: Path)
 # -- what it refuses ---------------------------------------------------------------------------------------------------
 
 
-def test_no_bundle(tmp_path: Path) -> None:
+def test_no_bundle_or_one_that_cannot_run_the_method(tmp_path: Path, project: Path) -> None:
     refused(run_cli("bench"), "bundle", "--compare")
     refused(run_cli("bench", str(tmp_path / "nowhere")), "nowhere")
+    refused(bench(project, tmp_path, "--quick", "--methods", "d2sd", bundle="one"), "drafters.second")
 
 
 @pytest.mark.parametrize(
@@ -539,10 +531,6 @@ def test_bad_values_are_a_message(
 ) -> None:
     refused(bench(project, tmp_path / "out", *SMALL, *arguments), *told)
     assert not (tmp_path / "out" / "result.json").exists()
-
-
-def test_a_method_that_the_bundle_cannot_run(project: Path, tmp_path: Path) -> None:
-    refused(bench(project, tmp_path, "--quick", "--methods", "d2sd", bundle="one"), "drafters.second")
 
 
 def test_sets_need_names_and_prompts_of_their_own(project: Path, tmp_path: Path) -> None:

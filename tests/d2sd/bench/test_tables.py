@@ -50,15 +50,14 @@ def body(table: str) -> list[list[str]]:
     return [[part.strip() for part in line.strip("|").split("|")] for line in table.splitlines()[2:]]
 
 
-def test_a_set_of_another_temperature_has_no_column(made: Result) -> None:
+def test_what_was_not_measured_has_no_column_and_no_figure(made: Result) -> None:
+    """Neither a set at another temperature, nor a gain over plain decoding, nor what no drafter knew."""
     warm = result(*made.cells, cell("off", [1], set="mt_bench", temperature=1.0))
     assert tau_table(warm, 0.0, 1) == tau_table(made, 0.0, 1)
     assert body(tau_table(warm, 1.0, 1)) == [["off", "1", "1.00", "1.00", "–"]]  # one prompt has no interval
-
-
-def test_nothing_is_held_against_plain_decoding_that_was_not_measured(made: Result) -> None:
     table = detail_table(result(*(c for c in made.cells if c.method != "off")), 0.0, 1)
     assert [line[-2:] for line in body(table)] == [["–", "–"], ["–", "–"]]
+    assert knowledge_table(result(cell()), 0.0, 1) is None
 
 
 def test_policies_of_auto_are_listed_by_concurrency() -> None:
@@ -69,10 +68,6 @@ def test_policies_of_auto_are_listed_by_concurrency() -> None:
     assert table is not None
     assert body(table) == [["hybrid of 16 rows: 75 %, off: 25 %", "off: 100 %"]]
     assert chosen_table(result(chain), 0.0) is None
-
-
-def test_without_a_drafter_nothing_was_known() -> None:
-    assert knowledge_table(result(cell()), 0.0, 1) is None
 
 
 def test_losslessness_counts_all_but_the_reference_and_lists_what_no_tie_excuses(made: Result) -> None:
@@ -105,13 +100,11 @@ def test_the_report(made: Result) -> None:
     assert f"{found}\n" == Path(__file__).with_name("report.md").read_text("utf-8")
 
 
-def test_bold_is_all_that_reads_like_the_largest_and_never_a_lonely_value() -> None:
-    assert markdown.largest_bold([1.0, 2.001, None, 1.999]) == ["1.00", "**2.00**", "–", "**2.00**"]
-    assert markdown.largest_bold([1.0, None]) == ["1.00", "–"]
-    assert markdown.largest_bold([None]) == ["–"]
-
-
 def test_numbers_and_cells() -> None:
+    """Bold is all that reads like the largest, and never a lonely value."""
     assert [markdown.rate(v) for v in (None, 3.14159, 99.96, 1234.5)] == ["–", "3.1", "100.0", "1234"]
     assert markdown.percent(0.125) == "12 %"
     assert markdown.table([("a|b", ["x"]), ("n", ["1"])]) == "| a\\|b | n |\n| --- | ---: |\n| x | 1 |"
+    assert markdown.largest_bold([1.0, 2.001, None, 1.999]) == ["1.00", "**2.00**", "–", "**2.00**"]
+    assert markdown.largest_bold([1.0, None]) == ["1.00", "–"]
+    assert markdown.largest_bold([None]) == ["–"]
