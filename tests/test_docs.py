@@ -50,6 +50,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 def test_generated_pages_are_current() -> None:
+    """They have all flags of all commands: a new one needs a reason, for a new knob belongs into the recipe."""
     pages = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
     for name, text in pages.items():
         assert (DOCS / "reference" / name).read_text("utf-8") == text, f"{name}: run python docs/generate.py"

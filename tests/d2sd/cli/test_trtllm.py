@@ -19,9 +19,6 @@ from tests.d2sd.integrations.trtllm.shop import write_bundle
 from tests.d2sd.integrations.trtllm.standin import modules as standin
 from tests.tiny import tiny_decoder, tiny_drafter
 
-#: See tests/d2sd/cli/test_main.py.
-FLAGS = {"check": {"bundle", "--tree"}, "args": {"bundle", "--nodes", "--max-batch", "-o", "--out"}}
-
 
 def invoke(*arguments: object) -> Result:
     return CliRunner().invoke(trtllm, [str(argument) for argument in arguments])
@@ -35,12 +32,6 @@ def bundle(tmp_path: Path) -> Path:
     folder = write_bundle(tmp_path / "bundle", recipe, decoder, first, second)
     write_llm_args(folder / FOLDER, load_recipe(recipe))
     return folder
-
-
-def test_flags_are_frozen() -> None:
-    assert trtllm.commands.keys() == FLAGS.keys()
-    for name, flags in FLAGS.items():
-        assert {flag for parameter in trtllm.commands[name].params for flag in parameter.opts} == flags
 
 
 @pytest.mark.parametrize("command", [trtllm, *trtllm.commands.values()])

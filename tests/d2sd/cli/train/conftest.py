@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import passed
 from tests.conftest import Once
 from tests.convert.helpers import tree_bytes
 from tests.d2sd.cli.train.helpers import draw, train, write_training
@@ -32,8 +33,7 @@ def whole(once: Once) -> Path:
         project = write_training(folder / "project")
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("d2sd.train.pipeline.run.plot_training", draw)
-            result = train(project)
-        assert result.exit_code == 0, result.output + repr(result.exception)
+            result = passed(train(project))
         (folder / "stdout").write_text(result.stdout)
         (folder / "stderr").write_text(result.stderr)
 

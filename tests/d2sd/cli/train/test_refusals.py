@@ -17,6 +17,13 @@ from tests.convert.helpers import edit_json, tree_bytes
 from tests.d2sd.cli.train.helpers import add_documents_and_heads, edit, refusal, train, trained
 
 
+@pytest.fixture
+def no_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing may be answered."""
+    monkeypatch.setattr("d2sd.train.pipeline.responses.make_engine", lambda *_, **__: pytest.fail("it began to answer"))
+
+
+@pytest.mark.usefixtures("no_answers")
 @pytest.mark.parametrize(
     ("key", "value", "told"),
     [
@@ -31,11 +38,8 @@ from tests.d2sd.cli.train.helpers import add_documents_and_heads, edit, refusal,
     ],
 )
 def test_a_recipe_that_cannot_work_is_refused_before_any_answer(
-    project: Path, monkeypatch: pytest.MonkeyPatch, key: str, value: object, told: str
+    project: Path, key: str, value: object, told: str
 ) -> None:
-    monkeypatch.setattr(
-        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
-    )
     edit(project, key, value)
     assert told in refusal(project)
 
@@ -45,17 +49,17 @@ def test_writing_turns_needs_a_chat_template(project: Path) -> None:
     assert "data.self_written" in refusal(project)
 
 
-@pytest.mark.slow
-def test_too_few_responses_for_held_out(finished: Path) -> None:
-    edit(finished, "data.held_out", 99)
+@pytest.mark.parametrize(
+    ("name", "damage", "told"),
+    [
+        ("answers.jsonl", b'{"id": "p1"}\n', "answers.jsonl:1"),
+        *(("asked.json", damage, "asked.json") for damage in (b"[]", b"{", b"\xff")),
+    ],
+)
+def test_damaged_responses_and_their_settings_are_named(finished: Path, name: str, damage: bytes, told: str) -> None:
+    (finished / "work" / name).write_bytes(damage)
     shutil.rmtree(finished / "out")
-    assert "data.held_out" in refusal(finished)
-
-
-def test_a_damaged_response_is_named_by_file_and_line(finished: Path) -> None:
-    (finished / "work" / "answers.jsonl").write_text('{"id": "p1"}\n')
-    shutil.rmtree(finished / "out")
-    assert "answers.jsonl:1" in refusal(finished)
+    assert told in refusal(finished)
 
 
 @pytest.mark.sampled(3)
@@ -67,6 +71,7 @@ def test_a_damaged_response_is_named_by_file_and_line(finished: Path) -> None:
         ("first.steps", 5, "the settings changed"),
         ("drafter.block_size", 3, "the drafter changed"),
         ("data.held_out", 4, "the data changed"),
+        ("data.held_out", 99, "data.held_out"),
         ("data.max_new_tokens", 12, "the sampling settings of the target changed"),
         ("data.self_written", [{"name": "kind", "count": 8, "end": "w1"}], "self_written.kind.end"),
         ("data.self_written", [{"name": "kind", "count": 8, "temperature": 0.5}], "self_written.kind.temperature"),
@@ -79,18 +84,14 @@ def test_a_recipe_that_changed_on_the_way_is_refused(finished: Path, key: str, v
         assert told in refusal(finished)
 
 
-def test_an_unwritable_folder_is_refused_before_any_response(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
-    )
+@pytest.mark.usefixtures("no_answers")
+def test_an_unwritable_folder_is_refused_before_any_response(project: Path) -> None:
     (project / "out").write_text("a file")
     refused(train(project), str(project / "out"))
 
 
-def test_what_another_training_wrote_is_not_replaced(finished: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "d2sd.train.pipeline.responses.make_engine", lambda *args, **kwargs: pytest.fail("it began to answer")
-    )
+@pytest.mark.usefixtures("no_answers")
+def test_what_another_training_wrote_is_not_replaced(finished: Path) -> None:
     before = tree_bytes(finished / "out")
     edit(finished, "first.steps", 5)
     refused(train(finished), "error: The folder belongs to another run.")
@@ -133,13 +134,6 @@ def test_a_line_of_a_log_with_a_bad_value_is_named(finished: Path, key: str) -> 
     lines[index] = json.dumps({**json.loads(lines[index]), key: "x"})
     log.write_text("\n".join(lines) + "\n")
     refused(train(finished, "--plan"), f"first.jsonl:{index + 1}: {key}")
-
-
-@pytest.mark.parametrize("damage", [b"[]", b"{", b"\xff"])
-def test_damaged_settings_of_the_responses_are_named(finished: Path, damage: bytes) -> None:
-    (finished / "work" / "asked.json").write_bytes(damage)
-    shutil.rmtree(finished / "out")
-    assert "asked.json" in refusal(finished)
 
 
 @pytest.mark.sampled(3)

@@ -266,5 +266,4 @@ def test_the_plan_estimates_from_what_was_measured(finished: Path) -> None:
 
 
 def planned(project: Path) -> list[str]:
-    result = passed(train(project, "--plan"))
-    return result.stdout.splitlines()
+    return passed(train(project, "--plan")).stdout.splitlines()
