@@ -60,14 +60,10 @@ def test_pair_and_head_of_a_gpu_are_trained_on_the_same_data() -> None:
     assert budgets[0] == budgets[1]
 
 
-def test_defaults_and_paths(tmp_path: Path) -> None:
+def test_terms_and_paths(tmp_path: Path) -> None:
     recipe = load(tmp_path)
-    assert recipe.second is None
-    assert recipe.data.self_written == []
     assert recipe.first is not None
-    assert recipe.first.batch == 8
     assert recipe.first.objective.terms == {"ce": 0.3, "kl": 0.7}
-    assert (recipe.evaluation.prompts, recipe.evaluation.max_new_tokens) == (24, 64)
     assert recipe.path("prompts.jsonl") == tmp_path / "prompts.jsonl"
 
 
@@ -76,10 +72,7 @@ def test_defaults_and_paths(tmp_path: Path) -> None:
     [
         ("drafters", {}, "drafters"),
         ("first__stepz", 10, "first.stepz"),
-        ("second__rejection", 0.5, "second.rejection"),
-        ("drafter__layer", 2, "drafter.layer"),
         ("data__prompts", [{"path": "a", "number": 1}], "data.prompts.0.number"),
-        ("data__self_written", [{"name": "a", "count": 3, "opening": "x"}], "data.self_written.0.opening"),
         ("data__documents", [DOCUMENTS | {"templates": []}], "data.documents.0.templates"),
         ("data__documents", [DOCUMENTS | {"templates": ["Summarize."]}], "show no field of a document"),
         ("data__documents", [DOCUMENTS | {"templates": ["{text:>9}"]}], "{text} is not the name of a field"),
@@ -89,18 +82,12 @@ def test_defaults_and_paths(tmp_path: Path) -> None:
         ("data__documents", [DOCUMENTS | {"passages": 2}], "if and only if passages is above 1"),
         ("data__documents", [DOCUMENTS | {"passage": "{text!r}"}], "{text} is not the name of a field"),
         ("first__steps", "10", "first.steps"),
-        ("first__steps", 10.0, "first.steps"),
         ("first__steps", 0, "first.steps"),
         ("first__steps", ..., "first.steps"),
         ("first__hard", 0.3, "first.hard"),
         ("first__objective", ..., "first.objective"),
         ("first__objective", {}, "one of ce, kl, tv, nla, lk"),
         ("first__objective", {"focal": 1, "chain": 0.5}, "one of ce, kl, tv, nla, lk"),
-        ("first__objective", {"ce": 1, "soft": 1}, "first.objective.soft"),
-        ("first__objective", {"ce": -0.1}, "first.objective.ce"),
-        ("first__objective", {"ce": 1, "slots": "linear"}, "first.objective.slots"),
-        ("first__objective", {"ce": 1, "decay": 0}, "first.objective.decay"),
-        ("first__objective", {"ce": 1, "smoothing": 1.1}, "first.objective.smoothing"),
         ("first__objective", {"ce": 1, "smoothing": 0.5}, "smoothing has no effect with slots: decay"),
         ("first__objective", {"ce": 1, "slots": "uniform", "decay": 4}, "decay has no effect with slots: uniform"),
         ("first__on_rejection", 0.5, "first.on_rejection"),
@@ -110,48 +97,21 @@ def test_defaults_and_paths(tmp_path: Path) -> None:
             49,
             "evaluation.prompts 49 is more than data.held_out 48: evaluations use held-out prompts",
         ),
-        ("first__precision", "fp16", "first.precision"),
-        ("first__micro_batch", 0, "first.micro_batch"),
-        ("first__evaluate_every", 0, "first.evaluate_every"),
-        ("first__frequent", 0, "first.frequent"),
-        ("first__warmup", -0.1, "first.warmup"),
-        ("first__learning_rate", 0, "first.learning_rate"),
         ("first__learning_rate", float("nan"), "first.learning_rate"),
-        ("first__negatives", -1, "first.negatives"),
         ("first__seed", True, "first.seed"),
-        ("second__prefix_base", 0, "second.prefix_base"),
-        ("second__on_rejection", 2, "second.on_rejection"),
-        ("drafter__block_size", 1, "drafter.block_size"),
-        ("drafter__layers", 0, "drafter.layers"),
-        ("drafter__draft_vocab_size", 1, "drafter.draft_vocab_size"),
-        ("drafter__mask_token_id", -1, "drafter.mask_token_id"),
         ("drafter__target_layer_ids", [], "drafter.target_layer_ids [] is not"),
         ("drafter__target_layer_ids", [2, 1], "drafter.target_layer_ids [2, 1] is not strictly ascending"),
         ("drafter__target_layer_ids", [1, 1], "drafter.target_layer_ids [1, 1] is not"),
         ("drafter__target_layer_ids", [-1, 1], "drafter.target_layer_ids [-1, 1] is not"),
-        ("drafter__target_layer_ids", [0.5], "drafter.target_layer_ids.0"),
-        ("drafter__target_layer_ids", ..., "drafter.target_layer_ids"),
-        ("data__held_out", 0, "data.held_out"),
-        ("data__exclude", "kept.jsonl", "data.exclude"),
-        ("data__features", "stored", "data.features"),
-        ("evaluation__prompts", 0, "evaluation.prompts"),
-        ("evaluation__max_new_tokens", 0, "evaluation.max_new_tokens"),
-        ("evaluation__temperature", 1.0, "evaluation.temperature"),
-        ("data__max_new_tokens", 0, "data.max_new_tokens"),
-        ("data__prompts", "prompts.jsonl", "data.prompts"),
         ("data__prompts", ..., "data.prompts"),
-        ("data__prompts", [{"path": "a", "count": 0}], "data.prompts.0.count"),
         ("data__self_written", [{"name": "a", "count": 3, "openings": []}], "data.self_written.0.openings"),
-        ("data__self_written", [{"name": "a", "count": 3, "temperature": 0}], "data.self_written.0.temperature"),
-        ("precision", "fp8", "precision"),
-        ("max_batch", 0, "max_batch"),
         ("name", "../up", "name"),
         ("target", {}, "target"),
         ("d2sd_train", 2, "d2sd_train"),
-        ("d2sd_train", ..., "d2sd_train"),
     ],
 )
 def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, key: str, value: object, told: str) -> None:
+    """Bounds of numbers and lists of words are in docs/reference/train-recipe.md, which is written of the schema."""
     with pytest.raises(RecipeError) as caught:
         load(tmp_path, second__steps=1, second__objective__ce=1, **{key: value})
     assert told in str(caught.value)

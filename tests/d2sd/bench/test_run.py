@@ -518,11 +518,7 @@ def test_no_bundle_or_one_that_cannot_run_the_method(tmp_path: Path, project: Pa
         (("--temperatures", "-1"), ("--temperatures", "-1")),
         (("--temperatures", "nan"), ("temperature", "nan")),
         (("--concurrency", "0"), ("--concurrency", "0")),
-        (("--per-set", "0"), ("--per-set", "0")),
-        (("--repeat", "0"), ("--repeat", "0")),
-        (("--max-new-tokens", "0"), ("--max-new-tokens", "0")),
         (("--max-new-tokens", "64"), ("maximum context length", "64")),
-        (("--seed", "-1"), ("--seed", "-1")),
     ],
     ids=lambda value: "=".join(value) if value[0].startswith("--") else "",
 )
