@@ -15,7 +15,7 @@ from d2sd.build.pipeline import build
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.kinds import DFLASH
-from d2sd.errors import BundleError, CheckpointError
+from d2sd.errors import BuildError, BundleError, CheckpointError
 from d2sd.modeling.config import DrafterConfig
 from d2sd.policies import DrafterRole
 from d2sd.recipe import load_recipe
@@ -135,6 +135,14 @@ def test_a_bundle_carries_each_drafters_own(tmp_path: Path) -> None:
     edit_json(tmp_path / "plain/drafter_first" / DRAFT_VOCABULARY, "ids", list(IDS[1:]))
     with pytest.raises(BundleError, match=rf"changed(.|\n)*drafter_first/{DRAFT_VOCABULARY}"):
         load_bundle(tmp_path / "plain")
+
+
+def test_a_calibration_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    recipe = write_project(tmp_path / "project")
+    add_calibration(recipe)
+    written(recipe.parent / "first")
+    with pytest.raises(BuildError, match="another first drafter"):
+        build(load_recipe(recipe), tmp_path / "out", validate=False)
 
 
 def test_a_killed_build_goes_on_with_the_vocabulary_of_now(tmp_path: Path) -> None:

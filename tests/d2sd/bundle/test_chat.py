@@ -53,10 +53,6 @@ def test_every_turn_of_a_conversation_is_in_the_prompt(folder: Path) -> None:
 FAILING = {
     "raises": ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
     "syntax": ("{% for m in messages %}", "TemplateSyntaxError"),
-    "undefined name": ("{{ nobody.role }}", "nobody"),
-    "division by zero": ("{{ 1 / 0 }}", "division by zero"),
-    "recursion": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    "range too big": ("{% for i in range(999999) %}a{% endfor %}", "range"),
     "not a message": ("{{ messages[5].content }}", "Undefined"),
 }
 

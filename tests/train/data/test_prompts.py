@@ -90,8 +90,6 @@ def test_a_turn_behind_another_opening_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        "not JSON",
-        "[]",
         '"dropped"',
         '{"id": "a"}',
         '{"id": 1, "text": "How"}',

@@ -253,7 +253,7 @@ def test_tritons_model_registers(shop: Shop, modules: Modules, monkeypatch: pyte
     (tmp_path / "model.py").write_text(Path(faces.__file__).with_name("triton_model.py").read_text())
     monkeypatch.delenv("D2SD_BUNDLE", raising=False)
     with pytest.raises(D2SDError, match="D2SD_BUNDLE"):
-        _run(tmp_path / "model.py", "model")
+        _run(Path(faces.__file__).with_name("triton_model.py"), "model")
     assert untouched(modules)
     monkeypatch.setenv("D2SD_BUNDLE", str(shop.bundle))
     monkeypatch.setattr(sys, "path", list(sys.path))
