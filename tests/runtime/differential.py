@@ -160,6 +160,8 @@ class Episode:
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
         self.configuration = self.configuration or any_of(self.dice)
+        if not library.available() and self.configuration.kernels == "compiled":
+            self.configuration = replace(self.configuration, kernels="none", type="fp32")
         self.requests = requests(self.dice, self.configuration)
         one = self.configuration
         self.exact = one.kernels == "compiled" and one.ranks == "one" and library.available()

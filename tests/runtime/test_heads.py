@@ -26,7 +26,7 @@ from tests.runtime.test_lossless import Way
 from tests.tiny import HEADS, greedy_text, prepared, tiny_decoder, tiny_drafter
 
 POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
-WAYS = {"in flight": Way(gap=2, shuffled=True), "tight pages": Way(pages=16, max_batch=8, shuffled=True)}
+IN_FLIGHT = Way(gap=2, shuffled=True)
 
 
 @cache
@@ -79,8 +79,8 @@ def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatc
             one = Drafter(drafter.config if with_head else replace(drafter.config, head=None))
             one.load_state_dict({name: tensors[name] for name in one.state_dict()})
             pair.append(one.eval().requires_grad_(False))
-        engine = WAYS["in flight"].engine(ModelRunner(*prepared(deepcopy(target), *pair)), policy)
-        WAYS["in flight"].run(engine, some_requests())
+        engine = IN_FLIGHT.engine(ModelRunner(*prepared(deepcopy(target), *pair)), policy)
+        IN_FLIGHT.run(engine, some_requests())
         made.append(trees[:])
         trees.clear()
     assert len(made[0]) > 10

@@ -13,7 +13,6 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import COPY, SequenceStats
-from tests.choosing import chosen
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.helpers import (
     BLOCK,
@@ -71,33 +70,18 @@ WAYS = {
     "batch": Way(max_batch=10),
     "in flight": Way(gap=2, shuffled=True),
     "tight pages": Way(pages=16, max_batch=8, shuffled=True),
-    "chunk 1": Way(prefill_chunk=1),
-    "chunk 3": Way(prefill_chunk=3, gap=1, page_size=3),
-    "page 1": Way(page_size=1, gap=1),
-    "page 32": Way(page_size=32, max_batch=7),
     "few rows": Way(row_budget=7, max_batch=8),
-    "fewer than a block": Way(row_budget=3, max_batch=8, gap=1),
     "two rows": Way(row_budget=2, max_batch=10),
     "many rows": Way(row_budget=70, max_batch=10),
 }
-SLOW = pytest.mark.slow
 DRAFTING = tuple(name for name in CASES if name not in ("off", "lookup"))
 
 
-#: At every change, of all pairs: five ways a policy, and a tree that hardly fits.
-SAMPLED = {(name, policy) for policy in CASES for name in chosen(policy, WAYS, 5)} | {("few rows", "hybrid")}
-
-
-@pytest.mark.sampled(15)
-@pytest.mark.parametrize(
-    ("way", "policy"),
-    [
-        pytest.param(way, policy, id=f"{name}-{policy}", marks=[] if (name, policy) in SAMPLED else SLOW)
-        for name, way in WAYS.items()
-        for policy in CASES
-    ],
-)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+@pytest.mark.parametrize("policy", CASES)
 def test_with_drafts_that_are_often_right(policy: str, way: Way) -> None:
+    """Paths of every length, siblings and branches are accepted; test_differential.py has all other features."""
     requests = some_requests()
     runner = cheater(requests, policy)
     engine = way.engine(runner, policy)

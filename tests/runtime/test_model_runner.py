@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -25,7 +24,7 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.accept import sample_target
 from tests.modeling.test_flex import reference as flex_reference
-from tests.runtime.helpers import BLOCK, check_pages, choices, copies, honest, models, poison, sync_drafters
+from tests.runtime.helpers import BLOCK, check_pages, copies, honest, models, poison, sync_drafters
 from tests.tiny import runner_of, tiny_drafter
 
 PAGE = 4
@@ -291,32 +290,6 @@ def test_commit_appends_the_path_and_nothing_else(ready: tuple[ModelRunner, Batc
                 if (page, slot) not in written:
                     same(pool.k[:, page, slot], k[:, page, slot])
                     same(pool.v[:, page, slot], v[:, page, slot])
-
-
-def test_sampled_drafts_follow_the_noise_of_their_positions(ready: tuple[ModelRunner, Batch]) -> None:
-    """The best candidate of every slot and branch is the one the target would choose, had it these logits."""
-    runner, batch = ready
-    params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
-    sampling = Sampling.of(params, runner.vocab_size, "cpu")
-    batch = replace(batch, sampling=sampling)
-    first = runner.draft_first(batch, 1)
-    branches = branches_behind(first, LENGTHS)
-    second = runner.draft_second(batch, branches, SECOND, 1)
-    models_ = models()
-    depth = torch.arange(BLOCK - 1)[None]
-    for row, text in enumerate(TEXTS):
-        own = Sampling.of(params[row : row + 1], runner.vocab_size, "cpu")
-        place = batch.where.context_len[row : row + 1]
-        block = [text[-1], *[models_[1].config.mask_token_id] * (BLOCK - 1)]
-        logits = fresh_draft(models_[1], text, [block])
-        assert first.top1[row].tolist() == choices(logits, depth, place, BLOCK - 1, own)[0].tolist()
-        for branch, length in enumerate(LENGTHS[row].tolist()):
-            kept = [text[-1], *first.top1[row, :length].tolist()]
-            logits = fresh_draft(models_[2], text, [kept + [models_[2].config.mask_token_id] * (BLOCK - len(kept))])
-            if length < BLOCK - 1:
-                logits[0, length, first.top1[row, length]] = -torch.inf
-            wanted = choices(logits, depth, place, BLOCK - 1, own)[0]
-            assert second.top1[row, branch, length:].tolist() == wanted[length:].tolist()
 
 
 def test_without_drafters_a_block_has_the_size_asked_for() -> None:

@@ -158,14 +158,3 @@ def test_drafts_are_straightened_as_those_of_their_use(policy: str) -> None:
         assert torch.equal(branches.prefix_len, wanted.prefix_len)
         assert two is not None
         assert torch.equal(second.logprob, calibration.apply(runner.said[1], batch, two, branches).logprob)
-
-
-@pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
-def test_an_identity_leaves_trees_as_they_are(policy: str) -> None:
-    trees = []
-    for calibration in (None, Calibration.of([[[[1.0] * 2] * SLOTS] * 2] * 2, [[[[0.0] * 2] * SLOTS] * 2] * 2)):
-        _, result = one_step(make_engine(honest(), policy, calibration=calibration, row_budget=9))
-        trees.append(result.tree)
-    for name in ("tokens", "parent", "valid", "branch_id"):
-        assert torch.equal(*(getattr(tree, name) for tree in trees))
-    torch.testing.assert_close(trees[0].score, trees[1].score, atol=1e-4, rtol=1e-5)

@@ -10,9 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
+from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole
+from d2sd.runtime.batch import Batch
+from d2sd.runtime.cuda_graphs.inputs import Link
+from d2sd.runtime.pages import page_row
 from d2sd.runtime.parallel.messages import FRAME, receive, send
+from d2sd.runtime.request import Request
+from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 
@@ -41,6 +49,20 @@ def test_policies_and_tensors_arrive_as_they_were() -> None:
     assert numbers.tolist() == [*range(7)]
     assert type(found.fallback) is DrafterRole
     assert found.fallback.key == "first"
+
+
+def test_a_step_of_any_parameters_arrives_as_it_was() -> None:
+    """All kinds of values: of a batch that filters, penalises and forbids, and of a draft that a grammar leads."""
+    params = SamplingParams(0.5, 0.9, 5, 3, min_p=0.1, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=1)
+    sequence = Sequence(0, Request((1, 2), 9, params, frozenset({4})), [1, 2, 3], pages=page_row([1]))
+    batch = Batch.pack([sequence], 64, "cpu")
+    given = batch, Link.pack([sequence], 1), Draft(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)), PoolSizes(3, 4)
+    line = Line()
+    send(cast("Group", line), "step", *given)
+    line.sending = False
+    _, found = receive(cast("Group", line))
+    assert batch.sampling.used
+    assert str(found) == str([*given])
 
 
 def test_a_frame_has_a_bound() -> None:

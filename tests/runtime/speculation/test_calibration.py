@@ -14,7 +14,7 @@ from torch import Tensor
 from d2sd.plugins.trees import Branches, Draft
 from d2sd.policies import DraftUse
 from d2sd.runtime.speculation.calibration import Calibration, Lines, logit
-from tests.runtime.drafts import Passes, batch_of, draft_of, passes
+from tests.runtime.drafts import Passes, batch_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import calibrated
 
@@ -106,15 +106,6 @@ def test_a_use_without_lines_has_those_of_the_one_it_is_like() -> None:
         for use in (DraftUse.CHAIN, DraftUse.REANCHOR, DraftUse.FIRST):
             assert found[:, use].tolist() == [warm[0] for warm in table]
         assert found[:, DraftUse.SECOND].tolist() == [warm[1] for warm in table]
-
-
-def test_what_is_not_proposed_stays_so() -> None:
-    """Whatever the offset: a token that cannot be chosen must not get a row."""
-    generous = Calibration(torch.full((2, 2, 1, 2), 0.05), torch.full((2, 2, 1, 2), 30.0))
-    said = draft_of([[[(1, -0.1), (2, -math.inf)]]])
-    straight = generous.apply(said, batch_of([0], [0], [0]), DraftUse.SECOND).logprob
-    assert straight[0, 0, 1] == -math.inf
-    assert straight[0, 0, 0] <= 0
 
 
 def test_log_odds_are_finite_but_for_what_cannot_be() -> None:
