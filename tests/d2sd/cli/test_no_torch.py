@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from d2sd.build.pipeline import build
+from d2sd.recipe import load_recipe
 from tests.convert.helpers import write_project
 
 RECIPES = sorted((Path(__file__).parents[3] / "recipes").glob("*.yaml"))
@@ -20,11 +22,15 @@ class Refuse(MetaPathFinder):
         if name.partition(".")[0] in ("torch", "transformers"):
             raise ImportError(f"{name} is imported")
 
-if sys.argv.pop(1) == "refuse":
+refuse = sys.argv.pop(1) == "refuse"
+if refuse:
     sys.meta_path.insert(0, Refuse())
 from d2sd.cli.main import main
 
-main(prog_name="d2sd")
+try:
+    main(prog_name="d2sd")
+finally:
+    assert not refuse or not {"torch", "transformers"} & sys.modules.keys()
 """
 pytestmark = pytest.mark.subprocess
 
@@ -52,6 +58,14 @@ def test_a_plan_reads_headers_of_weights(tmp_path: Path) -> None:
     done = ran("build", str(recipe), "--plan")
     assert done.returncode == 0, done.stderr
     assert "has no weights" not in done.stdout
+
+
+def test_inspect_of_a_bundle(tmp_path: Path) -> None:
+    recipe = load_recipe(write_project(tmp_path / "project"), ["checks.count=1"])
+    build(recipe, tmp_path / "bundle", validate=False)
+    done = ran("inspect", str(tmp_path / "bundle"))
+    assert done.returncode == 0, done.stderr
+    assert "built by" in done.stdout
 
 
 @pytest.mark.parametrize(
