@@ -42,7 +42,7 @@ _TYPES = {
 
 
 def send(group: Group, kind: str, *values: object) -> None:
-    """Send a message to all other ranks: tensors, dataclasses of them, policies, numbers, None, tuples and sets."""
+    """Send a message to all other ranks: tensors, dataclasses of them, policies, numbers, None, tuples of these."""
     tensors: list[Tensor] = []
     described = [_described(value, tensors) for value in values]
     shapes = [[str(tensor.dtype).removeprefix("torch."), list(tensor.shape)] for tensor in tensors]
@@ -89,8 +89,6 @@ def _described(value: Any, tensors: list[Tensor]) -> Any:
         if value and all(type(number) is int for number in value):
             return {"tuple": _described(torch.tensor(value), tensors)}
         return [_described(part, tensors) for part in value]
-    if isinstance(value, frozenset):
-        return {"set": sorted(value)}
     if isinstance(value, Policy):
         return {"policy": value.name, "fields": asdict(value)}
     name = type(value).__name__
@@ -108,8 +106,6 @@ def _restored(value: Any, tensors: list[Tensor]) -> Any:
         return tensors[value["tensor"]]
     if "tuple" in value:
         return tuple(_restored(value["tuple"], tensors).tolist())
-    if "set" in value:
-        return frozenset(value["set"])
     if "policy" in value:
         return _policy(value["policy"], json.dumps(value["fields"]))
     ((name, parts),) = value.items()

@@ -139,15 +139,6 @@ def test_a_prefix_needs_its_window_and_a_snapshot_at_one_place() -> None:
     assert scheduler.kv_cache._known(scheduler.kv_cache.prefix_keys(again)) == 2
 
 
-@pytest.mark.parametrize("chunk", [16, 64, 999])
-def test_equal_prompts_that_arrive_together_are_computed_once(chunk: int) -> None:
-    scheduler, pools = made(chunk=chunk)
-    for number in range(8):
-        add(scheduler, number, prompt(27, 0, 0))
-    chunks_of(scheduler, pools)
-    assert scheduler.stats("off").prefill_tokens == 24 + 8 * 2
-
-
 @pytest.mark.parametrize("chunk", [4, 8, 12, 64, 999])
 def test_requests_that_arrive_together_compute_their_prefix_once(chunk: int) -> None:
     """5 common pages and 6 own tokens each."""

@@ -230,12 +230,6 @@ def test_unused_slots_and_pages_are_never_read(splits: int) -> None:
     assert torch.equal(fused(dirty, splits), fused(clean, splits))
 
 
-def test_permuted_batch_gives_permuted_output() -> None:
-    call = make(replace(SMALL, contexts=(40, 0, 17)), ancestors)
-    order = [2, 0, 1]
-    assert torch.equal(fused(call.requests(order), 2), fused(call, 2)[order])
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_fp8_pages(dtype: torch.dtype) -> None:
     scales = torch.tensor(0.011), torch.tensor(0.007)  # ± 4.9 and ± 3.1: some values saturate

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from tests.runtime.helpers import WINDOWS
 from tests.runtime.soak import Soak
 
 
@@ -41,20 +40,3 @@ def test_a_short_soak_behind_windows(windows: str) -> None:
     soak = Soak(3, rerun=True, windows=windows)
     check(soak, 60)
     assert soak.seen["freed behind windows"] > 40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "windows",
-    ["mixed", *(pytest.param(name, marks=pytest.mark.full) for name in WINDOWS if name not in ("none", "mixed"))],
-)
-def test_a_soak_behind_windows(windows: str) -> None:
-    soak = Soak(1, rerun=True, windows=windows)
-    check(soak, 400)
-    assert min(soak.seen[name] for name in ("preemptions", "cancelled late", "freed behind windows")) > 0
-
-
-@pytest.mark.slow
-def test_a_soak_of_recorded_operators_behind_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
-    check(Soak(2, rerun=False, windows="mixed"), 60)
