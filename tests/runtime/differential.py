@@ -37,7 +37,7 @@ from torch import Tensor
 from d2sd.plugins.cpu import library
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted
-from d2sd.policies import DraftUse
+from d2sd.policies import DrafterRole, DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.drafting import context
@@ -105,10 +105,17 @@ class Guarded(Kept, NaNScratch):
 
     #: By seed: the tokens that a request may have; empty in steps that are a graph's.
     known: Mapping[int, list[int]] = {}
+    #: Whether NaN can only be read from such pages; not asked in steps that are a graph's.
+    healthy = False
 
     def allocate(self, *sizes: Any) -> None:
         super().allocate(*sizes)
         poison_what_is_given_up(self)
+
+    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        logits, hidden = super()._draft(role, batch, blocks)
+        assert not (self.healthy and logits.isnan().any()), "a drafter reads what nobody wrote"
+        return logits, hidden
 
     def text(self, batch: Batch) -> Text:
         """Copies are of a request's own text."""
@@ -220,6 +227,7 @@ class Episode:
         if one.steps in ("eager", "cut"):
             runner.known = texts if self.exact else {}
             runner.logits = {} if self.exact else None
+            runner.healthy = one.weights == "whole" and one.drafts != "nan"
         return runner
 
     def engine(self, folder: Path) -> Engine:

@@ -1,4 +1,4 @@
-"""Runners whose pools are full of NaN: on the scratch page, or wherever no request or cached prefix is."""
+"""Runners whose scratch page is full of NaN."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from torch import Tensor
 
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Accepted, Tree
-from d2sd.policies import DrafterRole
+from d2sd.plugins.trees import Accepted
 from d2sd.runtime.batch import Batch, Prefilled
 from d2sd.runtime.model_runner import ModelRunner, Verified
-from tests.runtime.cheating import CheatingRunner
-from tests.runtime.helpers import afterwards, poison, poison_what_is_given_up
+from tests.runtime.helpers import afterwards, poison
 
 
 class NaNScratch(ModelRunner):
@@ -33,21 +31,3 @@ class NaNScratch(ModelRunner):
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         super().commit(batch, verified, accepted)
         poison(self, 0)
-
-
-class NaNPages(NaNScratch, CheatingRunner):
-    """All pages hold NaN until they are written, and again when they are given up."""
-
-    def allocate(self, sizes: PoolSizes) -> None:
-        super().allocate(sizes)
-        poison_what_is_given_up(self)
-
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
-        verified = super().verify(batch, tree, padded=padded)
-        assert not verified.logits.isnan().any()
-        return verified
-
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = super()._draft(role, batch, blocks)
-        assert not logits.isnan().any()
-        return logits, hidden
