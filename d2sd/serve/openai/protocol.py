@@ -170,6 +170,9 @@ class TemplateBody(Body):
     continue_final_message: Literal[False] = False
 
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+
+
 class ChatBody(GenerationBody, TemplateBody):
     """POST /v1/chat/completions."""
 
@@ -179,7 +182,7 @@ class ChatBody(GenerationBody, TemplateBody):
     top_logprobs: int | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    reasoning_effort: Effort | None = None
     include_reasoning: bool = True  # what a model thinks is reported
     prediction: dict[str, Any] | None = None  # a guess at the answer, which it would not change
     modalities: list[Literal["text"]] | None = None

@@ -101,31 +101,26 @@ def _sampling_parameters(text: str | None) -> dict[str, Any]:
     if text is None:
         return {}
     where = "sampling_parameters"
-    try:
-        fields = parse_json(text)
-    except ValueError as error:
-        raise RequestError("The input is not JSON.", where=where, found=str(error)) from None
-    if not isinstance(fields, dict):
-        raise RequestError("The input is not a JSON object.", where=where, found=fields)
+    fields = _json_object(text, where, "input")
     for key, neutral in _NEUTRAL.items():
         if key in fields:
             if repr(fields[key]) not in map(repr, neutral):  # 1 and True are equal
                 raise RequestError("This parameter is not supported.", where=f"{where}.{key}", found=fields[key])
             del fields[key]
     if "guided_decoding" in fields:  # JSON text of vLLM's GuidedDecodingParams
-        fields |= {"structured_outputs": _guided(fields.pop("guided_decoding"))}
+        guide = _json_object(fields.pop("guided_decoding"), f"{where}.guided_decoding", "parameter")
+        fields["structured_outputs"] = {key: value for key, value in guide.items() if value not in (None, False)}
     return fields
 
 
-def _guided(text: Any) -> dict[str, Any]:
-    where = "sampling_parameters.guided_decoding"
+def _json_object(text: Any, where: str, what: str) -> dict[str, Any]:
     try:
-        guide = parse_json(text) if isinstance(text, str) else text
+        value = parse_json(text) if isinstance(text, str) else text
     except ValueError as error:
-        raise RequestError("The parameter is not JSON.", where=where, found=str(error)) from None
-    if not isinstance(guide, dict):
-        raise RequestError("The parameter is not a JSON object.", where=where, found=guide)
-    return {key: value for key, value in guide.items() if value not in (None, False)}
+        raise RequestError(f"The {what} is not JSON.", where=where, found=str(error)) from None
+    if not isinstance(value, dict):
+        raise RequestError(f"The {what} is not a JSON object.", where=where, found=value)
+    return value
 
 
 def _guide(kind: str, guide: str) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from d2sd.errors import RequestError
-from d2sd.serve.openai.protocol import Body, ChatBody, Content, Part, SampledBody, TemplateVariables
+from d2sd.serve.openai.protocol import Body, ChatBody, Content, Effort, Part, SampledBody, TemplateVariables
 
 #: An item of `include` that asks for log-probabilities; the others are of things that this server does not have.
 _LOGPROBS = "message.output_text.logprobs"
@@ -69,7 +69,7 @@ class TextOptions(Body):
 class Reasoning(Body):
     """How much the model thinks, where its template has a say; there are no summaries."""
 
-    effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
+    effort: Effort | None = None
     summary: str | None = None
     generate_summary: str | None = None
 
