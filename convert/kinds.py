@@ -1,7 +1,7 @@
 """The kinds of drafters: one record for all that a build, a bundle and training do with a drafter of a kind.
 
 A kind is its module in `d2sd.modeling.drafters`, its layout in `d2sd.convert.checkpoint`, its body in a graph
-(`d2sd.convert.onnx.bodies`) and its row in `KINDS`. What kinds do alike is here, in the record's methods. A checkpoint
+(`d2sd.convert.onnx.export`) and its row in `KINDS`. What kinds do alike is here, in the record's methods. A checkpoint
 says its kind (`read_kind`); a recipe says the place that a drafter has in a bundle.
 
 Bundles and training hold a drafter as a directory: `config.json`, `model.safetensors`, and, in files of their own since
@@ -199,14 +199,14 @@ def _quantization(directory: Path) -> Quantization | None:
 
 
 def _dflash_code() -> Code[Drafter]:
-    from d2sd.convert.onnx.bodies import DrafterBody
+    from d2sd.convert.onnx.export import DrafterBody
     from d2sd.modeling.drafters.dflash import Drafter
 
     return Code(Drafter, DrafterBody, Drafter.join)
 
 
 def _flexdraft_code() -> Code[FlexHead]:
-    from d2sd.convert.onnx.bodies import FlexBody
+    from d2sd.convert.onnx.export import FlexBody
     from d2sd.modeling.drafters.flexdraft import FlexHead
 
     return Code(FlexHead, FlexBody, FlexHead.join)

@@ -19,20 +19,21 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint import heads
-from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
-from d2sd.convert.checkpoint.attention import causality, check_windows, read_attention
-from d2sd.convert.checkpoint.dspark import DEEPSPEC
-from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.headers import has_weights, read_headers
+from d2sd.convert.checkpoint.heads import DEEPSPEC, Places
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
+    ATTENTION,
     INERT,
     READ,
     TRAINING,
     body_fields,
+    causality,
     check_geometry,
+    check_windows,
     fault,
     misfit,
+    read_attention,
     read_body,
     read_role,
     refuse_fp8,

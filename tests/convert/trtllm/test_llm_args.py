@@ -9,8 +9,13 @@ import pytest
 import yaml
 
 from d2sd.convert import kinds
-from d2sd.convert.trtllm.fields import (
+from d2sd.convert.trtllm.llm_args import (
+    DFLASH,
+    FOLDER,
+    MODULE,
     RELEASE,
+    TREE,
+    TRITON,
     Arguments,
     Decoding,
     DFlash,
@@ -18,13 +23,6 @@ from d2sd.convert.trtllm.fields import (
     KvCache,
     MoeBackend,
     check_arguments,
-)
-from d2sd.convert.trtllm.llm_args import (
-    DFLASH,
-    FOLDER,
-    MODULE,
-    TREE,
-    TRITON,
     check_llm_args,
     tree_policy,
     unsupported_reason,
