@@ -281,68 +281,6 @@ class DrafterConfig:
         return None if self.head is None else self.head.precision_refusal(precision)
 
 
-@dataclass(frozen=True, slots=True)
-class FlexConfig:
-    """Geometry of the target's last layers as they draft behind mask rows.
-
-    `body` is the target's with `num_layers` counting the layers that draft, the last ones. Slot 0 of a block stands at
-    the anchor's position; slot k predicts the token at its own position.
-    """
-
-    kind: ClassVar[str] = "flexdraft"
-
-    family: Family
-    body: BodyConfig
-    vocab_size: int
-    block_size: int
-    num_target_layers: int
-    calibration_size: int  # hidden size of the calibration network
-    anchored: bool = False  # slot 0 holds the anchor, as in `DrafterConfig`: sequential mode only
-    draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # as in `DrafterConfig`
-
-    def __post_init__(self) -> None:
-        assert 1 <= self.split_layer < self.num_target_layers, "the first layer is the target's alone"
-        if self.draft_vocabulary is not None:
-            check_draft_vocabulary(self.draft_vocabulary, self.vocab_size)
-
-    @property
-    def split_layer(self) -> int:
-        """The first layer with mask rows."""
-        return self.num_target_layers - self.body.num_layers
-
-    @property
-    def drafts(self) -> int:
-        """Tokens that a block proposes."""
-        return self.block_size - 1
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """None: it reads the target's pages."""
-        return ()
-
-    @property
-    def borrows_mlps(self) -> bool:
-        return True
-
-    def refusal(self, policy: PolicyName) -> str | None:
-        """No drafter drafts behind its drafts. An anchored head has no parallel mode: mask rows behind a node do not
-        know what follows it.
-        """
-        facts = FACTS[policy]
-        if facts.second_pass is not None:
-            return "A FlexDraft head makes one pass a step, and no drafter drafts behind it."
-        anchored = self.anchored and facts.first_pass is FirstPass.CARRIED
-        return "An anchored FlexDraft head has no parallel mode." if anchored else None
-
-    def precision_refusal(self, precision: str) -> str | None:
-        """None: it runs in all."""
-        return None
-
-    def __str__(self) -> str:
-        where = f"drafts in target layers {self.split_layer} to {self.num_target_layers - 1}"
-        return f"{described(self.body, self.vocab_size)}, {where}{', anchored' if self.anchored else ''}"
-
-
 def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
     """Assert that ids are ascending and the target's."""
     assert len(ids) >= 2, "the second draft rejects one token, so two are needed"

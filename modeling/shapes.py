@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, FlexConfig
+    from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig
     from d2sd.modeling.scheme import Scheme
 
 # Shape letters: E hidden, I intermediate, Hq/Hkv heads, D head size, V vocabulary, X experts.
@@ -75,27 +75,13 @@ def target_parts(config: DecoderConfig, *, fp8_cache: bool = False) -> Parts:
 def drafter_parts(config: DrafterConfig) -> Parts:
     """Parts of `Drafter`, and of its head."""
     body, head, hidden = config.body, config.head, config.body.hidden_size
-    layer = _attending(body) | _rest(body, 0) | ({} if head is None else head.layer_parts(body))
+    layer = attending(body) | _rest(body, 0) | ({} if head is None else head.layer_parts(body))
     parts: Parts = {"mask_embedding": (hidden,)} if config.mask_embedding else {}
     parts |= {"fc": LinearShape(len(config.target_layer_ids) * hidden, hidden), "hidden_norm.weight": (hidden,)}
     for index in range(body.num_layers):
         parts |= below(f"layers.{index}", layer)
     parts["norm.weight"] = (hidden,)
     return parts | ({} if head is None else head.parts(hidden, config.vocab_size))
-
-
-def flex_parts(config: FlexConfig) -> Parts:
-    """Parts of `FlexHead`."""
-    hidden, ids = config.body.hidden_size, config.draft_vocabulary
-    parts: Parts = {"mask_embedding": (hidden,)}
-    for index in range(config.body.num_layers):
-        parts |= below(f"layers.{index}", _attending(config.body))
-    parts["calibration.inner"] = LinearShape(2 * hidden, config.calibration_size, bias=True)
-    outputs = config.vocab_size if ids is None else len(ids)
-    parts["calibration.outer"] = LinearShape(config.calibration_size, outputs, bias=True)
-    if config.anchored:
-        parts["anchor_projection"] = LinearShape(hidden, hidden)
-    return parts
 
 
 def _layer(body: BodyConfig, index: int, *, fp8_cache: bool) -> Parts:
@@ -106,10 +92,11 @@ def _layer(body: BodyConfig, index: int, *, fp8_cache: bool) -> Parts:
     cache: Parts = {f"self_attn.{kind}_cache.scale": () for kind in ("k", "v")} if fp8_cache else {}
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if body.branch_norms else ()
     more: Parts = {f"{name}.weight": (body.hidden_size,) for name in norms}
-    return _attending(body) | cache | _rest(body, index) | more
+    return attending(body) | cache | _rest(body, index) | more
 
 
-def _attending(body: BodyConfig) -> Parts:
+def attending(body: BodyConfig) -> Parts:
+    """Parts of a layer's attention."""
     hidden, heads, keys = body.hidden_size, body.num_heads * body.head_dim, body.num_kv_heads * body.head_dim
     parts: Parts = {
         "q_proj": LinearShape(hidden, 2 * heads if body.output_gate else heads, body.qkv_bias),

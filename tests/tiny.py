@@ -12,19 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.config import (
-    BodyConfig,
-    DecoderConfig,
-    DrafterConfig,
-    ExpertsConfig,
-    Family,
-    FlexConfig,
-    Role,
-    RopeConfig,
-)
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel, Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig, SelectorConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8

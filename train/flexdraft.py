@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.errors import D2SDError
-from d2sd.modeling.config import DecoderConfig, FlexConfig
+from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed, attend_dense, attend_packed, takes

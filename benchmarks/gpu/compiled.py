@@ -119,7 +119,7 @@ def fill_engines(key: str, folder: Path, *, exact: bool) -> None:
     from benchmarks.gpu.endtoend import FLEX, METHODS
     from benchmarks.gpu.endtoend_worker import Worker, in_mode
     from d2sd.bundle.load import load_bundle
-    from d2sd.modeling.config import FlexConfig
+    from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 
     bundle = in_mode(load_bundle(folder, verify=False), exact=exact)
     with_flex = any(isinstance(config, FlexConfig) for config in bundle.draft_configs.values())

@@ -24,11 +24,12 @@ from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.roofline import NODE_SECONDS, PEAKS, floor_seconds, seconds
 from benchmarks.gpu.traffic import ACTIVATIONS, KV, STATES, Launch, Meter, without_gpu
 from d2sd.bundle.product_times import choose_products
-from d2sd.convert.checkpoint.flexdraft import flex_linears
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, RopeConfig
+from d2sd.convert.kinds.flexdraft import flex_linears
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.fp8 import linear_names, round_to_fp8
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference

@@ -6,7 +6,7 @@
     DFlash         dflash_config, or an architecture of `checkpoint/heads.py`: z-lab's, ModelOpt's and SpecForge's
 
 The format is detected from `config.json` alone. One reader reads all dialects of the DFlash layout
-(`checkpoint/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
+(`kinds/dflash.py`); `checkpoint/unsupported.py` lists models that are recognised and refused. ModelOpt's Domino,
 DSpark and windowed exports keep DFlash's architecture name and differ only in their keys.
 
 A canonical drafter's `config` and `tensors` are the complete model: nothing else affects its outputs. Fields of the
@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
-from d2sd.convert.checkpoint.dflash import check_target, has_mask_embedding, read_layout
 from d2sd.convert.checkpoint.headers import INDEX, TensorInfo, read_headers
 from d2sd.convert.checkpoint.heads import DEEPSPEC, DSPARK
 from d2sd.convert.checkpoint.hf_config import HFConfig
@@ -38,6 +37,7 @@ from d2sd.convert.checkpoint.weights import read_tensors
 from d2sd.convert.formats import speculators
 from d2sd.convert.formats.speculators import EXTRA, read_extra
 from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.dflash import check_target, has_mask_embedding, read_layout
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 

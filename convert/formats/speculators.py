@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
-from d2sd.convert.checkpoint.dflash import mask_id, refuse_unknown
 from d2sd.convert.checkpoint.headers import TensorInfo
 from d2sd.convert.checkpoint.heads import Places
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
@@ -44,6 +43,7 @@ from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.target import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.convert.checkpoint.weights import read_tensor
+from d2sd.convert.kinds.dflash import mask_id, refuse_unknown
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
 

@@ -40,7 +40,8 @@ from d2sd.convert.checkpoint.offline import load_tokenizer, offline_transformers
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.checkpoint.target import load_target, stop_tokens, write_target
 from d2sd.convert.checkpoint.weights import DTYPES
-from d2sd.convert.kinds import KINDS, DrafterKind, load_drafter
+from d2sd.convert.drafter_kind import DrafterKind
+from d2sd.convert.kinds import KINDS, load_drafter
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.extras import install_line
 from d2sd.io import digest, read_json, write_json

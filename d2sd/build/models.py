@@ -23,7 +23,8 @@ from d2sd.convert.checkpoint.schemes import FP8
 from d2sd.convert.kinds import KINDS, read_kind
 from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.io import size_text, write_json
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig, DrafterConfig, FlexConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig, DrafterConfig
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.mixers.configs import RECURRENT
 from d2sd.policies import DrafterRole
 from d2sd.prompts import OWN_PROMPTS, read_turns

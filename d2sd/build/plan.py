@@ -30,7 +30,8 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.lora import read_adapters
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
 from d2sd.convert.checkpoint.target_shapes import check_target_tensors, target_shapes
-from d2sd.convert.kinds import KINDS, DrafterKind
+from d2sd.convert.drafter_kind import DrafterKind
+from d2sd.convert.kinds import KINDS
 from d2sd.errors import RecipeError
 from d2sd.extras import ALIGNMENT, require
 from d2sd.licence import NOT_STATED, read_licence

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from d2sd.modeling.config import BodyConfig, FlexConfig
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.inference import InferenceLayers

@@ -20,7 +20,8 @@ from d2sd.convert.checkpoint.families import FAMILIES
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.lfm2 import NAMES as LFM2_NAMES
 from d2sd.convert.checkpoint.target import load_target
-from d2sd.convert.kinds import DFLASH, FLEXDRAFT
+from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.head_configs import HeadConfig

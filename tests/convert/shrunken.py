@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from d2sd.convert.checkpoint.dflash import config_fields
 from d2sd.convert.checkpoint.layout import usual_ids
 from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.dflash import config_fields
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, FlexConfig, Role, RopeConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.head_configs import HeadConfig
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import PoolSizes

@@ -13,14 +13,17 @@ from torch import nn
 from d2sd.convert.checkpoint import schemes
 from d2sd.convert.checkpoint.headers import ITEMSIZES
 from d2sd.convert.checkpoint.weights import DTYPES, expected_shapes
-from d2sd.convert.kinds import DFLASH, FLEXDRAFT, DrafterKind
+from d2sd.convert.drafter_kind import DrafterKind
+from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.modeling.config import DecoderConfig, Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.flexdraft_config import flex_parts
 from d2sd.modeling.fp8 import linear_names, make_fp8, make_fp8_cache
 from d2sd.modeling.scheme import Scheme
-from d2sd.modeling.shapes import LinearShape, Parts, drafter_parts, flex_parts, linear_parts, shapes_of, target_parts
+from d2sd.modeling.shapes import LinearShape, Parts, drafter_parts, linear_parts, shapes_of, target_parts
 from tests.tiny import HEADS, tiny_decoder, tiny_drafter, tiny_flex
 
 FAMILIES: tuple[Family, ...] = get_args(Family)

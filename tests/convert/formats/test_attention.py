@@ -15,12 +15,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.convert.checkpoint.dflash import read_layout
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
 from d2sd.convert.formats.speculators import read_speculators
 from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.dflash import read_layout
 from d2sd.errors import CheckpointError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter

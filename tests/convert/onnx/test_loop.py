@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.convert.kinds import FLEXDRAFT, KINDS
+from d2sd.convert.kinds import KINDS
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel

@@ -14,7 +14,7 @@ from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import auto_policies, can_run, make_engine
-from d2sd.convert.kinds import FLEXDRAFT
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
 from d2sd.manifest import Engines, load_manifest
 from d2sd.modeling.drafters.flexdraft import FlexHead

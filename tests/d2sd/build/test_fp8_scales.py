@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from d2sd.build import fp8 as calibrate_fp8
 from d2sd.build.fp8 import ModelOpt, load_modelopt, quantize_drafter, quantize_target
 from d2sd.convert.checkpoint.target import load_target, write_target
-from d2sd.convert.kinds import DFLASH, FLEXDRAFT
+from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import Family
 from d2sd.modeling.drafters.dflash import Drafter

@@ -294,7 +294,7 @@ def test_a_build_killed_by_the_kernel_resumes_to_the_same_bytes(recipe: Path, ou
     program = (
         "import sys, time; from pathlib import Path; from d2sd.recipe import *\n"
         "from d2sd.build import pipeline as b\n"
-        "from d2sd.convert.kinds import DrafterKind\n"
+        "from d2sd.convert.drafter_kind import DrafterKind\n"
         "def slow(kind, source, folder, *rest):\n"
         "    write(kind, source, folder, *rest); (folder / 'half').touch()\n"
         "    print('writing', flush=True); time.sleep(60)\n"

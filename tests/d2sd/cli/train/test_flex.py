@@ -13,7 +13,7 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.target import load_target
-from d2sd.convert.kinds import FLEXDRAFT
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import RecipeError
 from d2sd.io import MARKER
 from d2sd.runtime.policy_selector import forecast_gain

@@ -1,8 +1,6 @@
-"""The kinds of drafters: one record for all that a build, a bundle and training do with a drafter of a kind.
+"""A kind of drafter: one record for all that a build, a bundle and training do with a drafter of a kind.
 
-A kind is its module in `d2sd.modeling.drafters`, its layout in `d2sd.convert.checkpoint`, its body in a graph
-(`d2sd.convert.onnx.export`) and its row in `KINDS`. What kinds do alike is here, in the record's methods. A checkpoint
-says its kind (`read_kind`); a recipe says the place that a drafter has in a bundle.
+The records are in `d2sd.convert.kinds`, one module a kind. What kinds do alike is here, in the record's methods.
 
 Bundles and training hold a drafter as a directory: `config.json`, `model.safetensors`, and, in files of their own since
 the layouts have no keys for them, a reduced draft vocabulary and FP8 that only d2sd runs (`own_files.py`). FP8 is
@@ -15,12 +13,10 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Generic, TypeVar, cast
 
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint import dflash, flexdraft
 from d2sd.convert.checkpoint.headers import Rename, check_headers, read_headers, stored_as
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.own_files import read_fp8_inputs, write_draft_vocabulary, write_fp8_inputs
@@ -28,8 +24,8 @@ from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, descri
 from d2sd.convert.checkpoint.schemes import FP8
 from d2sd.convert.checkpoint.unsupported import refuse_tensors
 from d2sd.io import write_json
-from d2sd.modeling.config import DecoderConfig, DraftConfig, DrafterConfig, FlexConfig
-from d2sd.modeling.shapes import Parts, drafter_parts, flex_parts, shapes_of
+from d2sd.modeling.config import DecoderConfig, DraftConfig
+from d2sd.modeling.shapes import Parts, shapes_of
 from d2sd.policies import DrafterRole
 
 if TYPE_CHECKING:
@@ -37,8 +33,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from d2sd.modeling.decoder import Decoder
-    from d2sd.modeling.drafters.dflash import Drafter
-    from d2sd.modeling.drafters.flexdraft import FlexHead
     from d2sd.modeling.drafters.interface import DraftModel
 
 Config = TypeVar("Config", bound=DraftConfig)
@@ -196,61 +190,3 @@ class DrafterKind(Generic[Config, Model]):
 
 def _quantization(directory: Path) -> Quantization | None:
     return read_drafter_quantization(directory, HFConfig.read(directory))
-
-
-def _dflash_code() -> Code[Drafter]:
-    from d2sd.convert.onnx.export import DrafterBody
-    from d2sd.modeling.drafters.dflash import Drafter
-
-    return Code(Drafter, DrafterBody, Drafter.join)
-
-
-def _flexdraft_code() -> Code[FlexHead]:
-    from d2sd.convert.onnx.export import FlexBody
-    from d2sd.modeling.drafters.flexdraft import FlexHead
-
-    return Code(FlexHead, FlexBody, FlexHead.join)
-
-
-DFLASH: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
-    code=_dflash_code,
-    parts=drafter_parts,
-    is_marked=lambda _: True,
-    read_config=dflash.read_drafter_config,
-    check=dflash.check_drafter,
-    config_fields=dflash.config_fields,
-    unquantized=dflash.UNQUANTIZED,
-    mark=dflash.mark,
-    geometry=dflash.geometry,
-    fp8_layers=dflash.drafter_linears,
-    our_name=dflash.our_name,
-    file_name=dflash.file_name,
-)
-FLEXDRAFT: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
-    code=_flexdraft_code,
-    parts=flex_parts,
-    is_marked=flexdraft.is_marked,
-    read_config=flexdraft.read_flex_config,
-    check=flexdraft.check_flex,
-    config_fields=flexdraft.config_fields,
-    unquantized=flexdraft.UNQUANTIZED,
-    mark=flexdraft.vocabulary_mark,
-    geometry=flexdraft.geometry,
-    fp8_layers=flexdraft.flex_linears,
-    our_name=flexdraft.our_name,
-    file_name=flexdraft.released_name,
-)
-#: The kinds by the name that their configs have (`DraftConfig.kind`); the first whose mark a checkpoint has is its own.
-KINDS: Mapping[str, DrafterKind[Any, Any]] = MappingProxyType({FlexConfig.kind: FLEXDRAFT, DrafterConfig.kind: DFLASH})
-
-
-def read_kind(directory: Path) -> str:
-    """The kind of the drafter in a folder, by its config.json; raises `CheckpointError` as `HFConfig.read` does."""
-    config = HFConfig.read(directory)
-    return next(name for name, kind in KINDS.items() if kind.is_marked(config))
-
-
-def load_drafter(directory: Path, dtype: torch.dtype) -> DraftModel:
-    """`DrafterKind.load` of the kind that the folder's config says."""
-    drafter: DraftModel = KINDS[read_kind(directory)].load(directory, dtype)
-    return drafter

@@ -15,6 +15,7 @@ import re
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
@@ -42,10 +43,14 @@ from d2sd.convert.checkpoint.layout import (
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY
 from d2sd.convert.checkpoint.unsupported import KEYS, refuse_unsupported
+from d2sd.convert.drafter_kind import Code, DrafterKind
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, DrafterConfig, Role
 from d2sd.modeling.shapes import drafter_parts, linear_parts
 from d2sd.policies import DrafterRole
+
+if TYPE_CHECKING:
+    from d2sd.modeling.drafters.dflash import Drafter
 
 #: Modules that checkpoints hold in 16 bits, because other engines cannot run them in FP8; see `own_files.py`.
 UNQUANTIZED = ("lm_head", "*embed_tokens", "*fc", "*.q_proj", "*.k_proj", "*.v_proj", *heads.UNQUANTIZED)
@@ -275,3 +280,26 @@ def config_fields(config: DrafterConfig) -> dict[str, object]:
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
     }
+
+
+def _code() -> Code[Drafter]:
+    from d2sd.convert.onnx.export import DrafterBody
+    from d2sd.modeling.drafters.dflash import Drafter
+
+    return Code(Drafter, DrafterBody, Drafter.join)
+
+
+KIND: DrafterKind[DrafterConfig, Drafter] = DrafterKind(
+    code=_code,
+    parts=drafter_parts,
+    is_marked=lambda _: True,
+    read_config=read_drafter_config,
+    check=check_drafter,
+    config_fields=config_fields,
+    unquantized=UNQUANTIZED,
+    mark=mark,
+    geometry=geometry,
+    fp8_layers=drafter_linears,
+    our_name=our_name,
+    file_name=file_name,
+)

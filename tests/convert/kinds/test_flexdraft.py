@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file
 
 from d2sd.convert.checkpoint.quantization import Quantization
-from d2sd.convert.kinds import DFLASH, FLEXDRAFT, read_kind
+from d2sd.convert.kinds import DFLASH, read_kind
+from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import BodyConfig, Family, RopeConfig
 from d2sd.policies import DrafterRole

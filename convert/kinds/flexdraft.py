@@ -21,19 +21,25 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import JsonValue
 
-from d2sd.convert.checkpoint.dflash import refuse_unknown
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import INERT, READ, check_geometry, geometry_fields, misfit, refuse_fp8
 from d2sd.convert.checkpoint.own_files import read_draft_vocabulary
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
+from d2sd.convert.drafter_kind import Code, DrafterKind
+from d2sd.convert.kinds.dflash import refuse_unknown
 from d2sd.errors import CheckpointError
-from d2sd.modeling.config import DecoderConfig, FlexConfig, Role
-from d2sd.modeling.shapes import flex_parts, linear_parts
+from d2sd.modeling.config import DecoderConfig, Role
+from d2sd.modeling.drafters.flexdraft_config import FlexConfig, flex_parts
+from d2sd.modeling.shapes import linear_parts
 from d2sd.policies import DrafterRole
+
+if TYPE_CHECKING:
+    from d2sd.modeling.drafters.flexdraft import FlexHead
 
 #: Modules that are never quantized, by the names of the layout.
 UNQUANTIZED = ("anchor_bias_mlp*", "anchor_projection")
@@ -208,3 +214,26 @@ def config_fields(config: FlexConfig) -> dict[str, object]:
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
     }
+
+
+def _code() -> Code[FlexHead]:
+    from d2sd.convert.onnx.export import FlexBody
+    from d2sd.modeling.drafters.flexdraft import FlexHead
+
+    return Code(FlexHead, FlexBody, FlexHead.join)
+
+
+KIND: DrafterKind[FlexConfig, FlexHead] = DrafterKind(
+    code=_code,
+    parts=flex_parts,
+    is_marked=is_marked,
+    read_config=read_flex_config,
+    check=check_flex,
+    config_fields=config_fields,
+    unquantized=UNQUANTIZED,
+    mark=vocabulary_mark,
+    geometry=geometry,
+    fp8_layers=flex_linears,
+    our_name=our_name,
+    file_name=released_name,
+)
