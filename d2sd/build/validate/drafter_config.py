@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.bundle.load import Bundle
-from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds import KINDS
 from d2sd.errors import BuildError, D2SDError
 from d2sd.io import MARKER, read_json
 from d2sd.manifest import FIT_RATIO
@@ -329,8 +329,9 @@ def evaluate_configs(
 def _read_as(bundle: Bundle, role: DrafterRole, drafter: Drafter, config: DrafterConfig) -> Drafter:
     """The same weights under another config."""
     if config.body != drafter.config.body:  # layers that are packed cannot be changed
-        read = DFLASH.load(bundle.path / role.folder, drafter.norm.weight.dtype, config)
-        DFLASH.attach(read, bundle.target)
+        kind = KINDS[config.kind]
+        read: Drafter = kind.load(bundle.path / role.folder, drafter.norm.weight.dtype, config)
+        kind.attach(read, bundle.target)
         return read
     other = copy.copy(drafter)
     other.config = config
