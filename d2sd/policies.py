@@ -172,6 +172,18 @@ def current_name(method: object) -> object:
     return f"{policy}{LOOKUP}" if copies else policy
 
 
+def current_places(drafters: object) -> object:
+    """A mapping by places, in which `flex` is read as `first`: FlexDraft heads had a place of their own before."""
+    if not isinstance(drafters, dict) or "flex" not in drafters:
+        return drafters
+    now = {key: value for key, value in drafters.items() if key != "flex"}
+    if drafters["flex"] is None:
+        return now
+    if now.get("first") is not None:
+        raise ValueError("flex is an older name of first, and a bundle has one of them; remove either")
+    return now | {"first": drafters["flex"]}
+
+
 def with_branches(name: str, branches: int) -> str:
     """The key of the tokens a step of a policy with fewer branches than its recipe's: `hybrid/1`."""
     return f"{name}/{branches}"

@@ -32,6 +32,7 @@ from d2sd.policies import (
     FirstPass,
     PolicyName,
     current_name,
+    current_places,
 )
 from d2sd.schema import validated
 from d2sd.yaml_reader import find_recipe, parse_yaml, read_yaml
@@ -253,15 +254,7 @@ class Drafters(Part):
     @model_validator(mode="before")
     @classmethod
     def _old_key(cls, values: object) -> object:
-        """Read `flex`, in older recipes the key of a FlexDraft head, as `first`."""
-        if not isinstance(values, dict) or "flex" not in values:
-            return values
-        now = {key: value for key, value in values.items() if key != "flex"}
-        if values["flex"] is None:
-            return now
-        if now.get("first") is not None:
-            raise ValueError("flex is an older name of first, and a bundle has one of them; remove either")
-        return now | {"first": values["flex"]}
+        return current_places(values)
 
     @property
     def sources(self) -> dict[DrafterRole, Source]:

@@ -30,6 +30,8 @@ from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
 CALIBRATION = f"calibration/{CALIBRATION_NAME}"
+#: The folder of a FlexDraft head in bundles in which it had a place of its own; it is the first drafter.
+_OLD_FOLDER = "drafter_flex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,11 +107,14 @@ def assemble(
     target = load_target(path / "target", dtype, shard, check)
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
-        kind = KINDS[read_kind(path / role.folder)]
-        config = kind.read_config(path / role.folder)
+        folder = path / role.folder
+        if not folder.exists():
+            folder = path / _OLD_FOLDER
+        kind = KINDS[read_kind(folder)]
+        config = kind.read_config(folder)
         if shard is not None and config.borrows_mlps:
             continue
-        drafters[role] = kind.load(path / role.folder, dtype, config)
+        drafters[role] = kind.load(folder, dtype, config)
         kind.attach(drafters[role], target)
     named = manifest.recipe.drafters.calibration
     return Bundle(
