@@ -48,8 +48,8 @@ from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, buckets
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
-from d2sd.runtime.speculation.policy import Chain, DDTree, Off, Policy, make_policy
-from d2sd.runtime.step_times import StepTimes
+from d2sd.runtime.speculation.policy import Chain, DDTree, Lookup, Off, Policy, make_policy
+from d2sd.runtime.step_times import RowTimes, StepTimes
 from tests.runtime.cheating import Knowing
 from tests.runtime.configurations import Configuration, any_of
 from tests.runtime.drawn_engines import Models, models, requests
@@ -77,7 +77,7 @@ SHAKEN, LAST_BITS = 8, 5e-7
 #: Tokens a step: of a block, and where copies go on behind a draft.
 DEPTHS = {"block": BLOCK, "deeper": 9}
 #: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
-AUTO: tuple[Policy, ...] = (Off(1), Chain(4), DDTree(4), DDTree(8))
+AUTO: tuple[Policy, ...] = (Off(1), Lookup(4), Chain(4), DDTree(4, lookup=True), DDTree(8))
 FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
 #: By seed and position: the logits behind each committed token.
 Logits = dict[tuple[int, int], Tensor]
@@ -251,7 +251,10 @@ class Episode:
         if one.policy == "auto":
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
             costs: dict[tuple[Policy, int], float] = {step: dice.random() for step in served}
-            engine.selector = PolicySelector(AUTO, StepTimes.of(costs), FORECAST, dice.random)
+            engine.allow(AUTO)
+            times = StepTimes.of(costs)
+            verify = None if captured else RowTimes.of(times)
+            engine.selector = PolicySelector(AUTO, times, FORECAST, dice.random, self.block_size - 1, verify)
         if captured:
             return RecordedGraphs(rerun=one.steps == "late").guard(engine)
         return cutting(engine, dice) if one.steps == "cut" else engine

@@ -342,6 +342,24 @@ def request(own: PolicySelector, *, repeats: bool, drafts: float = 0.1) -> Reque
     return known
 
 
+def test_rows_go_to_the_requests_that_earn_them() -> None:
+    """A row costs 0.1 of a step of four, 0.4 of a token: the copies that are right more often get one each."""
+    copy = Lookup(4)
+    costs: dict[tuple[Policy, int], float] = {(OFF, 1): 0.7, (OFF, 2): 0.8, (OFF, 4): 1.0, (copy, 4): 2.2}
+    times = StepTimes.of(costs)
+    own = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
+    known = [request(own, repeats=repeats) for repeats in (True, False, True, False)]
+    assert (own.usual.shown(known, 3).runs[[0, 2]] > 0.4).all()
+    choice = own.choose(4, 0.0, requests=known)
+    assert (choice.policy, choice.rows) == (copy, (4, 1, 4, 1))
+    assert choice.seconds == pytest.approx(1.6)
+    choice = own.choose(4, 0.0, requests=[known[1]] * 4)
+    assert (choice.policy, choice.seconds, choice.rows, choice.bucket) == (OFF, 1.0, None, 4)
+    smaller = PolicySelector([OFF, copy], times, COPIES, verify=RowTimes.of(times))
+    choice = smaller.choose(4, 0.0, requests=known[:3])
+    assert (choice.policy, choice.rows) == (copy, (4, 1, 4)), "of a bucket of four"
+
+
 def test_seconds_of_rows_lie_on_lines_between_measured_steps() -> None:
     copy = Lookup(4)
     costs: dict[tuple[Policy, int], float] = {

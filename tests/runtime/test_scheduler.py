@@ -253,32 +253,24 @@ def test_a_lower_priority_takes_nobodys_place() -> None:
     assert ids(scheduler.schedule().decode) == [0, 1]
 
 
-def test_prompts_of_clients_take_turns() -> None:
-    scheduler = scheduler_of(prefill_chunk=8)
-    for number, client in enumerate("aab"):
-        scheduler.add(sequence(number, prompt=6, client=client))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 5), (2, 3)]  # the second of `a` comes last
-
-
-def test_the_shortest_prompt_is_computed_first_and_the_longest_gets_its_least() -> None:
-    scheduler = scheduler_of(prefill_chunk=12)
-    for number, prompt in enumerate((20, 13, 6)):
-        scheduler.add(sequence(number, prompt=1 + prompt, client=str(number)))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(2, 6), (1, 5), (0, 1)]
-
-
-def test_prompts_of_more_clients_than_the_chunk_has_tokens() -> None:
-    scheduler = scheduler_of(prefill_chunk=2)
-    for number in range(4):
-        scheduler.add(sequence(number, prompt=3, client=str(number)))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(0, 1), (1, 1)]
-
-
-def test_clients_without_prompts_take_no_share_of_the_chunk() -> None:
-    scheduler = scheduler_of(prefill_chunk=8)
-    scheduler.add(sequence(0, prompt=1, client="a"))
-    scheduler.add(sequence(1, prompt=20, client="b"))
-    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == [(1, 8)]
+@pytest.mark.parametrize(
+    ("chunk", "prompts", "computed"),
+    [
+        pytest.param(8, {"a": (5, 5), "b": (5,)}, [(0, 5), (2, 3)], id="clients take turns"),
+        pytest.param(12, {"a": (20,), "b": (13,), "c": (6,)}, [(2, 6), (1, 5), (0, 1)], id="the shortest comes first"),
+        pytest.param(2, {"a": (2,), "b": (2,), "c": (2,)}, [(0, 1), (1, 1)], id="more clients than tokens"),
+        pytest.param(8, {"a": (0,), "b": (19,)}, [(1, 8)], id="no share without a prompt"),
+    ],
+)
+def test_prompts_share_the_chunk(
+    chunk: int, prompts: dict[str, tuple[int, ...]], computed: list[tuple[int, int]]
+) -> None:
+    """By tokens of each client's prompts, in front of the anchor; the longest gets its least."""
+    scheduler = scheduler_of(prefill_chunk=chunk)
+    asked = [(client, length) for client, lengths in prompts.items() for length in lengths]
+    for number, (client, length) in enumerate(asked):
+        scheduler.add(sequence(number, prompt=1 + length, client=client))
+    assert [(s.id, n) for s, n in scheduler.schedule().prefill] == computed
 
 
 def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
