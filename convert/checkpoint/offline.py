@@ -102,11 +102,8 @@ def _try(tokenizer: Any) -> None:
 
 def _check_ids(file: Path) -> None:
     """Raise CheckpointError for a token id so large that it must be damage."""
-    if not file.is_file():
-        return
-    values = read_json(file, error=CheckpointError, what="tokenizer")
-    added = values.get("added_tokens") if isinstance(values, dict) else None
-    model = values.get("model") if isinstance(values, dict) else None
+    values = read_json(file, error=CheckpointError, what="tokenizer") if file.is_file() else None
+    added, model = (values.get(key) if isinstance(values, dict) else None for key in ("added_tokens", "model"))
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else []
     ids += [token.get("id") for token in added if isinstance(token, dict)] if isinstance(added, list) else []
