@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from collections.abc import Callable
 from enum import Enum
-from functools import cache, wraps
+from functools import cache, cached_property, update_wrapper
 from importlib import import_module, metadata
 from importlib.util import find_spec
-from typing import ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 from packaging.version import Version
@@ -65,6 +64,10 @@ class Implementation(Enum):
     REFERENCE = "its specification in PyTorch"
 
 
+#: Names of their own: to look one up in the class takes as long as a call.
+TRITON, LIBRARY, REFERENCE = Implementation
+
+
 def pick(
     op: str,
     x: torch.Tensor,
@@ -87,55 +90,95 @@ def pick(
         NoKernel: a CUDA device runs no kernel, under `D2SD_NO_FALLBACK=1`.
     """
     if use_kernels(op, x, pages=pages, loaded=loaded, reason=reason):
-        return Implementation.TRITON
-    if library and x.device.type == "cpu" and compiled.available():
-        return Implementation.LIBRARY
-    return Implementation.REFERENCE
+        return TRITON
+    if library and x.is_cpu and compiled.available():  # `device.type` makes a string, which costs six times as much
+        return LIBRARY
+    return REFERENCE
+
+
+class Op(Generic[P, R]):
+    """An op as its specification declares it: a call runs what is picked for its arguments."""
+
+    def __init__(
+        self,
+        reference: Callable[P, R],
+        what: str,
+        launcher: str,
+        of: str | None,
+        picked: Callable[..., Implementation] | None,
+        loaded: bool,
+        library: bool,
+    ) -> None:
+        update_wrapper(self, reference)
+        self.reference, self.what = reference, what
+        self.folder, self.name = reference.__module__.split(".")[2], reference.__name__
+        self._launcher, self._of, self._picked, self._loaded, self._library = launcher, of, picked, loaded, library
+
+    @cached_property
+    def triton(self) -> Callable[P, R]:
+        """What launches its kernels; imported when it first runs."""
+        return self._found(f"triton.{self._launcher}")
+
+    @cached_property
+    def cpu(self) -> Callable[P, R]:
+        """What calls the compiled library."""
+        return self._found("cpu")
+
+    def _found(self, module: str) -> Callable[P, R]:
+        found: Callable[P, R] = getattr(import_module(f"d2sd.plugins.{self.folder}.{module}"), self.name)
+        return found
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        if self._picked is None:
+            x: Any = args[0]
+            x = x if self._of is None else getattr(x, self._of)
+            picked = pick(self.what, x, loaded=self._loaded, library=self._library)
+        else:
+            picked = self._picked(*args, **kwargs)
+        if picked is TRITON:
+            return self.triton(*args, **kwargs)
+        return self.cpu(*args, **kwargs) if picked is LIBRARY else self.reference(*args, **kwargs)
+
+
+#: Every op that was imported, by folder and name.
+OPS: dict[str, Op[..., Any]] = {}
 
 
 def op(
-    name: str,
-    specification: Callable[P, R],
-    kernel: str,
+    what: str,
     *,
-    library: Callable[P, R] | None = None,
-    loaded: bool = False,
+    launcher: str = "launch",
+    of: str | None = None,
     picked: Callable[..., Implementation] | None = None,
-) -> Callable[P, R]:
-    """The op that a specification says: the same signature and documentation, run by what is picked for each call.
+    loaded: bool = False,
+    library: bool = False,
+) -> Callable[[Callable[P, R]], Op[P, R]]:
+    """Make an op of its specification, whose signature and documentation it has.
+
+    The others have its name: in its folder, the function of `cpu.py` calls the compiled library, and that of
+    `triton/launch.py` launches kernels.
 
     Args:
-        name: as of `pick`.
-        kernel: "module:function" of what launches the kernels, imported when it first runs.
-        library: the same by the compiled library.
-        loaded: as of `pick`.
-        picked: chooses by the arguments of a call; by default `pick` does, by the first.
+        what: the `op` of `pick`.
+        launcher: the file in `triton/`, if another.
+        of: where the first argument is no tensor, its part by which `pick` chooses.
+        picked: chooses by the arguments of a call, in place of `pick`.
+        loaded, library: as of `pick`.
     """
-    module, _, launcher = kernel.partition(":")
 
-    @wraps(specification)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if picked is not None:
-            implementation = picked(*args, **kwargs)
-        else:
-            assert isinstance(args[0], torch.Tensor)
-            implementation = pick(name, args[0], loaded=loaded, library=library is not None)
-        if implementation is Implementation.TRITON:
-            launch: Callable[P, R] = getattr(import_module(module), launcher)
-            return launch(*args, **kwargs)
-        chosen = library if library is not None and implementation is Implementation.LIBRARY else specification
-        # by its name: a test may have put another in its place
-        found: Callable[P, R] = getattr(sys.modules[chosen.__module__], chosen.__name__)
-        return found(*args, **kwargs)
+    def make(reference: Callable[P, R]) -> Op[P, R]:
+        made = Op(reference, what, launcher, of, picked, loaded, library)
+        OPS[f"{made.folder}.{made.name}"] = made
+        return made
 
-    return run
+    return make
 
 
 def use_kernels(
     op: str, x: torch.Tensor, *, pages: bool = False, loaded: bool = False, reason: str | None = None
 ) -> bool:
     """Whether `pick` takes the kernels; arguments as there."""
-    if x.device.type != "cuda":
+    if not x.is_cuda:
         return False
     if loaded:
         return True

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu.shapes import PAGE_SIZE, Shape
-from d2sd.plugins.cascade_attention import PagedContext
-from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
+from d2sd.plugins.cascade_attention import PagedContext, cascade_attention
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.plugins.cascade_attention.cases import BUDGET
 
@@ -90,7 +89,7 @@ def reference(call: Call, request: int) -> Tensor:
     """[1, T, Hq, D] of one request by the specification, in fp32 inside."""
     one = slice(request, request + 1)
     context = replace(call.context, page_table=call.context.page_table[one], context_len=call.context.context_len[one])
-    return cascade_attention_reference(call.q[one], call.k[one], call.v[one], context, call.attn_mask[one])
+    return cascade_attention.reference(call.q[one], call.k[one], call.v[one], context, call.attn_mask[one])
 
 
 def compare(found: Tensor, call: Call, attn_mask: Tensor | None = None) -> dict[str, float]:

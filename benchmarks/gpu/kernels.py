@@ -22,7 +22,7 @@ from benchmarks.gpu.flashinfer_peer import flashinfer
 from benchmarks.gpu.shapes import Shape, flexed, timed
 from benchmarks.gpu.timing import Run, Times
 from d2sd.plugins.cascade_attention import pack_mask_bits
-from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
+from d2sd.plugins.cascade_attention.triton.launch import launch
 
 OURS = "ours"
 #: A run, and what turns its result into [B, T, Hq, D] of the call; None: there is no result to check.
@@ -34,7 +34,7 @@ MOST_SCORES = 4 << 30
 def ours(call: Call) -> Peer:
     """The mask is packed beforehand, as it is once a forward pass."""
     words = pack_mask_bits(call.attn_mask)
-    return lambda: cascade_attention_triton(call.q, call.k, call.v, call.context, words), lambda out: out
+    return lambda: launch(call.q, call.k, call.v, call.context, words), lambda out: out
 
 
 def time_cases() -> Iterator[Case]:

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.jit import JITFunction  # type: ignore[import-untyped]
 
 from d2sd.modeling import fp8, product
-from d2sd.plugins import cascade_attention, dispatch
-from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
+from d2sd.plugins import dispatch
 from tests.plugins.cases import kernels
 from tools.cuda.launches import launches, storage_of
 
@@ -196,7 +195,6 @@ def without_gpu(meter: Meter) -> Iterator[None]:
         for owner, name, value in (
             (fp8, "use_fp8_gemm", lambda _: True),
             (product, "_equal", lambda _: True),
-            (cascade_attention, "pack_mask_bits", pack_mask_triton),
             (JITFunction, "run", launched),
             # the capability too: where there is a GPU, PyTorch asks for it while models are made
             (

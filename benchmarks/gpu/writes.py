@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.gpu.cases import Case, Note
 from benchmarks.gpu.timing import Times
-from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+from d2sd.plugins.kv_pages import write_pages
 
 # Shape letters as in plugins/kv_pages/reference.py. Qwen3-8B: 36 layers of 8 K/V heads of 128.
 
@@ -53,7 +52,7 @@ def time_write(write: Write, _: Note, device: str = "cuda") -> dict[str, Any]:
     arguments = make_write(write, device)
     assert_same(arguments, written(arguments))
     times = Times()
-    times.add("ours", lambda: write_pages_triton(**arguments))
+    times.add("ours", lambda: write_pages.triton(**arguments))
     times.again()
     return {"bytes": write.bytes_moved(int(arguments["keep"].sum())), "times": times.figures()}
 
@@ -88,13 +87,13 @@ def make_write(write: Write, device: str) -> dict[str, Any]:
 def written(arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Pools after the kernel, bytes [L, P, Z, Hkv, D·n]; those of the arguments stay as they are."""
     pools = {name: arguments[name].clone() for name in ("k_pages", "v_pages")}
-    write_pages_triton(**arguments | pools)
+    write_pages.triton(**arguments | pools)
     return pools["k_pages"].view(torch.uint8), pools["v_pages"].view(torch.uint8)
 
 
 def assert_same(arguments: dict[str, Any], found: tuple[Tensor, Tensor]) -> None:
     """Bit for bit the reference's, except in page 0, the scratch page."""
-    write_pages_reference(**arguments)
+    write_pages.reference(**arguments)
     for name, pages in zip(("k_pages", "v_pages"), found, strict=True):
         expected = arguments[name].view(torch.uint8)
         assert torch.equal(pages[:, 1:], expected[:, 1:]), f"{name} differ from the reference"

@@ -33,7 +33,7 @@ from d2sd.plugins.delta_rule import (
     commit_chunk_inputs,
     commit_convolution,
     commit_delta_rule,
-    tree_convolution,
+    convolution,
     tree_delta_rule,
 )
 from d2sd.plugins.gated_layers import DeltaHeads, delta_inputs, gated_norm
@@ -152,7 +152,7 @@ class DeltaNet(Mixer):
         """silu of the convolution of x [B, T, C], of chunks [1, N, C]."""
         (_, inputs), weight = states.of(index), self.conv1d.weight[:, 0]
         if isinstance(states.mask, AttnMask):
-            return tree_convolution(x, weight, inputs, states.ids, states.mask)
+            return convolution(x, weight, inputs, states.ids, states.mask)
         return chunk_convolution(x, weight, inputs, states.ids, states.mask)
 
     def _gates(self, a: Tensor) -> Tensor:

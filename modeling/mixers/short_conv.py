@@ -3,7 +3,7 @@
     x ── in_proj ── b, c, u;   b · u ── convolution ── · c ── out_proj
 
 The convolution is causal, of each channel by itself, over a row and its nearest ancestors
-(`d2sd.plugins.delta_rule.tree_convolution`). Parameter names are those of transformers' LFM2. The states:
+(`d2sd.plugins.delta_rule.convolution`). Parameter names are those of transformers' LFM2. The states:
 
     convolution   [L, P, C, W - 1]   its last committed inputs b · u, in the model's type
 """
@@ -21,7 +21,7 @@ from d2sd.modeling.layers import CosSin, Mixer
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.state_pool import StatePass, StatePool
 from d2sd.plugins.cascade_attention import AttnMask
-from d2sd.plugins.delta_rule import chunk_convolution, commit_convolution, tree_convolution
+from d2sd.plugins.delta_rule import chunk_convolution, commit_convolution, convolution
 
 if TYPE_CHECKING:
     from d2sd.modeling.fused_pass import Pass, Shared
@@ -61,7 +61,7 @@ class Convolution(nn.Module):
         """x [B, T, C], of chunks [1, N, C], which advance the states of layer `index` -> the same shape."""
         (inputs,), weight = states.of(index), self.weight[:, 0]
         if isinstance(states.mask, AttnMask):
-            return tree_convolution(x, weight, inputs, states.ids, states.mask, self.bias, silu=False)
+            return convolution(x, weight, inputs, states.ids, states.mask, self.bias, silu=False)
         return chunk_convolution(x, weight, inputs, states.ids, states.mask, self.bias, silu=False)
 
 

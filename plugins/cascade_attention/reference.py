@@ -19,34 +19,76 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext, move_broken
-from d2sd.plugins.shared.fp8 import from_pages
-
-#: Columns a word of a packed mask.
-WORD = 32
+from d2sd.plugins.cascade_attention.arguments import OP, AttnMask, ChunkMask, PagedContext, move_broken
+from d2sd.plugins.cascade_attention.cpu import takes
+from d2sd.plugins.dispatch import LIBRARY, REFERENCE, Implementation, op, pick
+from d2sd.plugins.shared.fp8 import from_pages, stored
 
 # Shape letters: B requests, T new rows, Hq/Hkv query and K/V heads, D head size, P pages in the pool,
 # Z tokens a page, M pages a request in this call (its bucket), S = M·Z context slots.
 
 
-def cascade_attention_reference(
+def _picked(
+    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, *_: object, exact: bool = False, **__: object
+) -> Implementation:
+    picked = pick(OP, context.k_pages, pages=True, loaded=exact)
+    library = exact and picked is REFERENCE and takes(q, context)
+    return LIBRARY if library else picked
+
+
+@op(OP, launcher="attend", picked=_picked)
+def cascade_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     context: PagedContext,
-    attn_mask: Tensor,
-    first: Tensor | None = None,
+    attn_mask: Tensor | AttnMask | ChunkMask,
+    *,
     sinks: Tensor | None = None,
+    scale: Tensor | None = None,
+    exact: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """`cascade_attention` with `attn_mask` [B, T, T] bool, on any device; `first` as in `AttnMask`.
+    """Attention of T new rows over their request's paged context and, through a mask, over each other.
+
+    Chunks of prompts (`ChunkMask`) have q, k and v [1, N, ...] over a context of B requests.
+
+    Args:
+        q: [B, T, Hq, D], rotated. Query head h reads K/V head h // (Hq / Hkv).
+        k, v: [B, T, Hkv, D], the new rows' own keys (rotated) and values; they are not in the pages yet. For FP8 pages
+            they are in q's dtype too, but already rounded to what such pages can hold.
+        context: committed K/V of this layer.
+        attn_mask: [B, T, T] bool, row t may attend to row u. Layers that share a mask pass one `AttnMask` of it, which
+            is packed for the kernel once.
+        sinks: [Hq], a logit for each query head that takes part in its softmax and has no value.
+        scale: 0-dim fp32; with it the result is quantized, fp8(out / scale).
+        exact: batch-invariant: a row's result is the same bits whatever else is computed, and wherever in pages, a
+            tree or a chunk its keys are. On CUDA the model was fused, so that the device is known to run it; on a CPU
+            it needs the compiled library, heads that it takes and pages of q's type, and is not had otherwise.
+        out: [B, T, Hq, D], contiguous, of the result's type; receives the result unless `exact`. None: a new tensor.
+
+    Returns:
+        [B, T, Hq, D] in q's dtype or FP8 (E4M3); scores are scaled by D^-0.5.
+
+    Raises:
+        D2SDError: the tensors are on a CUDA device whose kernel does not take them, under `D2SD_NO_FALLBACK=1`.
+    """
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+    if isinstance(mask, ChunkMask):
+        return stored(_chunks(q, k, v, context, mask, sinks), scale, out)
+    return stored(_rows(q, k, v, context, mask, sinks), scale, out)
+
+
+def _rows(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, mask: AttnMask, sinks: Tensor | None) -> Tensor:
+    """The rows of trees.
 
     Slots at or past `context_len`, and those in front of every row's `first`, are never read into a score, whatever
     they hold (NaN included), and neither are new rows that a row does not see. A row that sees a value that is not
     finite turns to NaN, and so does one that may attend to nothing: padding rows attend to themselves.
     """
     batch, rows, heads, size = q.shape
+    first = mask.first
     kv_heads = k.shape[2]
     slots = context.page_table.shape[1] * context.k_pages.shape[1]
 
@@ -54,7 +96,7 @@ def cascade_attention_reference(
     seen = in_context[:, None, :].expand(batch, rows, slots)
     if first is not None:
         seen = seen & (torch.arange(slots, device=q.device) >= first[..., None])
-    hidden = torch.cat([~seen, ~attn_mask], dim=2)  # [B, T, S+T]
+    hidden = torch.cat([~seen, ~mask.allowed], dim=2)  # [B, T, S+T]
 
     def gathered(pages: Tensor, new: Tensor, scale: Tensor | None) -> Tensor:
         """[Hkv, B, S+T, D] in fp32. Whole pages are copied first: many times faster on a CPU than token by token."""
@@ -84,10 +126,8 @@ def cascade_attention_reference(
     return out.permute(1, 3, 0, 2, 4).reshape(batch, rows, heads, size).to(q.dtype)
 
 
-def chunks_reference(
-    q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None = None
-) -> Tensor:
-    """`cascade_attention` of chunks [1, N, ...], one request after the other."""
+def _chunks(q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None) -> Tensor:
+    """Chunks [1, N, ...], one request after the other."""
     if not chunks.known:
         return _chunks_of_device(q, k, v, context, chunks, sinks)
     parts = []
@@ -98,14 +138,14 @@ def chunks_reference(
             first = chunks.first[None, span]
             positions = alone[-1].context_len + torch.arange(length, device=q.device)
             mask = mask & (positions >= first[..., None])
-        parts.append(cascade_attention_reference(*alone, mask, first, sinks))
+        parts.append(_rows(*alone, AttnMask(mask, first), sinks))
     return torch.cat(parts, 1)
 
 
 def _chunks_of_device(
     q: Tensor, k: Tensor, v: Tensor, context: PagedContext, chunks: ChunkMask, sinks: Tensor | None
 ) -> Tensor:
-    """`chunks_reference` by operators whose shapes do not depend on the chunks: all rows behind the context of each
+    """`_chunks` by operators whose shapes do not depend on the chunks: all rows behind the context of each
     request in turn, of which its own are kept.
     """
     rows = torch.arange(q.shape[1], device=q.device)
@@ -120,15 +160,6 @@ def _chunks_of_device(
             first = chunks.first[None]
             positions = alone.context_len + rows - chunks.starts[row]
             mask = mask & (positions >= first[..., None])
-        found = cascade_attention_reference(q, k, v, alone, mask, first, sinks)
+        found = _rows(q, k, v, alone, AttnMask(mask, first), sinks)
         out = torch.where((of_row == request)[None, :, None, None], found, out)
     return out
-
-
-def pack_mask_reference(attn_mask: Tensor) -> Tensor:
-    """`pack_mask_bits` on any device: attn_mask[b, t, u] is bit u % 32 of word [b, t, u // 32]; bits past T are 0."""
-    padded = F.pad(attn_mask, (0, -attn_mask.shape[2] % WORD))
-    bits = padded.view(*attn_mask.shape[:2], -1, WORD).int()
-    shifts = torch.arange(WORD, device=attn_mask.device, dtype=torch.int32)
-    # Bits are disjoint, so the sum is their union; the highest one is the sign.
-    return (bits << shifts).sum(-1, dtype=torch.int32)

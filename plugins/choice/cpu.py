@@ -1,4 +1,5 @@
 """Choices as calls of the compiled library: tensors on a CPU, arguments as of the specifications."""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ from ctypes import Structure, byref, c_long, c_void_p
 import torch
 from torch import Tensor
 
+from d2sd.plugins.choice.reference import pool_size_of, ranked
 from d2sd.plugins.cpu.library import address, functions
+from d2sd.plugins.trees.reference.branches import mask_rejected
+from d2sd.token_codes import NOT_FINITE
 
 
 class Likeliest(Structure):
@@ -27,7 +31,13 @@ def argmax(logits: Tensor) -> Tensor:
     return out
 
 
-def likeliest_cpu(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def choose(logits, context_len, depth, sampling):
+    """Where no request is sampled."""
+    chosen = argmax(logits.float())
+    return chosen.where(logits.gather(-1, chosen[..., None])[..., 0].isfinite(), NOT_FINITE)
+
+
+def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """`likeliest`; of equal logits the first comes first."""
     rows = logits.contiguous()
     shape = *logits.shape[:-1], count
@@ -38,3 +48,10 @@ def likeliest_cpu(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
         byref(Likeliest(*sizes, *map(address, (rows, index, pool, total)))), torch.get_num_threads()
     )
     return pool, index, total
+
+
+def candidates(logits, context_len, sampling, width, ids=None, branches=None):
+    if branches is not None:
+        logits = mask_rejected(branches, logits, ids)
+    found = likeliest(logits.float(), pool_size_of(logits, sampling, width))
+    return ranked(*found, context_len, sampling, width, ids)

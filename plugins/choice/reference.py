@@ -22,11 +22,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from d2sd.plugins.trees.types import Draft
+from d2sd.plugins.dispatch import REFERENCE, TRITON, Implementation, op, pick
+from d2sd.plugins.trees.reference.branches import mask_rejected
+from d2sd.plugins.trees.types import Branches, Draft
 from d2sd.token_codes import NOT_FINITE
 
 # Shape letters: B requests, K branches, S slots, D depths, N nodes, M candidates a slot, V vocabulary, Vd draft
-# vocabulary.
+# vocabulary: logits [..., Vd] belong to the ascending `ids [Vd]`. Tokens are the target's ids everywhere.
+
+OP = "the choice of tokens"
+#: Candidates of every slot in policies that draft siblings.
+WIDTH = 16
 
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 _KEY_STEPS = (0x9E3779B9, 0xBB67AE85)
@@ -136,8 +142,23 @@ def sampled_scores(logits: Tensor, sampling: SamplingTensors, noise: Tensor) -> 
     return torch.where(random, scaled_logits + noise, logits)
 
 
-def choose_reference(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors) -> Tensor:
-    """`choose` in PyTorch: the specification."""
+def reads_any_type(x: Tensor) -> bool:
+    """Whether logits on x's device need not be fp32, and sampling costs no more at all nodes than along one path: on
+    CUDA, where kernels choose.
+    """
+    return pick(OP, x) is TRITON
+
+
+def _picked_choice(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors) -> Implementation:
+    return pick(OP, logits, library=not sampling.any_sampled)
+
+
+@op(OP, picked=_picked_choice)
+def choose(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors) -> Tensor:
+    """The target's token [B, N] after each node: logits [B, N, V], depth [B, N]; context_len [B], the root's position.
+
+    `NOT_FINITE` where the best score is not finite. Parameters that change the logits are the caller's to apply.
+    """
     logits = logits.float()
     if not sampling.any_sampled:
         return best_token(logits)
@@ -158,6 +179,37 @@ def likeliest(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     return pool, index, logits.logsumexp(-1, keepdim=True)
 
 
+def _picked(logits: Tensor, context_len: Tensor, sampling: SamplingTensors, *_: object, **__: object) -> Implementation:
+    picked = pick(OP, logits, library=True)
+    kernel = picked is TRITON
+    return REFERENCE if kernel and sampling.changes_logits else picked
+
+
+@op(OP, picked=_picked)
+def candidates(
+    logits: Tensor,
+    context_len: Tensor,
+    sampling: SamplingTensors,
+    width: int,
+    ids: Tensor | None = None,
+    branches: Branches | None = None,
+) -> Draft:
+    """The `width` likeliest tokens of every slot: logits [B, K, S, V or Vd] -> [B, K, S, M].
+
+    When the target samples, it takes argmax(logits / T + g) with noise g that depends on seed, position and token
+    alone. Drafts are ranked by scores with the same g ("drafter-invariant" coupling, Daliri et al., arXiv 2408.07978):
+    the output does not change, and more drafts are accepted. Penalties, filters and noise are applied to the
+    CANDIDATE_POOL likeliest tokens only. Probabilities are normalised over the draft vocabulary.
+
+    With `branches`, [B, K] of them, the token that each presumes rejected is left out of its slot (`mask_rejected`,
+    which may happen in place).
+    """
+    if branches is not None:
+        logits = mask_rejected(branches, logits, ids)
+    found = likeliest(logits.float(), pool_size_of(logits, sampling, width))
+    return ranked(*found, context_len, sampling, width, ids)
+
+
 def ranked(
     pool: Tensor,
     index: Tensor,
@@ -167,7 +219,7 @@ def ranked(
     width: int,
     ids: Tensor | None = None,
 ) -> Draft:
-    """`candidates` of what `likeliest` found, in PyTorch: the specification."""
+    """`candidates` of what `likeliest` found."""
     tokens = index if ids is None else ids[index]
     if sampling.changes_logits:
         changed = sampling.change_at(pool, context_len, tokens)

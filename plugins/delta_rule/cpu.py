@@ -2,6 +2,7 @@
 
 The rule is always the recurrence, so all of it is `exact`.
 """
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, allowed_of
 from d2sd.plugins.cpu.library import TYPES, address, functions
 from d2sd.plugins.delta_rule.types import DeltaRows
 
@@ -49,14 +50,12 @@ def supported(rows: DeltaRows, states: Tensor) -> bool:
     return types and rows.v.shape[-1] % LANES == 0 and states.is_contiguous()
 
 
-def tree_delta_rule_cpu(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, attn_mask: Tensor) -> Tensor:
-    """`tree_delta_rule`."""
+def tree_delta_rule(q, rows, states, slots, attn_mask, *, exact=False):
     batch, count = q.shape[:2]
-    return _outputs(q, rows, states, slots, torch.arange(batch + 1) * count, attn_mask.contiguous())
+    return _outputs(q, rows, states, slots, torch.arange(batch + 1) * count, allowed_of(attn_mask).contiguous())
 
 
-def chunk_delta_rule_cpu(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, chunks: ChunkMask) -> Tensor:
-    """`chunk_delta_rule`."""
+def chunk_delta_rule(q, rows, states, slots, chunks, *, exact=False):
     return _outputs(q, rows, states, slots, chunks.starts.long().contiguous(), None)
 
 
@@ -67,8 +66,7 @@ def _outputs(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, starts: 
     return out
 
 
-def commit_delta_rule_cpu(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """`commit_delta_rule`."""
+def commit_delta_rule(rows, states, slots, path, count):
     batch, each = rows.k.shape[1:3]
     starts = torch.arange(batch + 1) * each
     _run(rows, states, slots, starts, path=path.long().contiguous(), count=count.long().contiguous())
@@ -102,20 +100,10 @@ def _run(
     functions().d2sd_delta_rule(byref(call), torch.get_num_threads())
 
 
-def convolution_cpu(
-    x: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    mask: Tensor | ChunkMask,
-    bias: Tensor | None,
-    *,
-    silu: bool = True,
-) -> Tensor:
-    """`tree_convolution`, or `chunk_convolution` without its commit."""
+def convolution(x, weight, states, slots, mask, bias=None, *, silu=True):
     taps, count = weight.shape[1], x.shape[0] * x.shape[1]
     starts = mask.starts.long() if isinstance(mask, ChunkMask) else torch.arange(len(slots) + 1) * x.shape[1]
-    allowed = None if isinstance(mask, ChunkMask) else mask.contiguous()
+    allowed = None if isinstance(mask, ChunkMask) else allowed_of(mask).contiguous()
     past = states[slots].to(x.dtype).float().transpose(1, 2).contiguous()
     inputs = x.contiguous(), weight.float().T.contiguous(), None if bias is None else bias.float().contiguous()
     out, parent = torch.empty_like(inputs[0]), torch.empty(count, dtype=torch.int32)

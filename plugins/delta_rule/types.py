@@ -8,6 +8,9 @@ from torch import Tensor
 
 # Shape letters: B requests, T rows, Hk/Hv heads of keys and of values, Dk/Dv their sizes, L layers.
 
+#: What falls back, in its report.
+OP = "the gated delta rule"
+
 
 @dataclass(frozen=True, slots=True)
 class DeltaRows:

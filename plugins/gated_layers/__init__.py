@@ -14,18 +14,10 @@ Each op picks its implementation as those of `layer_ops` do.
 
 from __future__ import annotations
 
-from d2sd.plugins import dispatch
-from d2sd.plugins.gated_layers import reference
 from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
-from d2sd.plugins.layer_ops import OP
+from d2sd.plugins.gated_layers.reference import delta_inputs, gate_heads, gated_norm
 
 __all__ = ["DeltaHeads", "delta_inputs", "gate_heads", "gated_norm"]
 
 # Shape letters: R rows, B requests, T rows of each, N rows of chunks, Hq query heads, D head size; of gated delta nets
 # Hk/Hv heads of keys and of values, Dk/Dv their sizes, C channels and W taps of the convolution, P slots of states.
-
-_LAUNCH = "d2sd.plugins.gated_layers.triton.launch"
-
-gate_heads = dispatch.op(OP, reference.gate_heads, f"{_LAUNCH}:gate_heads", loaded=True)
-delta_inputs = dispatch.op(OP, reference.delta_inputs, f"{_LAUNCH}:delta_inputs", loaded=True)
-gated_norm = dispatch.op(OP, reference.gated_norm, f"{_LAUNCH}:gated_norm", loaded=True)

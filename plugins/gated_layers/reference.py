@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
-from d2sd.plugins.delta_rule import DeltaRows
-from d2sd.plugins.delta_rule.reference.convolution import chunk_convolution_reference, tree_convolution_reference
+from d2sd.plugins.delta_rule import DeltaRows, convolution
+from d2sd.plugins.dispatch import op
 from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
 from d2sd.plugins.layer_ops.heads import Heads
-from d2sd.plugins.layer_ops.reference import add_rms_norm, quantize
+from d2sd.plugins.layer_ops.reference import OP, add_rms_norm
+from d2sd.plugins.shared.fp8 import stored
 
 # Shape letters as in __init__.py.
 
@@ -24,11 +25,7 @@ def _sigmoid(x: Tensor) -> Tensor:
     return torch.sigmoid(x.double()).to(x.dtype)
 
 
-def _into(result: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
-    result = result.flatten(1) if scale is None else quantize(result.flatten(1), scale)
-    return result if out is None else out.copy_(result)
-
-
+@op(OP, loaded=True)
 def gate_heads(
     x: Tensor, product: Tensor, heads: Heads, *, scale: Tensor | None = None, out: Tensor | None = None
 ) -> Tensor:
@@ -47,9 +44,10 @@ def gate_heads(
     gates = gates.to(x.dtype)
     if heads.bias is not None:
         gates = gates + heads.bias[0, :columns]
-    return _into(x * _sigmoid(gates.reshape(len(x), -1, heads.size)[:, 1::2]), scale, out)
+    return stored((x * _sigmoid(gates.reshape(len(x), -1, heads.size)[:, 1::2])).flatten(1), scale, out)
 
 
+@op(OP, loaded=True)
 def delta_inputs(
     product: Tensor,
     gates: Tensor,
@@ -62,8 +60,8 @@ def delta_inputs(
 ) -> Tensor:
     """Queries [B, T, Hk, Dk] of a gated delta net, of chunks [1, N, Hk, Dk], and what its rows write into states.
 
-    The convolution is `d2sd.plugins.delta_rule.tree_convolution`, or `chunk_convolution` without its commit; log gates
-    are decay · softplus(a + bias), and the weights of new values sigmoid(b).
+    The convolution is `d2sd.plugins.delta_rule.convolution`; log gates are decay · softplus(a + bias), and the
+    weights of new values sigmoid(b).
 
     Args:
         product: [R, C + Hv·Dv], q, k, v and z of the rows, strided by row; or as `heads.grouped` says. Fp32 sums of FP8
@@ -77,11 +75,7 @@ def delta_inputs(
     of_convolution, _ = _parts(product, heads, inputs.dtype)
     b, a = _gates(gates, heads, inputs.dtype)
     inputs.copy_(of_convolution.view_as(inputs))
-    given = inputs, heads.convolution, states, slots
-    if isinstance(mask, AttnMask):
-        mixed = tree_convolution_reference(*given, mask.allowed)
-    else:
-        mixed = chunk_convolution_reference(*given, mask)
+    mixed = convolution.reference(inputs, heads.convolution, states, slots, mask)
     keys = heads.keys * heads.key_size
     q, k, v = torch.split(mixed, [keys, keys, heads.values * heads.value_size], -1)
     steps = a.float() + heads.bias.float()
@@ -91,6 +85,7 @@ def delta_inputs(
     return q.reshape(rows.k.shape)
 
 
+@op(OP, loaded=True)
 def gated_norm(
     x: Tensor,
     product: Tensor,
@@ -109,8 +104,8 @@ def gated_norm(
         scale, out: as of `gate_heads`.
     """
     gates = _parts(product, heads, x.dtype)[1].float()
-    normed = add_rms_norm(x.flatten(0, 1), None, weight, eps).view_as(x)
-    return _into((normed * (gates * _sigmoid(gates)).view_as(x)).to(x.dtype), scale, out)
+    normed = add_rms_norm.reference(x.flatten(0, 1), None, weight, eps).view_as(x)
+    return stored((normed * (gates * _sigmoid(gates)).view_as(x)).to(x.dtype).flatten(1), scale, out)
 
 
 def _parts(product: Tensor, heads: DeltaHeads, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -9,16 +9,9 @@ leaves the features of the tokens that it commits, which drafters take.
 
 from __future__ import annotations
 
-from d2sd.plugins import dispatch
-from d2sd.plugins.handover.reference import begin_reference, commit_reference, end_reference
+from d2sd.plugins.handover.reference import begin, commit, end
 
 __all__ = ["begin", "commit", "end"]
 
 # Shape letters: B requests, R rows of the state, G block size γ, S stop tokens, N nodes, F features of a node, M pages
 # a request.
-
-OP = "the handover of steps"
-
-begin = dispatch.op(OP, begin_reference, "d2sd.plugins.handover.triton.kernel:begin_triton")
-commit = dispatch.op(OP, commit_reference, "d2sd.plugins.handover.triton.rows:commit_triton")
-end = dispatch.op(OP, end_reference, "d2sd.plugins.handover.triton.kernel:end_triton")

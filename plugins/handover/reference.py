@@ -7,8 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from d2sd.plugins.dispatch import op
 
-def begin_reference(
+OP = "the handover of steps"
+
+
+@op(OP, launcher="kernel")
+def begin(
     anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Anchors, context lengths [B] int64 and which rows are active [B] bool: of the batch's own, or of the state's rows
@@ -19,7 +24,8 @@ def begin_reference(
     return anchor, context_len, active.bool()
 
 
-def end_reference(
+@op(OP, launcher="kernel")
+def end(
     context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
 ) -> None:
     """Write the state of the step's rows: its tokens [B, G], of which `count` [B] are new. A row ends at the context
@@ -34,7 +40,8 @@ def end_reference(
     torch.gt(active, stopped | (length >= limit), out=still_active)
 
 
-def commit_reference(
+@op(OP, launcher="rows")
+def commit(
     path: Tensor,
     count: Tensor,
     active: Tensor,

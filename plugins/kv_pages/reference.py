@@ -18,13 +18,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.plugins.dispatch import Implementation, op, pick
+from d2sd.plugins.kv_pages.cpu import supported
 from d2sd.plugins.shared.fp8 import to_pages
 
 # Shape letters: L layers, B requests, T rows of the pass, N places to write, Hkv heads, D head size, P pages in the
 # pool, Z tokens a page, M pages a request.
 
 
-def write_pages_reference(
+OP = "the paged K/V write"
+
+
+def _picked(k: Tensor, v: Tensor, k_pages: Tensor, *_: object, **__: object) -> Implementation:
+    return pick(OP, k_pages, pages=True, library=supported(k, v, k_pages))
+
+
+@op(OP, launcher="kernel", picked=_picked)
+def write_pages(
     k: Tensor,
     v: Tensor,
     k_pages: Tensor,

@@ -19,10 +19,18 @@ may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.u
 
 from __future__ import annotations
 
-from d2sd.plugins import dispatch
-from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
-from d2sd.plugins.layer_ops.reference import SPLIT_STEP
+from d2sd.plugins.layer_ops.reference import (
+    SPLIT_STEP,
+    add_rms_norm,
+    embed_norm_rope,
+    linear,
+    qk_norm_rope,
+    quantize,
+    rope_tables,
+    silu_mul,
+    split_linear,
+)
 from d2sd.plugins.layer_ops.rows import Behind, Front
 
 __all__ = [
@@ -41,18 +49,5 @@ __all__ = [
     "split_linear",
 ]
 
-OP = "unfused layers"
-LINEAR = "batch-invariant products"
-_LAUNCH, _PRODUCTS = (f"d2sd.plugins.layer_ops.triton.{name}" for name in ("launch", "products"))
-
 # Shape letters: R rows of all requests, C rows of context before them, V vocabulary, E hidden, I intermediate, L
 # layers, Hq/Hkv query and K/V heads, D head size.
-
-add_rms_norm = dispatch.op(OP, reference.add_rms_norm, f"{_LAUNCH}:add_rms_norm", loaded=True)
-qk_norm_rope = dispatch.op(OP, reference.qk_norm_rope, f"{_LAUNCH}:qk_norm_rope", loaded=True)
-silu_mul = dispatch.op(OP, reference.silu_mul, f"{_LAUNCH}:silu_mul", loaded=True)
-rope_tables = dispatch.op(OP, reference.rope_tables, f"{_LAUNCH}:rope_tables", loaded=True)
-embed_norm_rope = dispatch.op(OP, reference.embed_norm_rope, f"{_LAUNCH}:embed_norm_rope", loaded=True)
-quantize = dispatch.op(OP, reference.quantize, f"{_LAUNCH}:quantize", loaded=True)
-linear = dispatch.op(LINEAR, reference.linear, f"{_PRODUCTS}:linear", loaded=True)
-split_linear = dispatch.op(LINEAR, reference.split_linear, f"{_PRODUCTS}:split_linear", loaded=True)

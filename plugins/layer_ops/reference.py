@@ -10,14 +10,19 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from d2sd.plugins.cascade_attention.arguments import move_broken
+from d2sd.plugins.dispatch import op
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 from d2sd.plugins.layer_ops.rows import Behind, Front
-from d2sd.plugins.shared.fp8 import from_pages, to_pages
+from d2sd.plugins.shared.fp8 import from_pages, stored, to_pages
 
 # Shape letters as in __init__.py.
 
+OP = "unfused layers"
+LINEAR = "batch-invariant products"
 
+
+@op(OP, loaded=True)
 def add_rms_norm(
     x: Tensor,
     branch: Tensor | None,
@@ -48,9 +53,7 @@ def add_rms_norm(
         x = x + branch
         if total is not None:
             total.copy_(x)
-    normed = _scaled(x, weight, eps, offset)
-    result = normed if scale is None else quantize(normed, scale)
-    return result if out is None else out.copy_(result)
+    return stored(_scaled(x, weight, eps, offset), scale, out)
 
 
 def _behind_first(x: Tensor, block: int) -> Tensor:
@@ -63,6 +66,7 @@ def _scaled(x: Tensor, weight: Tensor, eps: float, offset: bool) -> Tensor:
     return (normed * (1 + weight.float())).to(x.dtype) if offset else weight * normed.to(x.dtype)
 
 
+@op(OP, loaded=True)
 def qk_norm_rope(
     qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
 ) -> Tensor:
@@ -130,6 +134,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos + -second * sin, second * cos + first * sin, rest], dim=-1)
 
 
+@op(OP, loaded=True)
 def silu_mul(
     gate_up: Tensor,
     dtype: torch.dtype,
@@ -149,11 +154,10 @@ def silu_mul(
     gate, up = gate_up.chunk(2, dim=-1)
     if scales is not None:
         gate, up = gate * scales[0], up * scales[1]
-    gated = F.silu(gate.to(dtype)) * up.to(dtype)
-    result = gated if scale is None else quantize(gated, scale)
-    return result if out is None else out.copy_(result)
+    return stored(F.silu(gate.to(dtype)) * up.to(dtype), scale, out)
 
 
+@op(OP, loaded=True)
 def rope_tables(
     positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -166,6 +170,7 @@ def rope_tables(
     return (angles.cos() * factor).to(dtype), (angles.sin() * factor).to(dtype)
 
 
+@op(OP, loaded=True)
 def embed_norm_rope(
     tokens: Tensor,
     table: Tensor,
@@ -192,24 +197,26 @@ def embed_norm_rope(
         offset: as of `add_rms_norm`.
     """
     x = F.embedding(tokens.flatten(), table)
-    normed = add_rms_norm(x, None, weight, eps, scale=scale, offset=offset)
+    normed = add_rms_norm.reference(x, None, weight, eps, scale=scale, offset=offset)
     if front is not None:
-        normed = torch.cat([add_rms_norm(front.x, None, front.weight, eps, scale=scale, offset=offset), normed])
+        of_front = add_rms_norm.reference(front.x, None, front.weight, eps, scale=scale, offset=offset)
+        normed = torch.cat([of_front, normed])
     before = None if front is None else front.positions
     absolute = positions.absolute if isinstance(positions, Behind) else positions
-    cos, sin = rope_tables(absolute, frequencies, factor, table.dtype, before)
+    cos, sin = rope_tables.reference(absolute, frequencies, factor, table.dtype, before)
     return x, normed if out is None else out.copy_(normed), cos, sin
 
 
+@op(OP, loaded=True)
 def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
     """fp8(x / scale), any shape; `d2sd.plugins.shared.fp8.to_pages` of a scalar scale in one kernel.
 
     `out`, contiguous, receives the result. None: a new tensor.
     """
-    result = to_pages(x, scale)
-    return result if out is None else out.copy_(result)
+    return stored(x, scale, out)
 
 
+@op(LINEAR, launcher="products", loaded=True)
 def linear(
     x: Tensor,
     weight: Tensor,
@@ -240,6 +247,7 @@ def linear(
 SPLIT_STEP = 128
 
 
+@op(LINEAR, launcher="products", loaded=True)
 def split_linear(
     x: Tensor,
     weight: Tensor,
@@ -255,4 +263,4 @@ def split_linear(
         arrived: for the kernel, zeros [at least out / SPLIT_STEP] int32 that are zeros again afterwards, for calls that
             run in order; without, a call makes its own.
     """
-    return linear(x, weight, None, scales, dtype)
+    return linear.reference(x, weight, None, scales, dtype)

@@ -8,25 +8,9 @@ cpu.py         the search by the compiled library
 
 from __future__ import annotations
 
-from d2sd.plugins import dispatch
-from d2sd.plugins.dispatch import Implementation
-from d2sd.plugins.lookup import cpu
-from d2sd.plugins.lookup.reference import append_reference, find_copy_reference
+from d2sd.plugins.lookup.reference import append, find_copy
 from d2sd.plugins.lookup.types import LENGTHS, SUPPORT, Copy, CopyScores, Text, length_entry, support_entry
 
 __all__ = ["LENGTHS", "SUPPORT", "Copy", "CopyScores", "Text", "append", "find_copy", "length_entry", "support_entry"]
 
 # Shape letters: B requests, S slots, M candidates a slot, N nodes.
-
-OP = "prompt lookup"
-
-
-def _picked(text: Text, *_: object, **__: object) -> Implementation:
-    return dispatch.pick(OP, text.pages, library=True)
-
-
-_LAUNCH = "d2sd.plugins.lookup.triton.launch"
-find_copy = dispatch.op(
-    OP, find_copy_reference, f"{_LAUNCH}:find_copy_triton", library=cpu.find_copy_cpu, picked=_picked
-)
-append = dispatch.op(OP, append_reference, f"{_LAUNCH}:append_triton", picked=_picked)

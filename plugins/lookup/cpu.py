@@ -1,14 +1,14 @@
 """The search as a call of the compiled library: tensors on a CPU, arguments as of the specification."""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_long, c_void_p
 
 import torch
-from torch import Tensor
 
 from d2sd.plugins.cpu.library import address, functions
-from d2sd.plugins.lookup.types import LENGTHS, LONGEST, SUPPORT, Copy, CopyScores, Text
+from d2sd.plugins.lookup.types import LENGTHS, LONGEST, SUPPORT, Copy
 from d2sd.plugins.trees import Draft
 
 
@@ -27,8 +27,7 @@ class Search(Structure):
 _LENGTHS, _SUPPORT = torch.tensor(LENGTHS), torch.tensor(SUPPORT)
 
 
-def find_copy_cpu(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
-    """`find_copy`."""
+def find_copy(text, first, scores, temperature):
     batch, slots, width = first.tokens.shape
     where = (x.long().contiguous() for x in (text.page_table, text.context_len, text.anchor, first.tokens))
     measures = (x.float().contiguous() for x in (first.logprob, scores.table, temperature))

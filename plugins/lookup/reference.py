@@ -14,14 +14,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.plugins.dispatch import op
 from d2sd.plugins.lookup.types import LONGEST, Copy, CopyScores, Text, length_entry, support_entry
 from d2sd.plugins.trees import Accepted, Draft
 
 # Shape letters: B requests, M pages a request, Z tokens a page, H = 1 + M·Z places of a text, S slots, N nodes, G block
 # size γ.
 
+OP = "prompt lookup"
 
-def find_copy_reference(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
+
+@op(OP, of="pages", library=True)
+def find_copy(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
     """The continuation of the longest match of each text's end in the text itself.
 
     Args:
@@ -53,7 +57,8 @@ def find_copy_reference(text: Text, first: Draft, scores: CopyScores, temperatur
     return Copy(Draft(copied[..., None], logprob[..., None]), matched[:, 0])
 
 
-def append_reference(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
+@op(OP, of="pages")
+def append(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
     """Write the accepted path of each request to the pages of its text, in place.
 
     Args:

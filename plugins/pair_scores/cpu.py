@@ -1,14 +1,13 @@
 """Scores of pairs as a call of the compiled library: tensors on a CPU, arguments as of the specification."""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
 from ctypes import Structure, byref, c_long, c_void_p
 
 import torch
-from torch import Tensor
 
 from d2sd.plugins.cpu.library import TYPES, address, functions
-from d2sd.plugins.pair_scores.reference import Factors
 from d2sd.plugins.trees.types import Draft
 
 
@@ -23,16 +22,7 @@ class Pairs(Structure):
     ]
 
 
-def conditioned_cpu(
-    blocks: Tensor,
-    draft: Draft,
-    factors: Factors,
-    mask_token_id: int,
-    temperature: Tensor,
-    width: int,
-    arrived: Tensor | None = None,
-) -> Draft:
-    """`conditioned`."""
+def conditioned(blocks, draft, factors, mask_token_id, temperature, width, arrived=None):
     *lead, slots, size = draft.tokens.shape
     count, most, rank = blocks[..., 0].numel(), min(width, size), factors.behind.shape[-1]
     hot = temperature.float().repeat_interleave(count // len(temperature))

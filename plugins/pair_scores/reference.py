@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from d2sd.plugins.dispatch import op
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K blocks a request, G block size γ, S slots, M candidates a slot, P = 1 + M parents of a
@@ -47,7 +48,8 @@ def factored(before: Tensor, of_slot: Tensor | None, parents: Tensor) -> Tensor:
     return rows if of_slot is None else rows.float() * of_slot[..., None, :].float()
 
 
-def conditioned_reference(
+@op("the scores of pairs", launcher="kernels", library=True)
+def conditioned(
     blocks: Tensor,
     draft: Draft,
     factors: Factors,

@@ -24,3 +24,9 @@ def to_pages(x: Tensor, scale: Tensor) -> Tensor:
 def from_pages(pages: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """E4M3 numbers times `scale`, rounded once to `dtype`."""
     return (pages.float() * scale).to(dtype)
+
+
+def stored(x: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
+    """An op's result x, or with `scale` fp8(x / scale): in `out` where that is given."""
+    result = x if scale is None else to_pages(x, scale)
+    return result if out is None else out.copy_(result)

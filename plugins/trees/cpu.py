@@ -1,8 +1,8 @@
 """Growth and acceptance as calls of the compiled library: tensors on a CPU, arguments as of the specifications."""
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import Structure, addressof, byref, c_long, c_void_p
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.cpu.library import address, functions
-from d2sd.plugins.trees.types import Accepted, Source, Tree, lanes
+from d2sd.plugins.trees.types import Accepted, Tree, lanes
 
 #: Rows that a node's set of prefixes has bits for.
 MOST_ROWS = 64
@@ -45,7 +45,7 @@ class Acceptance(Structure):
     ]
 
 
-def best_first_tree_cpu(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
+def best_first_tree(anchor, sources, rows):
     """`best_first_tree` of at most `MOST_ROWS` rows."""
     *_, slots, _ = sources[0].draft.tokens.shape
     assert sum(source.rows for source in sources) <= MOST_ROWS
@@ -64,8 +64,7 @@ def best_first_tree_cpu(anchor: Tensor, sources: Sequence[Source], rows: int) ->
     return tree
 
 
-def accept_cpu(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
-    """`accept`."""
+def accept(tree, chosen, longest):
     batch, nodes = chosen.shape
     columns = tree.tokens, tree.parent, tree.depth, tree.branch_id, chosen
     inputs = [*map(_int64, columns), tree.valid.contiguous()]

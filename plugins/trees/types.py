@@ -14,6 +14,9 @@ from torch.nn.functional import pad
 # Shape letters: B requests, K branches, S = γ - 1 slots after the anchor, M candidates a slot, G block size γ, N nodes
 # (the node budget). Tokens are the target's ids everywhere.
 
+#: What falls back, in its report.
+OP = "the draft tree"
+
 
 @dataclass(frozen=True, slots=True)
 class Draft:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.reference import pack_mask_reference
+from d2sd.plugins.cascade_attention import pack_mask_bits
 
 # Shape letters: R rows of a block, K blocks of a request, T = K · R.
 
@@ -46,5 +46,5 @@ class BlockTables:
         number = torch.arange(count * self._size, device=self._device)
         block = number // self._size
         same_block = block[:, None] == block
-        words = pack_mask_reference(same_block[None])[0] if self._in_bits else None
+        words = pack_mask_bits.reference(same_block[None])[0] if self._in_bits else None
         return BlockRows(number % self._size, same_block, words)

@@ -29,7 +29,7 @@ from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Product
 from d2sd.modeling.where import Where
-from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins import dispatch
 from d2sd.runtime.speculation.flex_parallel import mask_rows
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
@@ -369,9 +369,8 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
         return counting
 
-    ops = {name: once(name, getattr(layer_ops.reference, name)) for name in layer_ops.__all__ if name.islower()}
-    for name, op in ops.items():
-        monkeypatch.setattr(layer_ops.reference, name, op)
+    for op in [op for op in dispatch.OPS.values() if op.folder == "layer_ops"]:
+        monkeypatch.setattr(op, "reference", once(op.name, op.reference))
     types = {True: None, False: torch.float8_e4m3fn}
 
     def result(q: Tensor, *_: object, scale: Tensor | None, out: Tensor | None, **_named: object) -> Tensor:

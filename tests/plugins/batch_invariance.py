@@ -94,7 +94,7 @@ class Text:
 
 def attended(call: Call, *, causal_chunk: bool = False, **limit: int) -> Tensor:
     mask = call.mask
-    order = None if causal_chunk else exact.key_order_triton(mask.allowed)
+    order = None if causal_chunk else exact.key_order(mask.allowed)
     return exact.attend(call.q, call.k, call.v, call.context, order, mask.first, call.sinks, **limit)
 
 

@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from d2sd.plugins import dispatch
 
 KV_HEADS, GROUP, PAGE = 8, 4, 16  # Qwen3-8B's and Llama-3.1-8B's; they change addresses, not tiles
 TYPES = {
@@ -76,6 +78,12 @@ class Check(NamedTuple):
 def some(kind: str, *shape: int) -> Tensor:
     """A tensor of this type on the meta device; without a shape a number."""
     return torch.empty(shape, dtype=TYPES[kind], device="meta")
+
+
+def implementations(folder: str, which: str) -> Any:
+    """Of all ops of a folder by their names: "reference", "triton" or "cpu"."""
+    import_module(f"d2sd.plugins.{folder}")
+    return SimpleNamespace(**{op.name: getattr(op, which) for op in dispatch.OPS.values() if op.folder == folder})
 
 
 @cache

@@ -16,7 +16,7 @@ from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
-from d2sd.plugins import delta_rule, dispatch, kv_pages, layer_ops
+from d2sd.plugins import dispatch
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -120,9 +120,9 @@ def check_step(
     model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        run_kernels(patch, "attention", kv_pages.OP, layer_ops.LINEAR, *([delta_rule.OP] if hybrid else []))
+        run_kernels(patch, "cascade_attention", "kv_pages", "layer_ops.linear", *(["delta_rule"] if hybrid else []))
         if layers_as_kernels:
-            run_kernels(patch, layer_ops.OP)
+            run_kernels(patch, "layer_ops.silu_mul")
         fuse(fused := copy.deepcopy(model), exact=True)
         tokens = random_tokens(model, 2, 39)
         plain, other = Run(fused, tokens[:1], 0, 0), Run(fused, tokens.flip(0), 5, 90)

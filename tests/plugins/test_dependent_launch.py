@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.handover.triton.kernel import begin_triton
+from d2sd.plugins.handover import begin
 from d2sd.plugins.shared import dependent_launch
 from d2sd.plugins.shared.dependent_launch import NO_DEPENDENT_LAUNCH, DependentKernel, without_dependent_launch
 from tests.plugins.cases import checks, kernels
@@ -27,7 +27,7 @@ def launched(capability: int) -> Launch:
     """One launch of a small kernel."""
     number, flag = torch.ones(1, dtype=torch.long), torch.ones(1, dtype=torch.bool)
     with executed_as_ptx(capability) as launches:
-        begin_triton(number, number, flag, ~flag, number * 0, torch.zeros(3, 1, dtype=torch.long))
+        begin.triton(number, number, flag, ~flag, number * 0, torch.zeros(3, 1, dtype=torch.long))
     (launch,) = launches
     return launch
 

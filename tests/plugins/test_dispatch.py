@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
-import sys
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +13,16 @@ import torch
 from packaging.version import Version
 
 from d2sd.errors import D2SDError
-from d2sd.plugins import cascade_attention as attention
 from d2sd.plugins import dispatch
-from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention import AttnMask, PagedContext, arguments, cascade_attention
 from d2sd.plugins.dispatch import Implementation, NoKernel
-from d2sd.plugins.kv_pages import reference as pages
 from d2sd.plugins.kv_pages import write_pages
 
 
-def on_gpu(size: int = 128, dtype: torch.dtype = torch.bfloat16) -> Any:
+def on_gpu(size: int = 128, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> Any:
     """Stands in for a CUDA tensor."""
-    return SimpleNamespace(device=torch.device("cuda"), shape=(4, 16, 8, size), dtype=dtype)
+    is_cuda, shape = device == "cuda", (4, 16, 8, size)
+    return SimpleNamespace(device=torch.device(device), is_cuda=is_cuda, is_cpu=not is_cuda, shape=shape, dtype=dtype)
 
 
 def uses_kernel(pages: Any) -> bool:
@@ -141,18 +138,15 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     def stand_in(name: str) -> Any:
         return lambda *arguments, **_: found.append(name)
 
-    monkeypatch.setattr(attention, "cascade_attention_reference", stand_in("reference"))
-    monkeypatch.setattr(pages, "write_pages_reference", stand_in("reference"))
-    for module in ("cascade_attention.triton.launch", "kv_pages.triton.kernel"):
-        name = f"d2sd.plugins.{module}"
-        kernels = dict.fromkeys(("cascade_attention_triton", "write_pages_triton"), stand_in("kernel"))
-        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**kernels))
+    for op in (cascade_attention, write_pages):
+        monkeypatch.setitem(vars(op), "reference", stand_in("reference"))
+        monkeypatch.setitem(vars(op), "triton", stand_in("kernel"))
     return found
 
 
 def run(device: str, size: int) -> None:
     """Both ops over pages on this device, as far as the dispatch looks at them."""
-    stored: Any = SimpleNamespace(device=torch.device(device), shape=(4, 16, 8, size), dtype=torch.bfloat16)
+    stored = on_gpu(size, device=device)
     some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
     cascade_attention(some, some, some, PagedContext(stored, stored, some, some), some)
     write_pages(some, some, stored, stored, some, some, some)
@@ -188,23 +182,27 @@ def test_cuda_without_a_kernel_warns_or_fails(
 
 
 def test_no_op_falls_back_under_the_name_of_another() -> None:
-    """Each folder has a name of its own, and asks by no other."""
-    folders = [path.parent for path in Path(dispatch.__file__).parent.glob("*/__init__.py")]
-    sources = {folder.name: (folder / "__init__.py").read_text("utf-8") for folder in folders}
-    picking = {name: set(re.findall(r"dispatch\.(?:pick|op)\(\s*([^,]+),", source)) for name, source in sources.items()}
-    assert set().union(*picking.values()) <= {"OP", "LINEAR"}
-    names = [name for source in sources.values() for name in re.findall(r'^OP = "(.+)"$', source, re.MULTILINE)]
-    assert len(set(names)) == len(names) >= 8
+    """Each folder has a name of its own, but that layers fall back as a whole, and products that are exact alone."""
+    folders: dict[str, set[str]] = {}
+    for op in OPS.values():
+        folders.setdefault(op.what, set()).add(op.folder)
+    assert folders.pop("unfused layers") == LAYERS
+    assert folders.pop("batch-invariant products") == {"layer_ops"}
+    assert sorted(folder for found in folders.values() for folder in found) == sorted(set(FOLDERS) - LAYERS)
 
 
-def test_layers_share_a_packed_mask(calls: Calls, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_share_a_packed_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Packed once where a kernel runs, and not at all for the reference."""
-    packed = []
-    monkeypatch.setattr("d2sd.plugins.cascade_attention.pack_mask_bits", lambda mask: packed.append(mask))
+    pytest.importorskip("triton", reason="the extra triton is not installed")
+    from d2sd.plugins.cascade_attention.triton import attend
+
+    packed = list[torch.Tensor]()
+    monkeypatch.setattr(arguments, "pack_mask_bits", packed.append)
+    monkeypatch.setattr(attend, "launch", lambda *_, **__: None)
+    monkeypatch.setattr(cascade_attention, "reference", lambda *_, **__: None)
+    some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
     for device, times in (("cpu", 0), ("cuda", 1)):
-        stored: Any = SimpleNamespace(device=torch.device(device), shape=(4, 16, 8, 128), dtype=torch.bfloat16)
-        some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
-        mask = AttnMask(some)
+        stored, mask = on_gpu(device=device), AttnMask(some)
         for _ in range(3):
             cascade_attention(some, some, some, PagedContext(stored, stored, some, some), mask)
         assert len(packed) == times
@@ -212,17 +210,10 @@ def test_layers_share_a_packed_mask(calls: Calls, monkeypatch: pytest.MonkeyPatc
 
 def test_exact_attention_never_falls_back(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     """A model without its kernels is refused when it is loaded."""
-    launcher = SimpleNamespace(
-        key_order_triton=lambda mask: calls.append("order"),
-        exact_attention_triton=lambda *_, **__: calls.append("exact kernel"),
-    )
-    monkeypatch.setitem(sys.modules, "d2sd.plugins.cascade_attention.triton.exact", launcher)
-    stored: Any = SimpleNamespace(device=torch.device("cuda"), shape=(4, 16, 8, OTHER_SIZE), dtype=torch.bfloat16)
-    some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
-    mask = AttnMask(some)
-    for _ in range(2):
-        cascade_attention(some, some, some, PagedContext(stored, stored, some, some), mask, exact=True)
-    assert calls == ["order", "exact kernel", "exact kernel"]
+    monkeypatch.setitem(vars(cascade_attention), "triton", lambda *_, exact, **__: calls.append(f"exact {exact}"))
+    stored, some = on_gpu(OTHER_SIZE), torch.ones(1, 1, 1, dtype=torch.bool)
+    cascade_attention(some, some, some, PagedContext(stored, stored, some, some), some, exact=True)
+    assert calls == ["exact True"]
 
 
 def test_only_fp8_pages_have_scales() -> None:
@@ -235,27 +226,41 @@ def test_only_fp8_pages_have_scales() -> None:
     assert PagedContext(fp8, fp8, some, some, one, one).fp8
 
 
-#: Folders with kernels, and what each op made by `dispatch.op` chooses from.
+#: Folders with kernels, and their ops.
 FOLDERS = sorted(path.parent.name for path in Path(dispatch.__file__).parent.glob("*/triton"))
-OPS = {
-    f"{folder}.{name}": inspect.getclosurevars(op).nonlocals
-    for folder in FOLDERS
-    for name, op in vars(import_module(f"d2sd.plugins.{folder}")).items()
-    if getattr(op, "__code__", None) is write_pages.__code__
-}
+for folder in FOLDERS:
+    import_module(f"d2sd.plugins.{folder}")
+OPS, LAYERS = dict(dispatch.OPS), {"layer_ops", "gated_layers"}
+#: Those that the compiled library has, alone.
+COMPILED = {
+    "cascade_attention.cascade_attention", "choice.candidates", "choice.choose", "delta_rule.chunk_delta_rule",
+    "delta_rule.commit_delta_rule", "delta_rule.convolution", "delta_rule.tree_delta_rule", "kv_pages.write_pages",
+    "lookup.find_copy", "pair_scores.conditioned", "trees.accept", "trees.best_first_tree",
+}  # fmt: skip
 
 
 def test_ops_are_found() -> None:
     assert {"layer_ops.linear", "handover.commit", "kv_pages.write_pages", "trees.best_first_tree"} < OPS.keys()
+    assert {op.folder for op in OPS.values()} == set(FOLDERS)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_all_implementations_take_the_same_arguments(op: str) -> None:
     """By position and by name, with the same defaults."""
     pytest.importorskip("triton", reason="the extra triton is not installed")
-    parts = OPS[op]
-    launch = getattr(import_module(parts["module"]), parts["launcher"])
-    arguments = inspect.signature(parts["specification"]).parameters
-    assert inspect.signature(launch).parameters == arguments
-    if parts["library"] is not None:
-        assert inspect.signature(parts["library"]).parameters == arguments
+    specified = inspect.signature(OPS[op].reference).parameters
+    expected = [(name, one.kind, one.default) for name, one in specified.items()]
+    for launch in [OPS[op].triton, *([OPS[op].cpu] if op in COMPILED else [])]:
+        parameters = inspect.signature(launch).parameters
+        assert [(name, one.kind, one.default) for name, one in parameters.items()] == expected
+
+
+@pytest.mark.parametrize("op", sorted(OPS.keys() - COMPILED))
+def test_what_is_not_compiled_is_not_asked_for(op: str) -> None:
+    with pytest.raises((AttributeError, ModuleNotFoundError)):
+        _ = OPS[op].cpu
+
+
+def test_an_op_is_its_specification_to_a_reader() -> None:
+    assert inspect.signature(write_pages) == inspect.signature(write_pages.reference)
+    assert write_pages.__doc__ == write_pages.reference.__doc__

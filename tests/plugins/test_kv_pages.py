@@ -9,8 +9,8 @@ from torch import Tensor
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cpu import library
-from d2sd.plugins.kv_pages import supported, write_pages
-from d2sd.plugins.kv_pages.reference import write_pages_reference
+from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.kv_pages.cpu import supported
 from d2sd.plugins.shared.fp8 import from_pages, to_pages
 from tests.tiny import bare_pool
 
@@ -70,7 +70,7 @@ def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
     assert not supported(k.double(), v, wide)
     found, expected = torch.zeros(2, 2, 2, 7, 4, 3, 8, dtype=dtype).unbind()
     write_pages(k, v, found[0], found[1], TABLE, POSITIONS, KEEP)
-    write_pages_reference(k, v, expected[0], expected[1], TABLE, POSITIONS, KEEP)
+    write_pages.reference(k, v, expected[0], expected[1], TABLE, POSITIONS, KEEP)
     assert torch.equal(found[:, :, 1:], expected[:, :, 1:])
 
 

@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention import PagedContext, pack_mask_bits
+from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention, pack_mask_bits
 from d2sd.plugins.cascade_attention.onnx import BEHIND, BLOCK, DOMAIN, INPUTS, OPSET, TREE, attributes, functions
-from d2sd.plugins.cascade_attention.reference import cascade_attention_reference
-from d2sd.plugins.kv_pages.reference import write_pages_reference
+from d2sd.plugins.kv_pages import write_pages
 from tests.plugins.test_cascade_attention import Call, Shape, ancestors, behind, everyone, make, oracle, spoiled, steps
 
 onnx = pytest.importorskip("onnx", reason="the extra engines is not installed")
@@ -43,7 +42,6 @@ def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) 
     pytest.importorskip("triton", reason="the extra triton is not installed")
     from d2sd.plugins.cascade_attention.tensorrt import enqueue
     from d2sd.plugins.cascade_attention.triton import launch
-    from d2sd.plugins.kv_pages.triton import kernel
     from d2sd.plugins.shared import dependent_launch
 
     def attend(
@@ -60,18 +58,18 @@ def run_plugin(name: str, inputs: dict[str, Tensor], patch: pytest.MonkeyPatch) 
         assert not dependent_launch._allowed.get()
         bits = (words[..., None] >> torch.arange(32, dtype=torch.int32)) & 1
         mask = bits.flatten(2)[..., : q.shape[1]].bool()
-        return out.copy_(cascade_attention_reference(q, k, v, context, mask, first, sinks))
+        return cascade_attention.reference(q, k, v, context, AttnMask(mask, first), sinks=sinks, out=out)
 
     def write(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, table: Tensor, *where: Tensor) -> None:
-        write_pages_reference(k, v, k_pages, v_pages, table.long(), *where)
+        write_pages.reference(k, v, k_pages, v_pages, table.long(), *where)
 
     memory = {place: inputs[key] for place, key in enumerate(INPUTS[name])}
     memory[-1] = out = torch.empty_like(inputs["q"])
     patch.setattr(enqueue, "_tensor", lambda shape, kind, at: memory[at])
     patch.setattr(torch.cuda, "get_stream_from_external", lambda *_: None)
     patch.setattr(torch.cuda, "stream", nullcontext)
-    patch.setattr(launch, "cascade_attention_triton", attend)
-    patch.setattr(kernel, "write_pages_triton", write)
+    patch.setattr(launch, "launch", attend)
+    patch.setattr(write_pages, "triton", write)
     enqueue.run(name, [((), "")] * len(INPUTS[name]), list(range(len(INPUTS[name]))), -1, 0)
     return out
 

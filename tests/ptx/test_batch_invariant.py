@@ -11,8 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention.triton import exact
-from d2sd.plugins.layer_ops import reference
-from d2sd.plugins.layer_ops.triton import products
+from d2sd.plugins.layer_ops import linear
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, numbers
 from tests.plugins.kernels import calls
 from tests.plugins.kernels.calls import assert_within_budget, in_fp8, read_back
@@ -44,7 +43,7 @@ def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return products.linear(x, weight, bias, None, torch.float32)
+    return linear.triton(x, weight, bias, None, torch.float32)
 
 
 def check_linear(capability: int, dtype: torch.dtype) -> None:
@@ -53,7 +52,7 @@ def check_linear(capability: int, dtype: torch.dtype) -> None:
     with executed_as_ptx(capability) as launches:
         found = sums(x, weight, bias)
         check_rows_alone(sums, x, weight, bias, (1, 7, 16, 64))
-    torch.testing.assert_close(found, reference.linear(x, weight, bias, None, torch.float32))
+    torch.testing.assert_close(found, linear.reference(x, weight, bias, None, torch.float32))
     assert len({launch.ptx for launch in launches}) == 1, "one kernel, whatever the number of rows"
     kinds = {name.split(".")[0] for name in launches[0].counts if name.startswith(("mma", "wgmma.mma"))}
     assert kinds == (set() if dtype == torch.float32 else {"wgmma" if capability == 90 else "mma"})
@@ -146,9 +145,9 @@ def test_a_different_order_is_noticed() -> None:
     with executed_as_ptx(90), pytest.raises(AssertionError):
         check_rows_alone(turned, x, weight, None, (7,))
     text = Text.of(Shape(contexts=(40,), rows=9, kv_heads=1, group=4, size=16, page_size=16), torch.float32, tree=False)
-    original = exact.key_order_triton
+    original = exact.key_order
     with executed_as_ptx(90), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exact, "key_order_triton", lambda mask: _reversed(original(mask)))
+        patch.setattr(exact, "key_order", lambda mask: _reversed(original(mask)))
         with pytest.raises(AssertionError):
             text.check([8], spare=0)
 

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from d2sd.plugins import trees
 from d2sd.plugins.trees import Branches, Draft, Source
-from d2sd.plugins.trees.triton import launch as trees
 from tools.ptxsim.launch import executed_as_ptx
 
 #: The boost clock of an H100 SXM under load.
@@ -50,7 +50,7 @@ def test_growth(branches: int, copied: bool, told: bool) -> None:
     """As large as it is served; each node comes after the one before it."""
     anchor, given = torch.tensor([7]), sources(branches, copied=copied, told=told)
     with executed_as_ptx(90, timed=True) as launches:
-        tree = trees.growth_triton(anchor, given, NODES)
+        tree = trees.best_first_tree.triton(anchor, given, NODES)
     assert tree.valid.all()
     (launch,) = launches
     assert launch.cycles is not None

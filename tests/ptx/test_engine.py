@@ -13,7 +13,6 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.modeling.kv_pool import KVPool
-from d2sd.plugins import kv_pages
 from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
@@ -81,7 +80,7 @@ def test_answers_are_the_cpus(
     attend = KVPool.attend
     monkeypatch.setattr(KVPool, "attend", lambda pool, rows, *, exact=False, mask=None: attend(pool, rows, mask=mask))
     expected = answers(policy, dtype, windows=windows)
-    run_kernels(monkeypatch, "attention", kv_pages.OP)
+    run_kernels(monkeypatch, "cascade_attention", "kv_pages")
     with executed_as_ptx(capability) as launches:
         found = answers(policy, dtype, windows=windows)
     assert found == expected

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention.triton import exact
-from d2sd.plugins.layer_ops.triton import products
+from d2sd.plugins.layer_ops import linear
 from tests.plugins.exact_step import check_step
 from tools.ptxsim.launch import executed_as_ptx
 
@@ -50,12 +50,12 @@ def test_plain_decoding_chunks_and_trees_give_the_same_bits(capability: int, dty
 @pytest.mark.timeout(600)
 def test_a_layer_of_another_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Down products whose sums start elsewhere where there are many rows."""
-    original = products.linear
+    original = linear.triton
 
     def turned(x: torch.Tensor, weight: torch.Tensor, *rest: object) -> torch.Tensor:
         turn = 16 * (x.shape[:-1].numel() > 16 and x.shape[-1] == 64)
         return original(x.roll(turn, -1), weight.roll(turn, 1), *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(products, "linear", turned)
+    monkeypatch.setattr(linear, "triton", turned)
     with executed_as_ptx(80), pytest.raises(AssertionError):
         check_step(torch.float32)  # whose results hide nothing

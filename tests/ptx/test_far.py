@@ -15,8 +15,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+from d2sd.plugins.kv_pages import write_pages
 from tests.plugins.batch_invariance import attended
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels.calls import assert_within_budget, read_back
@@ -114,9 +113,9 @@ def test_rows_are_written_to_far_pages_and_layers() -> None:
     exist = [(layer, page) for layer in range(3) for page in table.flatten().tolist()] + [(n, 0) for n in range(3)]
     expected, found = ([far.pool(shape, torch.bfloat16, exist) for _ in "kv"] for _ in range(2))
     assert expected[0].stride(0) > 2**31
-    write_pages_reference(k, v, expected[0], expected[1], table, POSITIONS, KEEP)
+    write_pages.reference(k, v, expected[0], expected[1], table, POSITIONS, KEEP)
     with executed_as_ptx(90, sparse=far.parts):
-        write_pages_triton(k, v, found[0], found[1], table, POSITIONS, KEEP)
+        write_pages.triton(k, v, found[0], found[1], table, POSITIONS, KEEP)
     for layer, page in exist:
         for ours, theirs in zip(found, expected, strict=True):
             assert page == 0 or torch.equal(ours[layer, page], theirs[layer, page])

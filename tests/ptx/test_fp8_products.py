@@ -10,8 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.layer_ops import reference
-from d2sd.plugins.layer_ops.triton import products
+from d2sd.plugins.layer_ops import linear
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import check_rows_alone, numbers
 from tools.ptxsim.launch import executed_as_ptx
@@ -33,7 +32,7 @@ def waited_for(_: str, ptx: str) -> str:
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return products.linear(x, weight, bias, None, torch.float32)
+    return linear.triton(x, weight, bias, None, torch.float32)
 
 
 @pytest.mark.slow
@@ -60,7 +59,7 @@ def test_a_row_of_an_fp8_product(capability: int) -> None:
     with executed_as_ptx(capability, waited_for) as launches:
         found = sums(x, weight, bias)
         check_rows_alone(sums, x, weight, bias, (1, 7, 64))
-    expected = reference.linear(x, weight, bias, None, torch.float32)
+    expected = linear.reference(x, weight, bias, None, torch.float32)
     torch.testing.assert_close(found, expected, rtol=1e-3, atol=0.02)
     assert len({launch.ptx for launch in launches}) == 1, "one kernel, whatever the number of rows"
 
@@ -68,8 +67,8 @@ def test_a_row_of_an_fp8_product(capability: int) -> None:
 def test_scales_and_a_bias() -> None:
     x, weight, scales = to_pages(numbers(5, 150), ONE), to_pages(numbers(37, 150, seed=1), ONE), (ONE / 2, ONE / 4)
     with executed_as_ptx(90, waited_for):
-        found = products.linear(x, weight, numbers(37).bfloat16(), scales, torch.bfloat16)
-    expected = reference.linear(x, weight, numbers(37).bfloat16(), scales, torch.bfloat16)
+        found = linear.triton(x, weight, numbers(37).bfloat16(), scales, torch.bfloat16)
+    expected = linear.reference(x, weight, numbers(37).bfloat16(), scales, torch.bfloat16)
     torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 

@@ -18,8 +18,7 @@ import triton.language as tl  # type: ignore[import-untyped]
 from d2sd.plugins.cascade_attention import ChunkMask, pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.kernel import _shares
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from d2sd.plugins.pair_scores.reference import conditioned_reference
-from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton
+from d2sd.plugins.pair_scores import conditioned
 from tests.plugins.cascade_attention.cases import Attention
 from tests.plugins.kernels import pairs
 from tests.ptx.cases import call_of
@@ -63,14 +62,14 @@ def attend(case: Attention, arrived: Tensor, *, chunks: bool) -> Tensor:
     call = call_of(case)
     if not chunks:
         words = pack_mask_bits(call.attn_mask)
-        return launch(call.q, call.k, call.v, call.context, words, splits=case.splits, arrived=arrived)
+        return launch(call.q, call.k, call.v, call.context, words, splits=case.splits, arrived=lambda: arrived)
     lengths = (case.rows, 1)  # of the second all tiles but the first are padding
     q, k, v = (
         torch.cat([one[request, :length] for request, length in enumerate(lengths)])[None]
         for one in (call.q, call.k, call.v)
     )
     mask = ChunkMask(lengths, torch.tensor([0, case.rows, case.rows + 1]))
-    return launch(q, k, v, call.context, mask, splits=case.splits, arrived=arrived)
+    return launch(q, k, v, call.context, mask, splits=case.splits, arrived=lambda: arrived)
 
 
 @pytest.mark.slow
@@ -97,9 +96,9 @@ def test_slots_may_be_scored_in_any_order(capability: int) -> None:
     """The last of a block's slots walks, whichever it is."""
     arrived = torch.zeros(6, dtype=torch.int32)
     call = pairs.given(torch.bfloat16, 5, 20, pairs.SLOT, 4)._replace(arrived=arrived)
-    expected = conditioned_reference(*call)
+    expected = conditioned.reference(*call)
     for order in ORDERS:
         with in_order(order), executed_as_ptx(capability, limit=10_000_000):
-            found = conditioned_triton(*call)
+            found = conditioned.triton(*call)
         assert not arrived.any(), order
         pairs.assert_same(found, expected)

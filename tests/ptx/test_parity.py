@@ -13,8 +13,7 @@ pytest.importorskip("triton", reason="the extra triton is not installed")
 
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.cascade_attention.triton.launch import launch
-from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.cascade_attention.cases import Attention, executed
 from tests.plugins.kernels.calls import assert_within_budget
@@ -41,11 +40,12 @@ def test_splits_may_end_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last one weighs the parts, in the same order; the counters are zeros again, for the next layer."""
     capability, case = SMALL[1]
     call, arrived, found = call_of(case), torch.zeros(8, dtype=torch.int32), []
+    attend = partial(launch, splits=case.splits, arrived=lambda: arrived)
     for turn in (1, -1):
         monkeypatch.setattr(transfers, "TURN", turn)
         with executed_as_ptx(capability):
             words = pack_mask_bits(call.attn_mask)
-            found.append(launch(call.q, call.k, call.v, call.context, words, splits=case.splits, arrived=arrived))
+            found.append(attend(call.q, call.k, call.v, call.context, words))
         assert not arrived.any()
     assert torch.equal(*found)
 
@@ -96,10 +96,10 @@ def written(capability: int | None, stored: torch.dtype, path: bool, dtype: torc
     if stored == torch.float8_e4m3fn:
         more += [torch.rand(layers, generator=draw) * 0.02 + 0.01 for _ in "kv"]
     if capability is None:
-        write_pages_reference(k, v, pools[0], pools[1], table, positions, keep, *more)
+        write_pages.reference(k, v, pools[0], pools[1], table, positions, keep, *more)
     else:
         with executed_as_ptx(capability):
-            write_pages_triton(k, v, pools[0], pools[1], table, positions, keep, *more)
+            write_pages.triton(k, v, pools[0], pools[1], table, positions, keep, *more)
     return [pool.view(torch.uint8)[:, 1:] for pool in pools]
 
 

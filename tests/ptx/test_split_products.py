@@ -11,7 +11,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.layer_ops import reference
+from d2sd.plugins.layer_ops import split_linear
 from d2sd.plugins.layer_ops.triton import products
 from d2sd.plugins.layer_ops.triton.products import LinearTile
 from d2sd.plugins.shared.fp8 import to_pages
@@ -61,7 +61,7 @@ def shares_of(tile: LinearTile, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return products.split_linear(x, weight, None, torch.float32)
+    return split_linear.triton(x, weight, None, torch.float32)
 
 
 @pytest.mark.slow
@@ -74,7 +74,7 @@ def test_a_row_of_a_product_in_shares(kind: str, capability: int) -> None:
         found = sums(x, weight)
         check_rows_alone(sums, x[:7], weight, None, (1,))
         assert torch.equal(sums(x[60:], weight), found[60:])
-    expected = reference.split_linear(x, weight, None, torch.float32)
+    expected = split_linear.reference(x, weight, None, torch.float32)
     torch.testing.assert_close(found, expected, rtol=made.rtol, atol=made.atol)
     assert len({launch.ptx for launch in launches}) == 1, "one kernel, whatever the number of rows"
 
@@ -101,11 +101,11 @@ def test_shares_may_end_in_any_order(kind: str, capability: int) -> None:
     arrived, expected = torch.zeros(1, dtype=torch.int32), None
     for order in (None, "first", "last"):
         with in_order(order), executed_as_ptx(capability, waited_for):
-            found = products.split_linear(x, weight, scales, torch.bfloat16, arrived)
+            found = split_linear.triton(x, weight, scales, torch.bfloat16, arrived)
         assert not arrived.any(), order
         expected = found if expected is None else expected
         assert torch.equal(found, expected), order
-    specified = reference.split_linear(x, weight, scales, torch.bfloat16)
+    specified = split_linear.reference(x, weight, scales, torch.bfloat16)
     torch.testing.assert_close(found, specified, rtol=1e-2, atol=1e-2)
 
 

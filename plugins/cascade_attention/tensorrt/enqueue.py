@@ -9,6 +9,7 @@ from torch import Tensor
 
 from d2sd.plugins.cascade_attention.arguments import PagedContext
 from d2sd.plugins.cascade_attention.onnx import INPUTS, TREE
+from d2sd.plugins.kv_pages import write_pages
 
 _TYPES = {"HALF": "<f2", "FLOAT": "<f4", "INT32": "<i4", "BF16": "<i2"}
 
@@ -23,8 +24,7 @@ def run(
             the first.
         inputs_at, output_at: device addresses.
     """
-    from d2sd.plugins.cascade_attention.triton.launch import cascade_attention_triton
-    from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+    from d2sd.plugins.cascade_attention.triton.launch import launch
     from d2sd.plugins.shared.dependent_launch import without_dependent_launch
 
     tensors = (_tensor(shape, kind, at) for (shape, kind), at in zip(described, inputs_at, strict=True))
@@ -41,12 +41,12 @@ def run(
             new_k, new_v, new_len = (given[part] for part in ("new_k", "new_v", "new_len"))
             steps = torch.arange(new_k.shape[1], device=out.device)
             places, keep = context_len[:, None] + steps, steps < new_len[:, None]
-            write_pages_triton(new_k[None], new_v[None], k_pages[None], v_pages[None], page_table, places, keep)
+            write_pages.triton(new_k[None], new_v[None], k_pages[None], v_pages[None], page_table, places, keep)
             context_len = context_len + new_len
         context = PagedContext(k_pages, v_pages, page_table, context_len)
         q, k, v, mask = (given[part] for part in ("q", "k", "v", "attn_mask"))
         first, sinks = given.get("first"), given.get("sinks")
-        cascade_attention_triton(q, k, v, context, mask, first=first, sinks=sinks, out=out)
+        launch(q, k, v, context, mask, first=first, sinks=sinks, out=out)
 
 
 class _Memory:

@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, PagedContext
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
 from d2sd.plugins.cascade_attention.triton.launch import constants, current_capability
@@ -34,7 +34,7 @@ ROWS_TRIED = 32
 MOST_PARTIAL = 2**29
 
 
-def key_order_triton(attn_mask: Tensor) -> Tensor:
+def key_order(attn_mask: Tensor) -> Tensor:
     """`AttnMask.order` on CUDA."""
     batch, rows, columns = attn_mask.shape
     order = torch.empty(batch, rows, columns + 2, dtype=torch.int32, device=attn_mask.device)
@@ -52,21 +52,16 @@ def key_order_triton(attn_mask: Tensor) -> Tensor:
     return order
 
 
-def exact_attention_triton(
+def exact_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     context: PagedContext,
-    mask: Tensor | ChunkMask,
-    *,
-    first: Tensor | None = None,
-    sinks: Tensor | None = None,
-    scale: Tensor | None = None,
+    mask: AttnMask | ChunkMask,
+    sinks: Tensor | None,
+    scale: Tensor | None,
 ) -> Tensor:
-    """`cascade_attention` on CUDA with `exact`; a `mask` [B, T, T + 2] int32 is `AttnMask.order`, `first` its `first`.
-
-    Chunks of prompts run one after the other.
-    """
+    """`cascade_attention` with `exact`. Chunks of prompts run one after the other."""
     if isinstance(mask, ChunkMask):
         prompts = zip(mask.spans(), mask.alone(q, k, v, context), strict=True)
         firsts = mask.first
@@ -75,7 +70,7 @@ def exact_attention_triton(
             1,
         )
     else:
-        out = attend(q, k, v, context, mask, first, sinks)
+        out = attend(q, k, v, context, mask.order, mask.first, sinks)
     return out if scale is None else quantize(out, scale)
 
 

@@ -31,32 +31,6 @@ from d2sd.plugins.cascade_attention.triton.tiles import (
 # Shape letters as in reference.py.
 
 
-def cascade_attention_triton(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: PagedContext,
-    mask: Tensor | ChunkMask,
-    *,
-    first: Tensor | None = None,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    scale: Tensor | None = None,
-    out: Tensor | None = None,
-    arrived: Callable[[], Tensor] | None = None,
-) -> Tensor:
-    """`cascade_attention` on CUDA; a `mask` of words [B, T, ceil(T/32)] int32 is `AttnMask.words`, as is `first`.
-
-    Never synchronizes with the host, and chooses tiles and splits by shapes alone: a CUDA graph can capture it.
-    `arrived` gives the counters that the layers of a pass share (`AttnMask.arrived`); without, a call makes its own.
-    """
-    shape, (batch, columns) = Shape.of(q, k, context, mask, first), context.page_table.shape
-    splits = _splits(shape, batch, _slots(context.k_pages, shape.rows, columns, window), q.device)
-    counters = arrived() if arrived is not None and splits > 1 else None
-    given = {"first": first, "sinks": sinks, "scale": scale, "out": out, "arrived": counters}
-    return launch(q, k, v, context, mask, splits=splits, **given)
-
-
 def chunk_variant(
     k_pages: Tensor, batch: int, rows: int, columns: int, heads: int, itemsize: int, window: int | None
 ) -> tuple[int, int]:
@@ -139,21 +113,27 @@ def launch(
     context: PagedContext,
     mask: Tensor | ChunkMask,
     *,
-    splits: int,
+    splits: int | None = None,
     first: Tensor | None = None,
+    window: int | None = None,
     sinks: Tensor | None = None,
     scale: Tensor | None = None,
     out: Tensor | None = None,
-    arrived: Tensor | None = None,
+    arrived: Callable[[], Tensor] | None = None,
 ) -> Tensor:
-    """The kernel with keys cut into `splits` parts, a power of two up to 16.
+    """The kernel with keys cut into `splits` parts, a power of two up to 16; None: as shapes alone say.
 
-    Of an `AttnMask` come its words and its `first`.
+    It never synchronizes with the host: a CUDA graph can capture it. Of an `AttnMask` come its words [B, T, ceil(T/32)]
+    int32, its `first` and its `window`.
 
-    `arrived` [at least the programs of a split] int32 counts those that are done: zeros, and zeros again afterwards.
+    `arrived` gives the counters that layers share, [at least the programs of a split] int32, of those that are done:
+    zeros, and zeros again afterwards. Without, a call makes its own.
     """
-    assert splits in (1, 2, 4, 8, 16), "a word of `arrived` counts to 16, and each split merges as many rows"
     shape = Shape.of(q, k, context, mask, first)
+    if splits is None:
+        batch, columns = context.page_table.shape
+        splits = _splits(shape, batch, _slots(context.k_pages, shape.rows, columns, window), q.device)
+    assert splits in (1, 2, 4, 8, 16), "a word of `arrived` counts to 16, and each split merges as many rows"
     words, starts, bounds = (None, mask.starts, mask.first) if isinstance(mask, ChunkMask) else (mask, None, first)
     words, bounds = (None if part is None else part.contiguous() for part in (words, bounds))
     k_pages, v_pages, page_table = context.k_pages, context.v_pages, context.page_table
@@ -168,18 +148,19 @@ def launch(
     assert out.is_contiguous()
     assert (out.shape, out.dtype) == (q.shape, made)
     grid = (math.ceil(shape.packed_rows / tile.rows), len(page_table) * shape.kv_heads, splits)
-    partial, lse = None, None
+    partial, lse, counters = None, None, None
     if splits > 1:
         partial = torch.empty((splits, *q.shape), dtype=q.dtype, device=q.device)
         lse = torch.empty((splits, *q.shape[:3]), dtype=torch.float32, device=q.device)
-        arrived = torch.zeros(grid[0] * grid[1], dtype=torch.int32, device=q.device) if arrived is None else arrived
-        assert len(arrived) >= grid[0] * grid[1]
+        programs = grid[0] * grid[1]
+        counters = arrived() if arrived else torch.zeros(programs, dtype=torch.int32, device=q.device)
+        assert len(counters) >= programs
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         cascade_attention_kernel[grid](
             q.contiguous(), k.contiguous(), v.contiguous(), k_pages, v_pages,
             page_table.contiguous(), context.context_len.contiguous(), words, starts,
             bounds, None if sinks is None else sinks.contiguous(), context.k_scale, context.v_scale, out, scale,
-            partial, lse, arrived, shape.rows, page_table.shape[1], **fixed,
+            partial, lse, counters, shape.rows, page_table.shape[1], **fixed,
         )  # fmt: skip
     return out
 
@@ -193,8 +174,7 @@ def current_capability() -> int:
     return capability
 
 
-def pack_mask_triton(attn_mask: Tensor) -> Tensor:
-    """`pack_mask_bits` on CUDA."""
+def pack_mask_bits(attn_mask: Tensor) -> Tensor:
     batch, rows, columns = attn_mask.shape
     words = torch.empty(batch, rows, -(-columns // 32), dtype=torch.int32, device=attn_mask.device)
     with torch.cuda.device_of(attn_mask):  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The target's choice where a request of the batch filters, in two launches: `d2sd.plugins.choice.choose_reference`.
+"""The target's choice where a request of the batch filters, in two launches: `d2sd.plugins.choice.choose`.
 
     scores_kernel     (tokens.py) reads the logits once: the largest of every SEG neighbours, and a sum of exponentials
     filtered_kernel   finds the kept set among the segments that can matter, and chooses in it

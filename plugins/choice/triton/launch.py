@@ -1,5 +1,5 @@
 """Launches the kernels from logits to tokens. Nothing here waits for the device: a CUDA graph can capture it."""
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.choice.reference import FILTERS, SamplingTensors
+from d2sd.plugins.choice.reference import FILTERS, SamplingTensors, pool_size_of
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
-from d2sd.plugins.trees.types import Branches, Draft
+from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K branches, S slots, N nodes, R rows of logits, M candidates of a slot, V vocabulary.
 
@@ -49,19 +49,11 @@ def pool_constants(vocab: int, pool: int, width: int) -> dict[str, int]:
     }
 
 
-def candidates_triton(
-    logits: Tensor,
-    context_len: Tensor,
-    width: int,
-    pool: int,
-    ids: Tensor | None,
-    sampling: SamplingTensors | None,
-    branches: Branches | None = None,
-) -> Draft:
-    """[B, K, S, M] of logits [B, K, S, V] in any type; `sampling` None: all greedy."""
+def candidates(logits, context_len, sampling, width, ids=None, branches=None):
+    """By logits in any type, which nothing changes."""
     batch, count, slots, vocab = logits.shape
-    rows, device = batch * count * slots, logits.device
-    constants = pool_constants(vocab, pool, width)
+    rows, device, width = batch * count * slots, logits.device, min(width, vocab)
+    constants = pool_constants(vocab, pool_size_of(logits, sampling, width), width)
     blocks, size = constants["BLOCKS"], constants["POOLP"]
     maxima = torch.empty(rows, constants["SEGMENTS"], dtype=torch.int32, device=device)
     partial = torch.empty(rows, 2, blocks, dtype=torch.float32, device=device)
@@ -71,8 +63,9 @@ def candidates_triton(
     logprob = torch.empty(batch, count, slots, width, dtype=torch.float32, device=device)
     logits = logits.contiguous()
     at = (None, None) if branches is None else (branches.rejected.contiguous(), branches.prefix_len.contiguous())
-    arguments = [None] * 3 if sampling is None else [context_len, sampling.temperature, sampling.seed]
-    filters = dict.fromkeys(FILTERS) if sampling is None else sampling.filters
+    sampled = sampling.any_sampled
+    arguments = [context_len, sampling.temperature, sampling.seed] if sampled else [None] * 3
+    filters = sampling.filters if sampled else dict.fromkeys(FILTERS)
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]  # Triton launches on the current device
         segments_kernel[(rows, blocks)](
             logits, *at, ids if branches is not None else None, maxima, partial, vocab,
@@ -81,25 +74,26 @@ def candidates_triton(
         pool_kernel[(rows,)](
             logits, *at, maxima, partial, ids, *arguments, segments, entries, tokens, logprob, vocab, **filters,
             ROWS=count * slots, SLOTS=slots, **constants, SHIFT=SHIFT.get(logits.dtype, 0),
-            SAMPLED=sampling is not None, num_warps=WARPS,
+            SAMPLED=sampled, num_warps=WARPS,
         )  # fmt: skip
     return Draft(tokens, logprob)
 
 
-def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors | None) -> Tensor:
-    """The token [B, N] after each node: logits [B, N, V] in any type, depth [B, N]; `sampling` None: all greedy."""
+def choose(logits, context_len, depth, sampling):
+    """By logits in any type."""
     logits, depth = logits.contiguous(), depth.contiguous()
-    if sampling is not None and sampling.any_filter:
+    sampled = sampling.any_sampled
+    if sampled and sampling.any_filter:
         return choose_filtered(logits, context_len, depth, sampling)
     batch, nodes, vocab = logits.shape
     blocks = -(-vocab // BLOCK)
     partial = torch.empty(batch * nodes, blocks, dtype=torch.long, device=logits.device)
     chosen = torch.empty(batch, nodes, dtype=torch.long, device=logits.device)
-    arguments = [None] * 4 if sampling is None else [sampling.temperature, sampling.seed, context_len, depth]
+    arguments = [sampling.temperature, sampling.seed, context_len, depth] if sampled else [None] * 4
     with torch.cuda.device_of(logits):  # type: ignore[no-untyped-call]
         scores_kernel[(batch * nodes, blocks)](
             logits, *arguments, None, partial, None, None, vocab,
-            ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=sampling is not None, num_warps=WARPS,
+            ROWS=nodes, BLOCKS=blocks, BLOCK=BLOCK, SEG=SEGMENT, SAMPLED=sampled, num_warps=WARPS,
         )  # fmt: skip
         combine_kernel[(batch * nodes,)](partial, chosen, BLOCKS=blocks, BLOCKSP=power(blocks), num_warps=1)
     return chosen
@@ -108,7 +102,7 @@ def choose_triton(logits: Tensor, context_len: Tensor, depth: Tensor, sampling: 
 def choose_filtered(
     logits: Tensor, context_len: Tensor, depth: Tensor, sampling: SamplingTensors, threshold: Tensor | None = None
 ) -> Tensor:
-    """`choose_triton` of contiguous tensors where a request filters.
+    """`choose` of contiguous tensors where a request filters.
 
     threshold [B·N] int32: takes the smallest order (`ascending_of`) of scaled logits that the filters keep.
     """

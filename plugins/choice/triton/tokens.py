@@ -1,5 +1,5 @@
 """The target's token after every row, and the Gumbel noise it is chosen with, whose integers are the specification's,
-bit for bit: `d2sd.plugins.choice.choose_reference`.
+bit for bit: `d2sd.plugins.choice.choose`.
 
     scores_kernel     logits in their own type, scaled, plus noise: the best token of each block
     combine_kernel    the best of the blocks; where a request of the batch filters, filters.py has another in its place

@@ -14,12 +14,31 @@ import torch
 from torch import Tensor
 
 from d2sd.plugins.cascade_attention.arguments import ChunkMask
-from d2sd.plugins.delta_rule.types import DeltaRows
+from d2sd.plugins.delta_rule.cpu import supported
+from d2sd.plugins.delta_rule.types import OP, DeltaRows
+from d2sd.plugins.dispatch import TYPES, Implementation, op, pick
 
 # Shape letters as in d2sd/plugins/delta_rule/__init__.py.
 
 #: Under the root of the sum of squares, as in the published models.
 EPS = 1e-6
+#: Sizes of heads that the kernels take, as far as they are powers of two.
+SIZES = (16, 256)
+
+
+def picked_commit(rows: DeltaRows, states: Tensor, *_: object) -> Implementation:
+    """The implementation for these rows, by their arguments of `commit_delta_rule`."""
+    reason, sizes = None, (rows.k.shape[-1], rows.v.shape[-1])
+    if any(size & size - 1 or not SIZES[0] <= size <= SIZES[1] for size in sizes):
+        reason = f"heads of {sizes[0]} and {sizes[1]} are not powers of two from {SIZES[0]} to {SIZES[1]}"
+    elif rows.k.dtype not in TYPES:
+        reason = f"keys of {rows.k.dtype}"
+    return pick(OP, rows.v, reason=reason, library=supported(rows, states))
+
+
+def picked_rule(q: Tensor, rows: DeltaRows, states: Tensor, *_: object, **__: object) -> Implementation:
+    """The same by those of the other ops, which have queries."""
+    return picked_commit(rows, states)
 
 
 def normed(x: Tensor) -> Tensor:
@@ -66,7 +85,8 @@ def chunk_recurrence(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, 
     return out
 
 
-def commit_recurrence(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
+@op(OP, picked=picked_commit)
+def commit_delta_rule(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
     """Advance the states of all layers along each request's accepted path, in place, row by row.
 
     Args:

@@ -1,7 +1,9 @@
-"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture it."""
+"""Launches the kernels, by the arguments of the ops. Shapes alone decide how, and nothing is read on the host: a CUDA
+graph can capture it.
+"""
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -62,8 +64,10 @@ def tile_of(rows: int) -> Tile:
     return MANY if rows > SMALL.rows else replace(SMALL, rows=max(16, padded))
 
 
-def tree_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask) -> Tensor:
-    """`tree_delta_rule` without `exact`."""
+def tree_delta_rule(q, rows, states, slots, attn_mask, *, exact=False):
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
+    if exact:
+        return _exact(q, rows, states, slots, mask)
     batch, count, heads, size = rows.v.shape
     tile = tile_of(count)
     out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
@@ -79,8 +83,9 @@ def tree_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Te
     return out
 
 
-def chunk_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, chunks: ChunkMask) -> Tensor:
-    """`chunk_delta_rule` without `exact`."""
+def chunk_delta_rule(q, rows, states, slots, chunks, *, exact=False):
+    if exact:
+        return _exact(q, rows, states, slots, chunks)
     heads, size = rows.v.shape[2:]
     tile = tile_of(min(max(chunks.lengths), SMALL.rows))
     out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
@@ -92,10 +97,7 @@ def chunk_delta_rule_triton(q: Tensor, rows: DeltaRows, states: Tensor, slots: T
     return out
 
 
-def exact_delta_rule_triton(
-    q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask | ChunkMask
-) -> Tensor:
-    """`tree_delta_rule` and `chunk_delta_rule` with `exact`."""
+def _exact(q: Tensor, rows: DeltaRows, states: Tensor, slots: Tensor, mask: AttnMask | ChunkMask) -> Tensor:
     batch, count = q.shape[:2]
     out = torch.empty(rows.v.shape, dtype=rows.v.dtype, device=q.device)
     if isinstance(mask, ChunkMask):
@@ -105,8 +107,7 @@ def exact_delta_rule_triton(
     return out
 
 
-def commit_delta_rule_triton(rows: DeltaRows, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """`commit_delta_rule`."""
+def commit_delta_rule(rows, states, slots, path, count):
     lists = path.contiguous(), count.contiguous(), None, None, None
     _recur(None, rows, states, slots, lists, rows.k.shape[2], len(slots), path.shape[1], *states.shape[:2])
 
@@ -153,21 +154,10 @@ def rule_constants(key_heads: int, heads: int, key_size: int, size: int, columns
     return {"HK": key_heads, "HV": heads, "DK": key_size, "DV": size, "BV": min(columns, size)}
 
 
-def convolution_triton(
-    x: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    mask: AttnMask | ChunkMask,
-    bias: Tensor | None,
-    *,
-    silu: bool = True,
-) -> Tensor:
-    """`tree_convolution`, or `chunk_convolution` without its commit."""
-    chunks = isinstance(mask, ChunkMask)
-    rows = max(mask.lengths) if isinstance(mask, ChunkMask) else x.shape[1]
+def convolution(x, weight, states, slots, mask, bias=None, *, silu=True):
+    chunks, mask = isinstance(mask, ChunkMask), AttnMask(mask) if isinstance(mask, Tensor) else mask
+    rows, words, starts = (max(mask.lengths), None, mask.starts) if chunks else (x.shape[1], mask.words, None)
     out, block = torch.empty_like(x, memory_format=torch.contiguous_format), min(CHANNELS, power(x.shape[2]))
-    words, starts = (None, mask.starts) if isinstance(mask, ChunkMask) else (mask.words, None)
     assert states.is_contiguous()
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
         convolution_kernel[triton.cdiv(x.shape[2], block), rows, len(slots)](
@@ -178,8 +168,8 @@ def convolution_triton(
     return out
 
 
-def commit_convolution_triton(x: Tensor, states: Tensor, slots: Tensor, path: Tensor, count: Tensor) -> None:
-    """`commit_convolution`; x may be strided by layer and request."""
+def commit_convolution(x, states, slots, path, count):
+    """`x` may be strided by layer and request."""
     if not x[0, 0].is_contiguous():
         x = x.contiguous()
     layers, batch, _, channels = x.shape

@@ -1,7 +1,7 @@
 """Launches the kernels, as `layer_ops/triton/launch.py` does: shapes alone decide how, and nothing is read."""
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -13,11 +13,9 @@ import triton
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
-from d2sd.plugins.delta_rule import DeltaRows
+from d2sd.plugins.cascade_attention import AttnMask
 from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
 from d2sd.plugins.gated_layers.triton.kernel import delta_inputs_kernel, gate_heads_kernel, gated_norm_kernel
-from d2sd.plugins.layer_ops.heads import Heads
 from d2sd.plugins.layer_ops.triton.launch import INTERPRET, OPTIONS
 
 # Shape letters as in d2sd/plugins/gated_layers/__init__.py.
@@ -26,10 +24,7 @@ from d2sd.plugins.layer_ops.triton.launch import INTERPRET, OPTIONS
 NUMBERS = 512
 
 
-def gate_heads(
-    x: Tensor, product: Tensor, heads: Heads, *, scale: Tensor | None = None, out: Tensor | None = None
-) -> Tensor:
-    """`d2sd.plugins.gated_layers.gate_heads` on CUDA."""
+def gate_heads(x, product, heads, *, scale=None, out=None):
     rows, count, size = x.shape
     out = _room(x, scale, out)
     constants = block_constants(count, size)
@@ -40,17 +35,7 @@ def gate_heads(
     return out
 
 
-def gated_norm(
-    x: Tensor,
-    product: Tensor,
-    weight: Tensor,
-    eps: float,
-    heads: DeltaHeads,
-    *,
-    scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`d2sd.plugins.gated_layers.gated_norm` on CUDA."""
+def gated_norm(x, product, weight, eps, heads, *, scale=None, out=None):
     rows, count, size = x.shape
     out = _room(x, scale, out)
     constants, (first, group, apart) = block_constants(count, size), heads.gates
@@ -79,17 +64,7 @@ def block_constants(heads: int, size: int) -> dict[str, Any]:
     return {"BLOCK": min(power(heads), max(1, NUMBERS // lanes)), "LANES": lanes, "INTERPRET": INTERPRET}
 
 
-def delta_inputs(
-    product: Tensor,
-    gates: Tensor,
-    heads: DeltaHeads,
-    states: Tensor,
-    slots: Tensor,
-    mask: AttnMask | ChunkMask,
-    inputs: Tensor,
-    rows: DeltaRows,
-) -> Tensor:
-    """`d2sd.plugins.gated_layers.delta_inputs` on CUDA."""
+def delta_inputs(product, gates, heads, states, slots, mask, inputs, rows):
     tensors = inputs, rows.k, rows.v, rows.g, rows.beta
     assert all(x.is_contiguous() for x in (*tensors, states, heads.convolution))
     assert product.stride(1) == gates.stride(1) == 1

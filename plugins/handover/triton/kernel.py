@@ -3,6 +3,7 @@ the device: a CUDA graph can capture it.
 
 state: int64 [3, R]: anchor, context length, and whether the row is active; a step has B ≤ R rows. One program takes all
 rows: a step's first kernel may read what its last one wrote in another row.
+The launchers behind the kernels have the arguments of the specifications.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
@@ -10,7 +11,6 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
@@ -67,12 +67,7 @@ def end_kernel(
     tl.store(state + 2 * size + row, runs.to(tl.int64), mask=inside)
 
 
-def begin_triton(
-    anchor: Tensor, context_len: Tensor, active: Tensor, late: Tensor, source: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`begin`: anchors and context lengths [B] int64 and which rows are active [B] bool, of the batch's own,
-    `late` [B] bool, `source` [B] int64 and the state [3, R] int64.
-    """
+def begin(anchor, context_len, active, late, source, state):
     (rows,) = anchor.shape
     new_anchor, new_context_len = torch.empty(2, rows, dtype=torch.long, device=anchor.device).unbind(0)
     new_active = torch.empty(rows, dtype=torch.bool, device=anchor.device)
@@ -84,12 +79,7 @@ def begin_triton(
     return new_anchor, new_context_len, new_active
 
 
-def end_triton(
-    context_len: Tensor, active: Tensor, tokens: Tensor, count: Tensor, limit: Tensor, stop: Tensor, state: Tensor
-) -> None:
-    """`end`: writes the state [3, R] int64 of the step's B rows. context_len, count and limit [B] int64,
-    active [B] bool, tokens [B, G] int64, stop [B, S] int64.
-    """
+def end(context_len, active, tokens, count, limit, stop, state):
     rows, size = tokens.shape
     tokens = tokens if tokens.stride(1) == 1 else tokens.contiguous()
     inputs = context_len.contiguous(), active.contiguous(), tokens, count

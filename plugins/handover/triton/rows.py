@@ -1,14 +1,14 @@
-"""The rows that a step commits, in one launch: see `d2sd.plugins.handover.commit`."""
+"""The rows that a step commits, in one launch: see `d2sd.plugins.handover.commit`.
+
+What receives them has the rows of one request side by side.
+"""
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 
@@ -53,18 +53,7 @@ def commit_kernel(
                     tl.store(new_windowed + at, tl.load(windowed_table + at, mask=inside), mask=inside)
 
 
-def commit_triton(
-    path: Tensor,
-    count: Tensor,
-    active: Tensor,
-    context_len: Tensor,
-    features: Tensor,
-    tables: Sequence[Tensor] = (),
-    into: Sequence[Tensor] | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`commit`: int64 paths [B, G], counts and context lengths [B], bool `active` [B], features [B, N, F], int64 tables
-    [B, M]; `into` has the rows of one request side by side.
-    """
+def commit(path, count, active, context_len, features, tables=(), into=None):
     batch, size = path.shape
     nodes, width = features.shape[1:]
     if into is None:

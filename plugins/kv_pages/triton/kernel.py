@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import torch
 import triton.language as tl
-from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import in_fp8_range
 
 # Shape letters as in reference.py.
+# Nothing here waits for the device: a CUDA graph can capture it.
 
 #: 128 threads of 8 elements: a row of 8 heads of 128.
 WARPS = 4
@@ -50,19 +50,7 @@ def write_pages_kernel(
     tl.store(v_pages + target, new_v.to(v_pages.dtype.element_ty), mask=mask)
 
 
-def write_pages_triton(
-    k: Tensor,
-    v: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    keep: Tensor,
-    path: Tensor | None = None,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """`write_pages`, same arguments, on CUDA. Never synchronizes with the host: a CUDA graph can capture it."""
+def write_pages(k, v, k_pages, v_pages, page_table, positions, keep, path=None, k_scale=None, v_scale=None):
     layers, _, rows, kv_heads, size = k.shape
     width = kv_heads * size
     fp8 = k_pages.dtype == torch.float8_e4m3fn

@@ -1,10 +1,11 @@
-"""Launches the kernels. Shapes alone decide how, and nothing is read on the host: a CUDA graph can capture all of it.
+"""Launches the kernels, by the arguments of the ops in reference.py. Shapes alone decide how, and nothing is read on
+the host: a CUDA graph can capture all of it.
 
 Triton launches on the current device: callers make the tensors' device the current one, once a pass.
 """
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.layer_ops.heads import Heads, PagedRows
-from d2sd.plugins.layer_ops.rows import Behind, Front
+from d2sd.plugins.layer_ops.heads import PagedRows
+from d2sd.plugins.layer_ops.rows import Behind
 from d2sd.plugins.layer_ops.triton.kernel import (
     add_rms_norm_kernel,
     embed_norm_rope_kernel,
@@ -43,19 +44,7 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def add_rms_norm(
-    x: Tensor,
-    branch: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    *,
-    total: Tensor | None = None,
-    scale: Tensor | None = None,
-    out: Tensor | None = None,
-    block: int = 0,
-    offset: bool = False,
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.add_rms_norm` on CUDA."""
+def add_rms_norm(x, branch, weight, eps, *, total=None, scale=None, out=None, block=0, offset=False):
     assert not block or (total is None and len(x) % block == 0)
     rows, width = len(x) - (len(x) // block if block else 0), x.shape[1]
     assert x.stride(1) == 1
@@ -98,10 +87,7 @@ def norm_warps(width: int) -> int:
     return max(1, min(16, warps))
 
 
-def qk_norm_rope(
-    qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads, k: Tensor, v: Tensor, paged: PagedRows | None = None
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.qk_norm_rope` on CUDA."""
+def qk_norm_rope(qkv, cos, sin, heads, k, v, paged=None):
     layers, rows, _ = qkv.shape
     assert qkv[0].is_contiguous()
     assert k[0].is_contiguous()
@@ -158,15 +144,7 @@ def rope_constants(
     }
 
 
-def silu_mul(
-    gate_up: Tensor,
-    dtype: torch.dtype,
-    *,
-    scales: Tensor | None = None,
-    scale: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.silu_mul` on CUDA."""
+def silu_mul(gate_up, dtype, *, scales=None, scale=None, out=None):
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
     made = dtype if scale is None else torch.float8_e4m3fn
@@ -186,10 +164,7 @@ def silu_constants(width: int, dtype: torch.dtype) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": BLOCK, "TYPE": _TYPES[dtype], "INTERPRET": INTERPRET}
 
 
-def rope_tables(
-    positions: Tensor, frequencies: Tensor, factor: float, dtype: torch.dtype, front: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """`d2sd.plugins.layer_ops.rope_tables` on CUDA."""
+def rope_tables(positions, frequencies, factor, dtype, front=None):
     first = 0 if front is None else front.numel()
     rows = first + positions.numel()
     cos, sin = torch.empty(2, rows, len(frequencies), dtype=dtype, device=positions.device).unbind()
@@ -214,20 +189,8 @@ def table_constants(half: int, factor: float) -> dict[str, Any]:
 
 
 def embed_norm_rope(
-    tokens: Tensor,
-    table: Tensor,
-    weight: Tensor,
-    eps: float,
-    positions: Tensor | Behind,
-    frequencies: Tensor,
-    factor: float,
-    *,
-    scale: Tensor | None = None,
-    out: Tensor | None = None,
-    front: Front | None = None,
-    offset: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`d2sd.plugins.layer_ops.embed_norm_rope` on CUDA."""
+    tokens, table, weight, eps, positions, frequencies, factor, *, scale=None, out=None, front=None, offset=False
+):
     before, own, width = 0 if front is None else len(front.x), tokens.numel(), table.shape[1]
     x = table.new_empty(own, width)
     if out is None:
@@ -273,8 +236,7 @@ def embed_constants(width: int, eps: float, half: int, factor: float, offset: bo
     return norm | {"FACTOR": factor, "HEAD": half, "HALF": power(half), "INTERPRET": INTERPRET}
 
 
-def quantize(x: Tensor, scale: Tensor, out: Tensor | None = None) -> Tensor:
-    """`d2sd.plugins.layer_ops.quantize` on CUDA."""
+def quantize(x, scale, out=None):
     if out is None:
         out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
     assert x.is_contiguous()

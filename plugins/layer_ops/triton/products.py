@@ -1,7 +1,7 @@
 """Launches products: the batch-invariant one of any rows, and that of few rows. As launch.py does the others."""
 
 # Triton has no types, and may be missing where a user's type checker follows these sources.
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -65,26 +65,12 @@ def split_tile(outputs: int, inputs: int, itemsize: int) -> LinearTile:
     return replace(tile, splits=splits, ahead=min(tile.ahead, inputs * itemsize // splits))
 
 
-def split_linear(
-    x: Tensor,
-    weight: Tensor,
-    scales: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-    arrived: Tensor | None = None,
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.split_linear` on CUDA."""
+def split_linear(x, weight, scales=None, dtype=None, arrived=None):
     assert all(size % SPLIT_STEP == 0 for size in weight.shape)
     return _linear(x, weight, None, scales, dtype, split_tile(*weight.shape, weight.element_size()), arrived)
 
 
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    scales: tuple[Tensor, Tensor] | None = None,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """`d2sd.plugins.layer_ops.linear` on CUDA."""
+def linear(x, weight, bias=None, scales=None, dtype=None):
     return _linear(x, weight, bias, scales, dtype, linear_tile(len(weight), weight.element_size()))
 
 

@@ -1,22 +1,20 @@
 """Launches the kernels of lookup. Nothing here waits for the device: a CUDA graph can capture it."""
-# mypy: disable-error-code="import-untyped,import-not-found"
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.lookup.triton.kernel import append_kernel, copy_kernel
-from d2sd.plugins.lookup.types import LENGTHS, LONGEST, SUPPORT, Copy, CopyScores, Text
-from d2sd.plugins.trees import Accepted, Draft
+from d2sd.plugins.lookup.types import LENGTHS, LONGEST, SUPPORT, Copy
+from d2sd.plugins.trees import Draft
 
 #: Places of a text that a program compares at a time.
 TILE, WARPS = 1024, 4
 
 
-def find_copy_triton(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
-    """`find_copy`."""
+def find_copy(text, first, scores, temperature):
     batch, slots, width = first.tokens.shape
     tokens, logprob = first.tokens.new_empty(batch, slots, 1), first.logprob.new_empty(batch, slots, 1)
     copy = Copy(Draft(tokens, logprob), torch.empty_like(text.context_len))
@@ -47,8 +45,7 @@ def find_copy_triton(text: Text, first: Draft, scores: CopyScores, temperature: 
     return copy
 
 
-def append_triton(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
-    """`append`: tokens [B, N] of the tree's nodes."""
+def append(text, tokens, accepted, active):
     batch, size = accepted.path.shape
     with torch.cuda.device_of(text.pages):  # type: ignore[no-untyped-call]
         append_kernel[(batch,)](

@@ -4,6 +4,7 @@
     the last one of a block  follows the best through the slots, and puts parents and candidates in order
 
 All slots are computed at once: a walk looks up which row each slot's best leads to, and computes nothing.
+Nothing waits for the device: a CUDA graph can capture it.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,import-untyped,import-not-found"
 
@@ -12,11 +13,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.choice.triton.search import LOWEST, exp
-from d2sd.plugins.pair_scores.reference import MOST, Factors
+from d2sd.plugins.pair_scores.reference import MOST
 from d2sd.plugins.shared.arrivals import comes_last
 from d2sd.plugins.shared.dependent_launch import dependent_kernel, wait_for_prior_kernels
 from d2sd.plugins.shared.kernels import ABSENT, ascending_of, pack_entry
@@ -177,16 +177,7 @@ def _walk(
             tl.store(to, rows, mask=both & (place < WIDTH)[:, :, None] & (rank < WIDTH)[:, None, :])
 
 
-def conditioned_triton(
-    blocks: Tensor,
-    draft: Draft,
-    factors: Factors,
-    mask_token_id: int,
-    temperature: Tensor,
-    width: int,
-    arrived: Tensor | None = None,
-) -> Draft:
-    """`conditioned` of blocks [B, K, G], the draft's candidates [B, K, S, M] and temperatures [B]."""
+def conditioned(blocks, draft, factors, mask_token_id, temperature, width, arrived=None):
     tokens, logprob, device = draft.tokens.contiguous(), draft.logprob.contiguous(), blocks.device
     batch, count, slots, size = tokens.shape
     rank, rows, padded = factors.behind.shape[1], batch * count * slots, max(FEWEST, power(size))

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from d2sd.plugins.trees.reference.nodes import from_candidates_reference, with_anchor
-from d2sd.plugins.trees.types import Branches, Draft, Source, Tree
+from d2sd.plugins.dispatch import Implementation, op, pick
+from d2sd.plugins.trees.reference.growth import best_first_tree
+from d2sd.plugins.trees.reference.nodes import from_candidates, with_anchor
+from d2sd.plugins.trees.types import OP, Branches, Draft, Source, Tree
 
 # Shape letters: B requests, K branches, S = γ - 1 slots, M candidates a slot, N nodes.
+
+#: Branches of one tree that the kernels take: a bit each in a word of 64. Growth has other bits in it, see `path_bits`.
+MOST_BRANCHES = 62
+
+
+def _picked(*args: Any) -> Implementation:
+    """By a draft and a number of branches, the last arguments."""
+    *_, first, branches = args
+    reason = None if branches <= MOST_BRANCHES else f"{branches} branches, more than {MOST_BRANCHES}"
+    return pick(OP, first.tokens, reason=reason)
 
 
 def boundary_scores(confidence: Tensor) -> Tensor:
@@ -28,12 +41,27 @@ def log_rejected(confidence: Tensor) -> Tensor:
     return torch.log(-torch.expm1(confidence.clamp(max=-1e-7)))
 
 
-def chain_branches_reference(first: Draft, count: int) -> Branches:
-    """`chain_branches` in PyTorch: the specification."""
+@op(OP, picked=_picked)
+def chain_branches(first: Draft, count: int) -> Branches:
+    """D²SD: restart at the `count` likeliest of S boundaries, best first, with the draft at each presumed rejected."""
     length = boundary_scores(first.confidence).topk(count, dim=-1).indices
     return Branches(first.top1[:, None].expand(-1, count, -1), length, first.top1.gather(1, length))
 
 
+def tree_branches(anchor: Tensor, first: Draft, count: int) -> Branches:
+    """Restart at nodes of the first pass's best-first tree, not only along its best chain.
+
+    The first pass predicts each slot's marginal only; after a node the second pass conditions on the whole path to it.
+    A node u of the best chain scores its boundary score P(u)(1 - c), the probability that the chain ends there; any
+    other node scores P(u), since none of its continuations was conditioned on it. The root is left out: there the
+    second pass would have the same context as the first.
+    """
+    # Of K + S nodes the root and at most S - 1 others are on the chain, so the K best of the rest are among them.
+    inner = first.part(slice(None), slice(-1))  # after slot S nothing is left to draft
+    return branches_of_nodes(best_first_tree(anchor, [Source(inner)], count + first.top1.shape[1]), first, count)
+
+
+@op(OP, picked=_picked)
 def branches_of_nodes(tree: Tree, first: Draft, count: int) -> Branches:
     """The `count` best nodes of `tree`, grown from all slots of `first` but the last: see `tree_branches`."""
     slots = first.top1.shape[1]
@@ -56,8 +84,9 @@ def _paths(tree: Tree, slots: int) -> Tensor:
     return (at_step * tree.tokens[:, None, None]).sum(-1)
 
 
-def restart_blocks_reference(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:
-    """`restart_blocks` in PyTorch: the specification."""
+@op(OP, of="prefix_len")
+def restart_blocks(branches: Branches, anchor: Tensor, mask_token_id: int) -> Tensor:
+    """The second drafter's input [B, K, γ]: anchor [B], kept tokens, masks."""
     slots = torch.arange(branches.tokens.shape[-1], device=anchor.device)
     kept = torch.where(slots < branches.prefix_len[..., None], branches.tokens, mask_token_id)
     return torch.cat([anchor[:, None, None].expand(-1, kept.shape[1], 1), kept], dim=-1)
@@ -89,7 +118,8 @@ def splice(branches: Branches, second: Draft) -> Tensor:
     return torch.where(slots < branches.prefix_len[..., None], branches.tokens, second.top1)
 
 
-def merged_branches_reference(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
+@op(OP)
+def merged_branches(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
     """anchor [B] and sources of S slots, of which branches keep tokens of the first -> at most `budget` nodes: those
     of the first source's likeliest tokens, then of each row that follows. Each ends before its first score of -inf.
     """
@@ -106,4 +136,4 @@ def merged_branches_reference(anchor: Tensor, sources: Sequence[Source], budget:
         rejected = torch.where(slots == length, log_rejected(drafted), 0.0)
         tokens.append(splice(branches, draft))
         logprob.append(torch.where(slots < length, drafted, draft.confidence + rejected))
-    return from_candidates_reference(*with_anchor(anchor, torch.cat(tokens, 1), torch.cat(logprob, 1)), budget)
+    return from_candidates.reference(*with_anchor(anchor, torch.cat(tokens, 1), torch.cat(logprob, 1)), budget)

@@ -26,14 +26,24 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from d2sd.plugins.dispatch import Implementation, op, pick
+from d2sd.plugins.trees.cpu import MOST_ROWS
 from d2sd.plugins.trees.reference.nodes import from_scored_nodes
-from d2sd.plugins.trees.types import Source, Tree, lanes
+from d2sd.plugins.trees.types import OP, PATH_BITS, Source, Tree, lanes, path_bits
 
 # Shape letters: B requests, R rows of all sources, L lanes, S slots, M candidates a slot, P parents that a row splits
 # apart: 1, or any and M; N nodes, W ≤ N nodes of one level.
 
 
-def best_first_tree_reference(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
+def _picked(anchor: Tensor, sources: Sequence[Source], rows: int) -> Implementation:
+    count, reason = sum(source.rows for source in sources), None
+    if (bits := path_bits(1 + lanes(sources)[-1], count)) > PATH_BITS:
+        reason = f"a path has {bits} bits, more than {PATH_BITS}: there are too many branches"
+    return pick(OP, anchor, reason=reason, library=count <= MOST_ROWS)
+
+
+@op(OP, picked=_picked)
+def best_first_tree(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
     """anchor [B] and sources of S slots -> the `rows` likeliest nodes of all of them.
 
     Nodes are sorted by score, so a smaller tree is a prefix of a larger one. Which of equal scores come first

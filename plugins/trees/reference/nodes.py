@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from d2sd.plugins.trees.types import Accepted, Tree
+from d2sd.plugins.dispatch import op
+from d2sd.plugins.trees.types import OP, Accepted, Tree
 
 # Shape letters: B requests, C candidates, G block size γ, N nodes (the node budget), F nodes before the budget.
 
@@ -33,7 +34,8 @@ def max_nodes(block_size: int, branches: int) -> int:
     return block_size + sum(block_size - 1 - i for i in range(branches))
 
 
-def from_chain_reference(tokens: Tensor, score: Tensor) -> Tree:
+@op(OP)
+def from_chain(tokens: Tensor, score: Tensor) -> Tree:
     """A chain of one candidate [B, N] with path scores [B, N]; it ends before the first score of -inf."""
     batch, size = tokens.shape
     steps = torch.arange(size, device=tokens.device)
@@ -43,7 +45,8 @@ def from_chain_reference(tokens: Tensor, score: Tensor) -> Tree:
     return _tree(tokens, (depth - 1).clamp(min=0), depth, valid, torch.zeros_like(tokens), score, size - 1)
 
 
-def from_candidates_reference(candidates: Tensor, score: Tensor, budget: int) -> Tree:
+@op(OP)
+def from_candidates(candidates: Tensor, score: Tensor, budget: int) -> Tree:
     """candidates [B, C, G], all with the same slot 0, and their path scores [B, C, G] -> at most `budget` nodes. A
     candidate ends before its first score of -inf.
     """
@@ -151,9 +154,11 @@ def _tree(
     return Tree(tokens, parent, depth, valid, attn_mask, branch_id, score.masked_fill(~valid, float("-inf")), merged)
 
 
-def accept_reference(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
-    """`accept` in PyTorch: the specification. Nodes of the path agree with the target's choices, as all their ancestors
-    do.
+@op(OP, of="tokens", library=True)
+def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
+    """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ).
+
+    Nodes of the path agree with the target's choices, as all their ancestors do.
     """
     batch, size = chosen.shape
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))

@@ -1,5 +1,7 @@
-"""Launches the kernels of trees. Nothing here waits for the device: a CUDA graph can capture it."""
-# mypy: disable-error-code="import-untyped,import-not-found"
+"""Launches the kernels of trees, by the arguments of the ops in reference/. Nothing here waits for the device: a CUDA
+graph can capture it.
+"""
+# mypy: disable-error-code="no-untyped-def,import-untyped,import-not-found"
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from triton import next_power_of_2 as power
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, restarts_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
-from d2sd.plugins.trees.types import PATH_BITS, ROW_BITS, Accepted, Source, Tree, lanes, path_bits
+from d2sd.plugins.trees.types import PATH_BITS, ROW_BITS, Accepted, Branches, Source, Tree, lanes, path_bits
 
 # Shape letters: B requests, N nodes, C candidates, G slots with the anchor, S without it, K branches, M candidates of a
 # slot.
@@ -44,8 +46,7 @@ def tree_warps(nodes: int) -> int:
     return 4 if nodes <= 128 else 8
 
 
-def chain_triton(tokens: Tensor, score: Tensor) -> Tree:
-    """`from_chain`: tokens [B, N] int64, score [B, N] fp32."""
+def from_chain(tokens, score):
     batch, nodes = tokens.shape
     if tokens.stride(1) != 1 or score.stride(1) != 1:
         tokens, score = tokens.contiguous(), score.contiguous()
@@ -71,8 +72,7 @@ def candidates_warps(count: int, size: int, nodes: int) -> int:
     return max(tree_warps(nodes), 4 if power(count) * power(size) <= 512 else 8)
 
 
-def candidates_triton(candidates: Tensor, score: Tensor, budget: int) -> Tree:
-    """`from_candidates`: candidates [B, C, G] int64, score [B, C, G] fp32."""
+def from_candidates(candidates, score, budget):
     batch, count, size = candidates.shape
     out = Tree.empty(batch, budget, candidates.device)
     with torch.cuda.device_of(candidates):  # type: ignore[no-untyped-call]
@@ -93,8 +93,8 @@ def branches_constants(slots: int, counts: Sequence[int]) -> dict[str, object]:
     return {"S": slots, **rows, **candidates_constants(sum(counts), 1 + slots)}
 
 
-def branches_triton(anchor: Tensor, sources: Sequence[Source], budget: int) -> Tree:
-    """`merged_branches`; the tokens that branches keep may be broadcast."""
+def merged_branches(anchor, sources, budget):
+    """The tokens that branches keep may be broadcast."""
     counts, (*_, slots, _) = [source.rows for source in sources], sources[0].draft.tokens.shape
     out = Tree.empty(len(anchor), budget, anchor.device)
     top1, confidence = [], []
@@ -131,12 +131,9 @@ def boundaries_constants(slots: int, count: int) -> dict[str, int]:
     return {"S": slots, "SP": power(slots + 1), "K": count, "KP": power(count)}
 
 
-def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`chain_branches`: prefix lengths and rejected tokens [B, K] int64, K = `count`, of the likeliest
-    tokens int64 and their log-probabilities fp32, [B, S].
-    """
-    batch, slots = top1.shape
-    top1, confidence = _rows_of_slots(top1), _rows_of_slots(confidence)
+def chain_branches(first, count):
+    batch, slots = first.top1.shape
+    top1, confidence = _rows_of_slots(first.top1), _rows_of_slots(first.confidence)
     prefix_len, rejected = torch.empty(2, batch, count, dtype=torch.long, device=top1.device).unbind(0)
     with torch.cuda.device_of(top1):  # type: ignore[no-untyped-call]
         boundaries_kernel[(batch,)](
@@ -149,11 +146,11 @@ def boundaries_triton(top1: Tensor, confidence: Tensor, count: int) -> tuple[Ten
             **boundaries_constants(slots, count),
             num_warps=1,
         )
-    return prefix_len, rejected
+    return Branches(first.top1[:, None].expand(-1, count, -1), prefix_len, rejected)
 
 
-def restarts_triton(tree: Tree, top1: Tensor, confidence: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`branches_of_nodes`: kept tokens [B, K, S], prefix lengths and rejected tokens [B, K], all int64."""
+def branches_of_nodes(tree, first, count):
+    top1, confidence = first.top1, first.confidence
     (batch, nodes), slots = tree.tokens.shape, top1.shape[1]
     kept = torch.empty(batch, count, slots, dtype=torch.long, device=top1.device)
     prefix_len, rejected = torch.empty(2, batch, count, dtype=torch.long, device=top1.device).unbind(0)
@@ -174,27 +171,26 @@ def restarts_triton(tree: Tree, top1: Tensor, confidence: Tensor, count: int) ->
             **restarts_constants(nodes, slots, count),
             num_warps=1 if nodes <= 32 else 4,
         )
-    return kept, prefix_len, rejected
+    return Branches(kept, prefix_len, rejected)
 
 
 def restarts_constants(nodes: int, slots: int, count: int) -> dict[str, int]:
     return {"S": slots, "SP": power(slots), "N": nodes, "NP": power(nodes), "K": count, "KP": power(count)}
 
 
-def blocks_triton(anchor: Tensor, kept: Tensor, prefix_len: Tensor, mask_token: int) -> Tensor:
-    """`restart_blocks` [B, K, 1 + S] int64: anchor [B], kept tokens [B, K, S], prefix lengths [B, K], all int64."""
+def restart_blocks(branches, anchor, mask_token_id):
+    kept = _rows_of_slots(branches.tokens)
     batch, count, slots = kept.shape
-    kept = _rows_of_slots(kept)
     blocks = torch.empty(batch, count, 1 + slots, dtype=torch.long, device=anchor.device)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
         blocks_kernel[batch, count](
             anchor,
             kept,
-            prefix_len.contiguous(),
+            branches.prefix_len.contiguous(),
             blocks,
             kept.stride(0),
             kept.stride(1),
-            mask_token,
+            mask_token_id,
             **blocks_constants(slots, count),
             num_warps=1,
         )
@@ -249,8 +245,7 @@ def _requests(x: Tensor) -> Tensor:
     return x if x[0].is_contiguous() else x.contiguous()
 
 
-def growth_triton(anchor: Tensor, sources: Sequence[Source], rows: int) -> Tree:
-    """`best_first_tree` of int64 tokens and fp32 log-probabilities."""
+def best_first_tree(anchor, sources, rows):
     out = Tree.empty(len(anchor), rows, anchor.device)
     inputs, strides, constants, scratch = _growth(anchor, sources, rows)
     with torch.cuda.device_of(anchor):  # type: ignore[no-untyped-call]
@@ -290,14 +285,11 @@ def _growth(anchor: Tensor, sources: Sequence[Source], rows: int) -> tuple[Any, 
     return inputs, (*strides, slots), constants, (keys, infos)
 
 
-def accept_triton(
-    tokens: Tensor, parent: Tensor, valid: Tensor, branch_id: Tensor, chosen: Tensor, longest: int
-) -> Accepted:
-    """`accept`: columns of trees and the target's choices [B, N]; G = `longest`."""
+def accept(tree, chosen, longest):
     batch, nodes = chosen.shape
     path = torch.empty(batch, longest, dtype=torch.long, device=chosen.device)
     packed = torch.empty(batch, 2 + longest, dtype=torch.long, device=chosen.device)
-    columns = (x.contiguous() for x in (tokens, parent, valid, branch_id, chosen))
+    columns = (x.contiguous() for x in (tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen))
     with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
         accept_kernel[(batch,)](
             *columns, path, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from d2sd.plugins.cascade_attention import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention import ChunkMask, PagedContext, pack_mask_bits
 from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.kernel import cascade_attention_kernel, pack_mask_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
-from d2sd.plugins.cascade_attention.triton.launch import launch, pack_mask_triton
+from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, select_tile
 from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
@@ -173,7 +173,7 @@ KERNELS = (
         touched=attention_touched,
         streamed=("k_pages", "v_pages"),
     ),
-    Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_triton(some("u1", 1, 64, 64))}),
+    Kernel(pack_mask_kernel, ("words",), {"pack mask": lambda: pack_mask_bits.triton(some("u1", 1, 64, 64))}),
     Kernel(attention_kernel, ("out", "lse"), EXACT, streamed=("k_pages", "v_pages")),
     Kernel(
         merge_splits_kernel, ("out",), {"exact merge D=128": partial(attend_exactly, "bf16", "bf16", 128, tree=True)}
@@ -181,7 +181,7 @@ KERNELS = (
     Kernel(
         key_order_kernel,
         ("order",),
-        {f"key order {columns}": partial(exact.key_order_triton, some("u1", 2, 64, columns)) for columns in (64, 1024)},
+        {f"key order {columns}": partial(exact.key_order, some("u1", 2, 64, columns)) for columns in (64, 1024)},
     ),
 )
 CHECKS = {"mask": Check("pack_mask", "layers.test_masks_pack", (33,), barriers=False)}

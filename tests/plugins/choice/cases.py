@@ -5,10 +5,11 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from d2sd.plugins.choice import candidates, choose
 from d2sd.plugins.choice.reference import FILTERS, SamplingTensors
 from d2sd.plugins.choice.triton.drafts import pool_kernel, segments_kernel
 from d2sd.plugins.choice.triton.filters import filtered_kernel
-from d2sd.plugins.choice.triton.launch import SEGMENT, candidates_triton, choose_triton
+from d2sd.plugins.choice.triton.launch import SEGMENT
 from d2sd.plugins.choice.triton.tokens import combine_kernel, scores_kernel
 from d2sd.plugins.trees import Branches
 from tests.plugins.cases import TYPES, Check, Kernel, some
@@ -16,8 +17,8 @@ from tests.plugins.cases import TYPES, Check, Kernel, some
 VOCABULARIES = (151_936, 32_000)
 
 
-def sampling(filters: bool) -> SamplingTensors:
-    """One request that samples; with all filters at once."""
+def sampling(filters: bool = False, *, sampled: bool = True) -> SamplingTensors:
+    """One request, which samples; with all filters at once."""
     one, whole = some("fp32", 1), some("i64", 1)
     return SamplingTensors(
         temperature=one,
@@ -26,20 +27,19 @@ def sampling(filters: bool) -> SamplingTensors:
         min_p=one,
         filtered=some("i32", 1),
         seed=whole,
-        any_sampled=True,
+        any_sampled=sampled,
         used=FILTERS if filters else (),
     )
 
 
-def draft(vocab: int, pool: int, width: int, sampled: bool, branches: bool = False) -> None:
+def draft(vocab: int, width: int, sampled: bool, branches: bool = False) -> None:
     logits, context, kept = some("bf16", 1, 7, 15, vocab), some("i64", 1), some("i64", 1, 7)
     behind = Branches(some("i64", 1, 7, 15), kept, kept) if branches else None
-    how = sampling(True) if sampled else None
-    candidates_triton(logits, context, width, pool, some("i64", vocab), how, behind)
+    candidates.triton(logits, context, sampling(sampled, sampled=sampled), width, some("i64", vocab), behind)
 
 
-def choose(vocab: int, sampled: SamplingTensors | None) -> None:
-    choose_triton(some("bf16", 1, 64, vocab), some("i64", 1), some("i64", 1, 64), sampled)
+def choice(vocab: int, sampled: SamplingTensors) -> None:
+    choose.triton(some("bf16", 1, 64, vocab), some("i64", 1), some("i64", 1, 64), sampled)
 
 
 def filter_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -67,18 +67,18 @@ def pool_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
 
 
 DRAFTS = {
-    f"{width} of {vocab}{' sampled' * sampled}": partial(draft, vocab, pool, width, sampled)
+    f"{width} of {vocab}{' sampled' * sampled}": partial(draft, vocab, width, sampled)
     for vocab in VOCABULARIES
-    for pool, width, sampled in ((1, 1, False), (16, 16, False), (64, 16, True))
+    for width, sampled in ((1, False), (16, False), (16, True))
 }
 DRAFTS |= {
-    f"{width} of {vocab} behind branches": partial(draft, vocab, width, width, False, branches=True)
+    f"{width} of {vocab} behind branches": partial(draft, vocab, width, False, branches=True)
     for vocab in VOCABULARIES
     for width in (1, 16)
 }
-GREEDY = {f"{vocab}": partial(choose, vocab, None) for vocab in VOCABULARIES}
-SAMPLED = {f"{vocab}": partial(choose, vocab, sampling(False)) for vocab in VOCABULARIES}
-FILTERED = {f"{vocab}": partial(choose, vocab, sampling(True)) for vocab in VOCABULARIES}
+GREEDY = {f"{vocab}": partial(choice, vocab, sampling(sampled=False)) for vocab in VOCABULARIES}
+SAMPLED = {f"{vocab}": partial(choice, vocab, sampling()) for vocab in VOCABULARIES}
+FILTERED = {f"{vocab}": partial(choice, vocab, sampling(True)) for vocab in VOCABULARIES}
 KERNELS = (
     Kernel(
         segments_kernel,

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from d2sd.plugins.choice import candidates
-from d2sd.plugins.choice.cpu import likeliest_cpu
+from d2sd.plugins.choice import candidates, cpu
 from d2sd.plugins.choice.reference import likeliest
 from d2sd.plugins.cpu import library
 from d2sd.runtime.sampling.sample import Sampling
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels
 )
 def test_the_largest_come_first_and_of_equals_the_first(row: list[float], count: int) -> None:
     count = min(count, len(row))
-    pool, index, total = likeliest_cpu(torch.tensor([row]), count)
+    pool, index, total = cpu.likeliest(torch.tensor([row]), count)
     order = sorted(range(len(row)), key=lambda i: (-row[i], i))[:count]
     assert index[0].tolist() == order
     most = max(row)
@@ -46,17 +45,17 @@ def test_rows_are_the_specifications_whatever_is_beside_them(size: int) -> None:
     """On one thread and on two, and each row alone: to the bit."""
     logits = 5 * torch.randn(2, 3, 7, size, generator=torch.Generator().manual_seed(size))
     count, threads = min(16, size), torch.get_num_threads()
-    found = likeliest_cpu(logits, count)
+    found = cpu.likeliest(logits, count)
     pool, index, total = likeliest(logits, count)
     assert torch.equal(found[0], pool)
     assert torch.equal(found[1], index)
     torch.testing.assert_close(found[2], total, rtol=1e-6, atol=1e-6)
     try:
         torch.set_num_threads(3 - min(threads, 2))
-        again = likeliest_cpu(logits, count)
+        again = cpu.likeliest(logits, count)
     finally:
         torch.set_num_threads(threads)
-    alone = likeliest_cpu(logits[1:, 2:, 3:4].clone(), count)
+    alone = cpu.likeliest(logits[1:, 2:, 3:4].clone(), count)
     assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
     assert all(torch.equal(a[1:, 2:, 3:4], b) for a, b in zip(found, alone, strict=True))
 

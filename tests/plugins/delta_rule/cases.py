@@ -5,8 +5,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from d2sd.plugins import delta_rule as ops
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
-from d2sd.plugins.delta_rule.triton import launch as ops
 from d2sd.plugins.delta_rule.triton.closed_form import chunk_rule_kernel, tree_rule_kernel
 from d2sd.plugins.delta_rule.triton.convolution import convolution_kernel, keep_inputs_kernel
 from d2sd.plugins.delta_rule.triton.recurrence import recurrence_kernel
@@ -35,36 +35,31 @@ def tree(kind: str, size: int, nodes: int, exact: bool = False) -> None:
         rows_of(kind, size, BATCH, nodes),
         some("fp32", SLOTS, HEADS, size, size),
     )
-    launch = ops.exact_delta_rule_triton if exact else ops.tree_delta_rule_triton
-    launch(*given, some("i64", BATCH), Mask(some("u1", BATCH, nodes, nodes)))
+    ops.tree_delta_rule.triton(*given, some("i64", BATCH), Mask(some("u1", BATCH, nodes, nodes)), exact=exact)
 
 
 def chunk(kind: str, size: int, exact: bool = False) -> None:
     """Launch chunks of 256 rows and fewer."""
     given = some(kind, 1, 300, KEY_HEADS, size), rows_of(kind, size, 1, 300), some("fp32", SLOTS, HEADS, size, size)
-    launch = ops.exact_delta_rule_triton if exact else ops.chunk_delta_rule_triton
-    launch(*given, some("i64", BATCH), ChunkMask((256, 44), some("i64", BATCH + 1)))
+    chunks = ChunkMask((256, 44), some("i64", BATCH + 1))
+    ops.chunk_delta_rule.triton(*given, some("i64", BATCH), chunks, exact=exact)
 
 
 def commit(kind: str, size: int) -> None:
     states, slots = some("fp32", LAYERS, SLOTS, HEADS, size, size), some("i64", BATCH)
-    ops.commit_delta_rule_triton(rows_of(kind, size, LAYERS, BATCH, 64), states, slots, some("i64", BATCH, 16), slots)
+    ops.commit_delta_rule.triton(rows_of(kind, size, LAYERS, BATCH, 64), states, slots, some("i64", BATCH, 16), slots)
 
 
 def convolve(kind: str, *, chunks: bool) -> None:
     weight, states = some(kind, CHANNELS, 4), some(kind, SLOTS, CHANNELS, 3)
-    if chunks:
-        ops.convolution_triton(
-            some(kind, 1, 300, CHANNELS), weight, states, some("i64", BATCH), ChunkMask((256, 44), some("i64", 3)), None
-        )
-    else:
-        mask = Mask(some("u1", BATCH, 64, 64))
-        ops.convolution_triton(some(kind, BATCH, 64, CHANNELS), weight, states, some("i64", BATCH), mask, None)
+    mask: AttnMask | ChunkMask = ChunkMask((256, 44), some("i64", 3)) if chunks else Mask(some("u1", BATCH, 64, 64))
+    x = some(kind, 1, 300, CHANNELS) if chunks else some(kind, BATCH, 64, CHANNELS)
+    ops.convolution.triton(x, weight, states, some("i64", BATCH), mask)
 
 
 def keep(kind: str) -> None:
     states, slots = some(kind, LAYERS, SLOTS, CHANNELS, 3), some("i64", BATCH)
-    ops.commit_convolution_triton(some(kind, LAYERS, BATCH, 64, CHANNELS), states, slots, some("i64", BATCH, 16), slots)
+    ops.commit_convolution.triton(some(kind, LAYERS, BATCH, 64, CHANNELS), states, slots, some("i64", BATCH, 16), slots)
 
 
 def states_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from d2sd.plugins.cascade_attention import ChunkMask
-from d2sd.plugins.delta_rule import chunk_convolution, commit_convolution, tree_convolution
+from d2sd.plugins.delta_rule import chunk_convolution, commit_convolution, convolution
 from tests.plugins.delta_rule.draws import mask_of, path_to, tree
 from tests.plugins.delta_rule.oracle import convolved
 
@@ -27,15 +27,15 @@ def test_trees_equal_loops(nodes: int, dtype: torch.dtype) -> None:
     weight = inputs(3, CHANNELS, TAPS, dtype=dtype)
     expected = convolved(x, weight, states, slots, parents)
     bound = 1e-6 if dtype == torch.float32 else 2**-8
-    assert torch.allclose(tree_convolution(x, weight, states, slots, mask).double(), expected, rtol=bound, atol=bound)
-    alone = tree_convolution(x[1:, :1], weight, states, slots[1:], mask[1:, :1, :1])
-    assert torch.equal(alone[0, 0], tree_convolution(x, weight, states, slots, mask)[1, 0])
+    assert torch.allclose(convolution(x, weight, states, slots, mask).double(), expected, rtol=bound, atol=bound)
+    alone = convolution(x[1:, :1], weight, states, slots[1:], mask[1:, :1, :1])
+    assert torch.equal(alone[0, 0], convolution(x, weight, states, slots, mask)[1, 0])
 
 
 def test_a_bias_is_added_before_the_activation() -> None:
     x, states = inputs(1, 1, 1, 8), torch.zeros(2, 8, 3)
     bias, weight, itself = inputs(4, 8), torch.zeros(8, 4), torch.ones(1, 1, 1, dtype=torch.bool)
-    found = tree_convolution(x, weight, states, torch.tensor([1]), itself, bias)
+    found = convolution(x, weight, states, torch.tensor([1]), itself, bias)
     assert torch.allclose(found[0, 0], torch.nn.functional.silu(bias), rtol=1e-6)
 
 
@@ -61,7 +61,7 @@ def test_chunks_are_trees_of_one_path_wherever_they_are_cut() -> None:
     for request, span in enumerate((slice(0, 2), slice(2, 13))):
         chain = [*range(-1, lengths[request] - 1)]
         slot = slots[request : request + 1]
-        alone = tree_convolution(x[:, span], weight, states, slot, mask_of(chain)[None])
+        alone = convolution(x[:, span], weight, states, slot, mask_of(chain)[None])
         assert torch.equal(whole[:, span], alone)
         path, count = torch.tensor([path_to(chain, len(chain) - 1)]), torch.tensor([len(chain)])
         commit_convolution(x[None, :, span], kept[None], slot, path, count)

@@ -12,9 +12,10 @@ from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
 from d2sd.plugins.delta_rule import DeltaRows
 from d2sd.plugins.gated_layers import DeltaHeads
 from d2sd.plugins.gated_layers.triton import kernel
-from d2sd.plugins.gated_layers.triton import launch as ops
 from d2sd.plugins.layer_ops import Heads
-from tests.plugins.cases import Check, Kernel, some
+from tests.plugins.cases import Check, Kernel, implementations, some
+
+ops = implementations("gated_layers", "triton")
 
 KEYS, VALUES, SIZE, TAPS = 16, 32, 128, 4
 CHANNELS = (2 * KEYS + VALUES) * SIZE

@@ -5,26 +5,27 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.handover.triton.kernel import begin_kernel, begin_triton, end_kernel, end_triton
-from d2sd.plugins.handover.triton.rows import commit_kernel, commit_triton
+from d2sd.plugins.handover import begin, commit, end
+from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
+from d2sd.plugins.handover.triton.rows import commit_kernel
 from tests.plugins.cases import Check, Kernel, some
 
 
-def begin(size: int) -> None:
+def launch_begin(size: int) -> None:
     number, flag = some("i64", size), some("u1", size)
-    begin_triton(number, number, flag, flag, number, some("i64", 3, size + 1))
+    begin.triton(number, number, flag, flag, number, some("i64", 3, size + 1))
 
 
-def end(size: int) -> None:
+def launch_end(size: int) -> None:
     number, tokens, stop = some("i64", size), some("i64", size, 16), some("i64", size, 8)
-    end_triton(number, some("u1", size), tokens, tokens[:, 0], number, stop, some("i64", 3, size + 1))
+    end.triton(number, some("u1", size), tokens, tokens[:, 0], number, stop, some("i64", 3, size + 1))
 
 
-def commit(size: int, features: int, tables: int) -> None:
+def launch_commit(size: int, features: int, tables: int) -> None:
     path, number, kept = some("i64", size, 16), some("i64", size), some("u1", size, 16)
     given, pages = some("bf16", size, 64, features), [some("i64", size, 130)] * tables
     into = [some("bf16", size, 16, features), path, kept, *pages] if tables else None
-    commit_triton(path, number, kept[:, 0], number, given, pages, into)
+    commit.triton(path, number, kept[:, 0], number, given, pages, into)
 
 
 def committed(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -37,14 +38,14 @@ KERNELS = (
     Kernel(
         begin_kernel,
         ("new_anchor", "new_context_len", "new_active"),
-        {f"handover to {size}": partial(begin, size) for size in (1, 32)},
+        {f"handover to {size}": partial(launch_begin, size) for size in (1, 32)},
     ),
-    Kernel(end_kernel, ("state",), {f"handover of {size}": partial(end, size) for size in (1, 32)}),
+    Kernel(end_kernel, ("state",), {f"handover of {size}": partial(launch_end, size) for size in (1, 32)}),
     Kernel(
         commit_kernel,
         ("new_features", "positions", "keep", "new_table", "new_windowed"),
         {
-            f"commit {size}x{features} with {tables} tables": partial(commit, size, features, tables)
+            f"commit {size}x{features} with {tables} tables": partial(launch_commit, size, features, tables)
             for size, features, tables in ((1, 20480, 1), (32, 20480, 2), (8, 0, 0))
         },
         touched=committed,

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from d2sd.plugins import choice
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.trees import Branches
 from d2sd.runtime.sampling.sample import Sampling
@@ -26,9 +25,9 @@ def test_each_branch_has_the_parameters_of_its_request(monkeypatch: pytest.Monke
     logits = torch.randn(2, 3, 1, 63, generator=torch.Generator().manual_seed(1)) * 3
     params = [SamplingParams(0.6, seed=3), SamplingParams(1.5, top_k=4, seed=2**40 + 9)]
     given = logits, torch.tensor([5, 1000]), Sampling.of(params, 63, "cpu"), 5
-    run_kernels(monkeypatch, choice.OP, on=False)
+    run_kernels(monkeypatch, "choice", on=False)
     expected = candidates(*given)
-    run_kernels(monkeypatch, choice.OP)
+    run_kernels(monkeypatch, "choice")
     found = candidates(*(there(x) for x in given))
     proposed = expected.logprob > float("-inf")
     assert torch.equal(found.tokens.cpu().where(proposed, 0), expected.tokens.where(proposed, 0))
@@ -63,9 +62,9 @@ def test_rejected_tokens(
                 left[branch // 3, branch % 3, min(int(length.flatten()[branch]), 2), index] = -math.inf
         known = torch.tensor(ids) if ids else None
         given = torch.tensor([5, 1000]), Sampling.of([params] * 2, ids[-1] + 1 if ids else vocab, "cpu"), 2, known
-        run_kernels(monkeypatch, choice.OP, on=False)
+        run_kernels(monkeypatch, "choice", on=False)
         expected = candidates(left, *given)
-        run_kernels(monkeypatch, choice.OP)
+        run_kernels(monkeypatch, "choice")
         found = candidates(there(logits), *(there(x) for x in (*given, branches)))
         proposed = expected.logprob > -math.inf
         assert torch.equal(found.tokens.cpu().where(proposed, 0), expected.tokens.where(proposed, 0))

@@ -11,10 +11,8 @@ import triton  # type: ignore[import-untyped]
 import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
-from d2sd.plugins import choice
-from d2sd.plugins.choice import best_token, candidates
+from d2sd.plugins.choice import best_token, candidates, choose
 from d2sd.plugins.choice.reference import _gumbel, philox
-from d2sd.plugins.choice.triton.launch import choose_triton
 from d2sd.plugins.choice.triton.tokens import _gumbel as gumbel_of_words
 from d2sd.plugins.choice.triton.tokens import philox_words
 from d2sd.runtime.sampling.sample import Sampling, token_scores
@@ -112,8 +110,7 @@ def test_choice(nodes: int, vocab: int, params: list[SamplingParams]) -> None:
         best_token(token_scores(logits[:, n].float(), context, sampling, None if noise is None else noise[:, n]))
         for n in range(nodes)
     ]
-    used = there(sampling) if sampling.any_sampled else None
-    found = choose_triton(there(logits), there(context), there(depth), used)
+    found = choose.triton(*map(there, (logits, context, depth, sampling)))
     assert torch.equal(found.cpu(), torch.stack(expected, dim=1))
 
 
@@ -140,7 +137,7 @@ def test_candidates(
     made: list[tuple[Tensor, Tensor]] = []
     sampling = sampling_of(params, vocab * 3 + 1)
     for on_kernels in (False, True):
-        run_kernels(monkeypatch, choice.OP, on=on_kernels)
+        run_kernels(monkeypatch, "choice", on=on_kernels)
         given: tuple[Any, ...] = (logits if on_kernels else logits.float(), context, sampling, width, ids)
         draft = candidates(*(there(x) if on_kernels else x for x in given))
         made.append((draft.tokens.cpu(), draft.logprob.cpu()))
@@ -155,9 +152,9 @@ def test_an_overflow_is_no_proposal(params: list[SamplingParams], monkeypatch: p
     logits = logits_of(3, 2, 1, 3, 200, dtype=torch.float32)
     logits[0, 0, 0, 7], logits[0, 0, 1, 8], logits[1, 0, 2] = float("nan"), float("inf"), float("-inf")
     sampling = sampling_of(params, 200)
-    run_kernels(monkeypatch, choice.OP, on=False)
+    run_kernels(monkeypatch, "choice", on=False)
     expected = candidates(logits, torch.tensor([1, 2]), sampling, 4)
-    run_kernels(monkeypatch, choice.OP)
+    run_kernels(monkeypatch, "choice")
     found = candidates(there(logits), there(torch.tensor([1, 2])), there(sampling), 4)
     assert torch.equal(found.tokens.cpu(), expected.tokens)
     torch.testing.assert_close(found.logprob.cpu(), expected.logprob, rtol=1e-6, atol=1e-6)

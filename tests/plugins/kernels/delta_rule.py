@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins import delta_rule
 from d2sd.plugins.cascade_attention import ChunkMask
 from d2sd.plugins.delta_rule import (
     chunk_convolution,
     chunk_delta_rule,
     commit_convolution,
     commit_delta_rule,
-    tree_convolution,
+    convolution,
     tree_delta_rule,
 )
 from d2sd.plugins.delta_rule.types import DeltaRows
@@ -41,7 +40,7 @@ def check_tree(
     gate: float,
     patch: pytest.MonkeyPatch,
 ) -> None:
-    run_kernels(patch, delta_rule.OP)
+    run_kernels(patch, "delta_rule")
     x = drawn(
         nodes, nodes, batch=2, most_depth=depth, chain=chain, heads=(1, 2), size=size, gate=gate, alike=0.5, dtype=dtype
     )
@@ -76,7 +75,7 @@ def test_larger_trees(
 
 def test_exact_trees_are_plain_decoding_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """One row a step, each committed, in two layers of which the second is decoded."""
-    run_kernels(monkeypatch, delta_rule.OP)
+    run_kernels(monkeypatch, "delta_rule")
     x = drawn(11, 21, batch=2, most_depth=6, heads=(1, 2), size=16)
     q, rows, states, slots, mask = (there(y) for y in x[:5])
     whole = tree_delta_rule(q, rows, states, slots, mask, exact=True)
@@ -99,7 +98,7 @@ def test_exact_trees_are_plain_decoding_bit_for_bit(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", TYPES)
 def test_commits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers; of three requests one is padding, whose slot keeps what it holds, as do those of nobody."""
-    run_kernels(monkeypatch, delta_rule.OP)
+    run_kernels(monkeypatch, "delta_rule")
     x = drawn(13, 12, batch=3, chain=0.9, heads=(1, 2), size=16, dtype=dtype)._replace(slots=torch.tensor([3, 0, 1]))
     states = torch.stack([x.states, 2 * x.states])
     paths = [path_to(parents, 11) for parents in x.parents]
@@ -125,7 +124,7 @@ def test_commits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("lengths", "dtype"), [((37, 1, 9), torch.float32), ((70, 1, 5), torch.bfloat16)])
 def test_chunks(lengths: tuple[int, ...], dtype: torch.dtype, exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles, one row, and padding."""
-    run_kernels(monkeypatch, delta_rule.OP)
+    run_kernels(monkeypatch, "delta_rule")
     x = drawn(17, sum(lengths), batch=1, chain=1.0, most_depth=999, gate=2.0, size=16, dtype=dtype)
     slots, chunks = torch.tensor([2, 1, 0]), ChunkMask(lengths, there(torch.tensor([0, *lengths]).cumsum(0)))
     states = there(x.states.clone())
@@ -151,7 +150,7 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 @pytest.mark.parametrize("nodes", [1, 40])
 def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees and chunks, with channels of no power of two, and what is kept of a path and of the chunks."""
-    run_kernels(monkeypatch, delta_rule.OP)
+    run_kernels(monkeypatch, "delta_rule")
     draw, channels = torch.Generator().manual_seed(nodes), 48
     parents = [tree(draw, nodes, 32, 0.5) for _ in range(2)]
     mask, slots, chunks = (
@@ -169,7 +168,7 @@ def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             there(y.clone()) if put else y.clone()
             for y in (x, states, weight, bias, row.to(dtype), mask, slots, path, count, chunks)
         )
-        out = [tree_convolution(x_[0], weight_, states_[0], slots_, mask_, bias_)]
+        out = [convolution(x_[0], weight_, states_[0], slots_, mask_, bias_)]
         commit_convolution(x_, states_, slots_, path_, count_)
         out += [
             states_.clone(),
@@ -179,7 +178,7 @@ def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
         return [y.cpu() for y in out]
 
     found = run(there)
-    run_kernels(monkeypatch, delta_rule.OP, on=False)
+    run_kernels(monkeypatch, "delta_rule", on=False)
     for result, expected in zip(found, run(None), strict=True):
         bound = 2**-7 if dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(result, expected, rtol=bound, atol=bound)

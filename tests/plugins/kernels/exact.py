@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from d2sd.plugins import layer_ops
 from d2sd.plugins.cascade_attention.triton import exact, exact_kernel
-from d2sd.plugins.layer_ops import reference
 from d2sd.plugins.layer_ops.triton import linear, products
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, looped_linear, numbers
@@ -54,12 +54,12 @@ def products_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return products.linear(x, weight, bias, None, x.dtype)
+    return layer_ops.linear.triton(x, weight, bias, None, x.dtype)
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Not rounded to 16 bits, which would hide most differences."""
-    return products.linear(x, weight, bias, None, torch.float32)
+    return layer_ops.linear.triton(x, weight, bias, None, torch.float32)
 
 
 SLOW = pytest.mark.slow
@@ -73,7 +73,7 @@ def test_product(bias: bool, dtype: torch.dtype) -> None:
     added = numbers(37, seed=2).to(dtype) if bias else None
     found = product(x, weight, added)
     relative = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}[dtype]
-    for expected in (reference.linear(x, weight, added, None, dtype), looped_linear(x, weight, added)):
+    for expected in (layer_ops.linear.reference(x, weight, added, None, dtype), looped_linear(x, weight, added)):
         torch.testing.assert_close(found.float(), expected.float(), rtol=relative, atol=relative)
     assert product(x[None], weight, added).shape == (1, 5, 37)
 
@@ -82,10 +82,10 @@ def test_product(bias: bool, dtype: torch.dtype) -> None:
 def test_fp8_product() -> None:
     one, scales = torch.tensor(1.0), (torch.tensor(0.5), torch.tensor(0.25))
     x, weight, bias = to_pages(numbers(5, 150), one), to_pages(numbers(37, 150, seed=1), one), numbers(37).half()
-    sums = products.linear(x, weight, None, None, torch.float32)
+    sums = layer_ops.linear.triton(x, weight, None, None, torch.float32)
     torch.testing.assert_close(sums, looped_linear(x.float(), weight.float(), None), rtol=1e-5, atol=1e-5)
-    found = products.linear(x, weight, bias, scales, torch.float16)
-    expected = reference.linear(x, weight, bias, scales, torch.float16)
+    found = layer_ops.linear.triton(x, weight, bias, scales, torch.float16)
+    expected = layer_ops.linear.reference(x, weight, bias, scales, torch.float16)
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=2e-3)
 
 
@@ -102,7 +102,7 @@ def test_a_row_of_an_fp32_product_is_the_same_alone_and_among_others() -> None:
 @pytest.mark.parametrize("mask", [causal, ancestors, branches, everyone])
 def test_key_order(mask: Callable[..., Tensor]) -> None:
     attn_mask = torch.stack([mask(9, seed) for seed in range(3)])
-    found = exact.key_order_triton(attn_mask)
+    found = exact.key_order(attn_mask)
     for b, t in ((b, t) for b in range(3) for t in range(9)):
         columns = attn_mask[b, t].nonzero().flatten().tolist()
         assert found[b, t, 9] == len(columns)

@@ -12,15 +12,15 @@ from torch import Tensor
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
 from d2sd.plugins.delta_rule import DeltaRows
 from d2sd.plugins.gated_layers import DeltaHeads
-from d2sd.plugins.gated_layers import reference as gates_reference
-from d2sd.plugins.gated_layers.triton import launch as gates_launch
-from d2sd.plugins.layer_ops import Heads, reference
-from d2sd.plugins.layer_ops.triton import launch
+from d2sd.plugins.layer_ops import Heads
+from tests.plugins.cases import implementations
 from tests.plugins.delta_rule.draws import mask_of, tree
 from tests.plugins.kernels.calls import INTERPRETED, there
 from tests.plugins.kernels.layers import TYPES, assert_same
 from tests.plugins.test_layer_ops import EPS, some
 
+reference, launch = (implementations("layer_ops", which) for which in ("reference", "triton"))
+gates_reference, gates_launch = (implementations("gated_layers", which) for which in ("reference", "triton"))
 # No two sizes are equal, and heads are no powers of two.
 ROWS, HQ, HKV, SIZE, ROTARY = 5, 6, 2, 44, 20
 KEYS, VALUES, KEY, VALUE, TAPS = 3, 6, 20, 12, 4

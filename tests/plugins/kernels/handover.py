@@ -53,7 +53,7 @@ def run(
     monkeypatch: pytest.MonkeyPatch, fused: bool, state: Tensor, batch: Batch, link: Link, result: Any
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Return what the step is given, and the state after it."""
-    run_kernels(monkeypatch, kernels.OP, on=fused)
+    run_kernels(monkeypatch, "handover", on=fused)
     where = there if fused else lambda given: given
     handover = Handover(state.shape[1], calls.DEVICE if fused else "cpu")
     handover._state.copy_(state)
@@ -94,10 +94,10 @@ def test_commit(size: int, block: int, nodes: int, width: int, tables: int, monk
         kept = [torch.ones(*rows, width).bfloat16(), torch.ones(rows, dtype=torch.long), torch.ones(rows).bool()]
         return [*kept, *map(torch.zeros_like, pages)]
 
-    run_kernels(monkeypatch, kernels.OP, on=False)
+    run_kernels(monkeypatch, "handover", on=False)
     expected, into = kernels.commit(*given), larger()
     kernels.commit(*given, pages, into)
-    run_kernels(monkeypatch, kernels.OP)
+    run_kernels(monkeypatch, "handover")
     found, also = kernels.commit(*map(there, given)), there(larger())
     on_device: list[Any] = [*map(there, given), there(pages), also]
     kernels.commit(*on_device)

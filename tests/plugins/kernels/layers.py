@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.reference import pack_mask_reference
-from d2sd.plugins.cascade_attention.triton.launch import pack_mask_triton
-from d2sd.plugins.layer_ops import Front, Heads, PagedRows, reference
-from d2sd.plugins.layer_ops.triton import launch
+from d2sd.plugins.cascade_attention import pack_mask_bits
+from d2sd.plugins.layer_ops import Front, Heads, PagedRows
+from d2sd.plugins.layer_ops.triton.launch import BLOCK
+from tests.plugins.cases import implementations
 from tests.plugins.kernels.calls import INTERPRETED, there
 from tests.plugins.test_layer_ops import (
     EPS,
@@ -34,6 +34,7 @@ from tests.plugins.test_layer_ops import (
 )
 
 __all__ = ["HQ"]
+reference, launch = (implementations("layer_ops", which) for which in ("reference", "triton"))
 #: Share of numbers that may be other bits, and by how much relatively: sums and functions of another order.
 TYPES = {torch.float32: (1.0, 2e-6), torch.float16: (0.002, 2e-3), torch.bfloat16: (1.0, 4e-2)}
 if not INTERPRETED:
@@ -206,7 +207,7 @@ def test_a_norm_may_add_in_place() -> None:
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("scaled", [False, True])
 def test_gate(scaled: bool, dtype: torch.dtype) -> None:
-    gate_up = (some(ROWS, 2 * (launch.BLOCK + 7)) * 5).to(torch.float32 if scaled else dtype)
+    gate_up = (some(ROWS, 2 * (BLOCK + 7)) * 5).to(torch.float32 if scaled else dtype)
     scales = torch.tensor([0.5, 3.0]) if scaled else None
     found = launch.silu_mul(there(gate_up), dtype, scales=there(scales))
     assert_same(found, reference.silu_mul(gate_up, dtype, scales=scales))
@@ -250,6 +251,6 @@ def test_quantized_results() -> None:
 @pytest.mark.parametrize("rows", [5, 33])
 def test_masks_pack(rows: int) -> None:
     attn_mask = torch.rand(2, rows, rows, generator=torch.Generator().manual_seed(rows)) < 0.5
-    assert torch.equal(pack_mask_triton(there(attn_mask)).cpu(), pack_mask_reference(attn_mask))
+    assert torch.equal(pack_mask_bits.triton(there(attn_mask)).cpu(), pack_mask_bits.reference(attn_mask))
     for strided in (attn_mask[:1].transpose(1, 2), attn_mask[1:].expand(2, rows, rows)):
-        assert torch.equal(pack_mask_triton(there(strided)).cpu(), pack_mask_reference(strided))
+        assert torch.equal(pack_mask_bits.triton(there(strided)).cpu(), pack_mask_bits.reference(strided))

@@ -29,9 +29,9 @@ def test_copy(slots: int, width: int, vocabulary: int, longest: int, monkeypatch
         scores_of(slots),
     )
     temperature = torch.tensor([0.0, 0.3, 0.7, 2.0])
-    run_kernels(monkeypatch, lookup.OP, on=False)
+    run_kernels(monkeypatch, "lookup", on=False)
     expected = lookup.find_copy(text, first, scores, temperature)
-    run_kernels(monkeypatch, lookup.OP)
+    run_kernels(monkeypatch, "lookup")
     found = lookup.find_copy(there(text), there(first), there(scores), there(temperature))
     assert found.length.cpu().equal(expected.length)
     assert found.draft.tokens.cpu().equal(expected.draft.tokens)
@@ -47,9 +47,9 @@ def test_append(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = torch.tensor([[0, *sorted(dice.sample(range(1, 9), size - 1))] for _ in range(4)])
     count, active = torch.tensor([size, 1, size, size]), torch.tensor([True, True, False, True])
     accepted, kernel = Accepted(path, count, path, count), there(text)
-    run_kernels(monkeypatch, lookup.OP)
+    run_kernels(monkeypatch, "lookup")
     lookup.append(kernel, there(tokens), there(accepted), there(active))
-    run_kernels(monkeypatch, lookup.OP, on=False)
+    run_kernels(monkeypatch, "lookup", on=False)
     lookup.append(text, tokens, accepted, active)
     assert kernel.pages[1:].cpu().equal(text.pages[1:])
     for row, length in ((0, size), (1, 1), (2, 0)):

@@ -13,7 +13,7 @@ from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Rows
 from d2sd.modeling.where import Where
-from d2sd.plugins import dispatch, layer_ops
+from d2sd.plugins import dispatch
 from tests.plugins.kernels import calls
 from tests.plugins.on_kernels import run_kernels
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
@@ -47,11 +47,11 @@ def hidden(model: Decoder, chunks: list[int]) -> Tensor:
 
 
 def on_kernels(patch: pytest.MonkeyPatch, *, fused: bool) -> None:
-    run_kernels(patch, "attention")
+    run_kernels(patch, "cascade_attention")
     patch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
     if fused:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
-        run_kernels(patch, layer_ops.OP)
+        run_kernels(patch, "layer_ops.silu_mul")
 
 
 @pytest.mark.parametrize(("fp8_pages", "fused"), [(False, False), (True, False), (False, True)])

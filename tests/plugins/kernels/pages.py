@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins.kv_pages.reference import write_pages_reference
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_triton
+from d2sd.plugins.kv_pages import write_pages
 from tests.plugins.kernels.calls import there
 from tests.plugins.test_kv_pages import KEEP, PATH, POSITIONS, TABLE
 
@@ -18,9 +17,9 @@ def written(fused: bool, k: Tensor, v: Tensor, stored: torch.dtype, *more: Tenso
     if fused:
         pages = there(pages)
         given = [there(x) for x in (TABLE, POSITIONS, KEEP, *more)]
-        write_pages_triton(there(k), there(v), pages[0], pages[1], *given)
+        write_pages.triton(there(k), there(v), pages[0], pages[1], *given)
     else:
-        write_pages_reference(k, v, pages[0], pages[1], TABLE, POSITIONS, KEEP, *more)
+        write_pages.reference(k, v, pages[0], pages[1], TABLE, POSITIONS, KEEP, *more)
     k_bytes, v_bytes = pages.cpu().view(torch.uint8)[:, :, 1:]
     return k_bytes, v_bytes
 

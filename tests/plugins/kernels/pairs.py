@@ -14,9 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins import pair_scores
 from d2sd.plugins.pair_scores import Factors, conditioned
-from d2sd.plugins.pair_scores.reference import conditioned_reference
 from d2sd.plugins.trees import Draft
 from tests.plugins.kernels.calls import there
 from tests.plugins.on_kernels import run_kernels
@@ -83,8 +81,8 @@ def given(kind: torch.dtype, size: int, rank: int, form: str, width: int, seed: 
 
 
 def run(patch: pytest.MonkeyPatch, call: Given, *, on: bool = True) -> Draft:
-    run_kernels(patch, pair_scores.OP, on=on)
-    found = conditioned(*(there(x) for x in call)) if on else conditioned_reference(*call)
+    run_kernels(patch, "pair_scores", on=on)
+    found = conditioned(*(there(x) for x in call)) if on else conditioned.reference(*call)
     behind = None if found.behind is None else found.behind.cpu()
     return Draft(found.tokens.cpu(), found.logprob.cpu(), behind)
 

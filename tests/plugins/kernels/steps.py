@@ -22,9 +22,9 @@ def test_texts_are_those_of_plain_decoding(policy: PolicyName, monkeypatch: pyte
     used: list[Tensor] = []
 
     def use(op: str, x: Tensor, **_: object) -> bool:
-        if op in (trees.OP, choice.OP):
+        if op in (trees.accept.what, choice.choose.what):
             used.append(x)
-        return op in (trees.OP, choice.OP)
+        return op in (trees.accept.what, choice.choose.what)
 
     monkeypatch.setattr(dispatch, "use_kernels", use)
     requests = [replace(request, max_new_tokens=5) for request in some_requests()[:2]]

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.plugins import trees
 from d2sd.plugins.trees import (
     Accepted,
     Branches,
@@ -58,9 +57,9 @@ def stable_topk(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any) -> tuple[Any, Any]:
     """The specification's result, and the kernels'."""
-    run_kernels(monkeypatch, trees.OP, on=False)
+    run_kernels(monkeypatch, "trees", on=False)
     expected = make(*given)
-    run_kernels(monkeypatch, trees.OP)
+    run_kernels(monkeypatch, "trees")
     return expected, make(*(there(x) for x in given))
 
 
@@ -243,7 +242,7 @@ def test_growth_of_more_than_16_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = torch.Generator().manual_seed(1)
     for vocab in (1, 2, 3):
-        run_kernels(monkeypatch, trees.OP, on=False)
+        run_kernels(monkeypatch, "trees", on=False)
         tokens = random_candidates(draw, count, size, vocab)
         tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
         chosen = torch.randint(0, vocab, (3, budget), generator=draw)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel, write_pages_triton
+from d2sd.plugins.kv_pages import write_pages
+from d2sd.plugins.kv_pages.triton.kernel import write_pages_kernel
 from tests.plugins.cases import KV_HEADS, PAGE, TYPES, Check, Kernel, some
 
 
 def write(stored: str, path: bool) -> None:
     rows, pages = some("bf16", 2, 1, 1 << 22, KV_HEADS, 128), some(stored, 2, 1 << 18, PAGE, KV_HEADS, 128)
     places, scales = some("i64", 1, 5), [some("fp32", 2) for _ in "kv"] if stored == "fp8" else []
-    write_pages_triton(
+    write_pages.triton(
         rows, rows, pages, pages, some("i64", 1, 4), places, some("u1", 1, 5), places if path else None, *scales
     )
 

@@ -7,10 +7,11 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.layer_ops import Behind, Front, Heads, PagedRows
-from d2sd.plugins.layer_ops.triton import kernel, products
-from d2sd.plugins.layer_ops.triton import launch as ops
+from d2sd.plugins.layer_ops.triton import kernel
 from d2sd.plugins.layer_ops.triton.linear import linear_kernel
-from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, some
+from tests.plugins.cases import GROUP, KV_HEADS, PAGE, TYPES, Check, Kernel, implementations, some
+
+ops = implementations("layer_ops", "triton")
 
 #: Type, and whether the results, or the sums of products and the pages, are FP8.
 KINDS = (("bf16", False), ("bf16", True), ("fp16", False), ("fp32", False))
@@ -110,14 +111,14 @@ def linear(kind: str, *, outputs: int = 24576, sums: bool = False) -> None:
     x, weight = some(kind, 3, 4096), some(kind, outputs, 4096)
     scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
     made = "fp32" if sums else "bf16" if kind == "fp8" else kind
-    products.linear(x, weight, None, scales, TYPES[made])
+    ops.linear(x, weight, None, scales, TYPES[made])
 
 
 def split_linear(outputs: int, inputs: int, kind: str = "fp8", *, sums: bool = False) -> None:
     """Products of few rows; FP8 scaled, or as `sums`."""
     scales = (some("fp32"), some("fp32")) if kind == "fp8" and not sums else None
     made = "fp32" if sums else "bf16" if kind == "fp8" else kind
-    products.split_linear(some(kind, 3, inputs), some(kind, outputs, inputs), scales, TYPES[made])
+    ops.split_linear(some(kind, 3, inputs), some(kind, outputs, inputs), scales, TYPES[made])
 
 
 def multiplied(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from d2sd.plugins.cpu import library
-from d2sd.plugins.lookup import LENGTHS, SUPPORT, CopyScores, Text
-from d2sd.plugins.lookup.cpu import find_copy_cpu
-from d2sd.plugins.lookup.reference import find_copy_reference
+from d2sd.plugins.lookup import LENGTHS, SUPPORT, CopyScores, Text, find_copy
 from d2sd.plugins.lookup.types import LONGEST
 from d2sd.plugins.trees import Draft
 from tests.runtime.helpers import STEADY
@@ -75,7 +73,7 @@ def test_copies_equal_loops(seed: int, vocabulary: int, slots: int, longest: int
         scores_of(slots),
     )
     temperature = torch.tensor([dice.choice([0.0, 0.3, 0.8, 1.0, 2.0]) for _ in texts])
-    copy = find_copy_reference(text, first, scores, temperature)
+    copy = find_copy.reference(text, first, scores, temperature)
     for b, tokens in enumerate(texts):
         expected, matched = copied(tokens, slots)
         assert (copy.draft.tokens[b, :, 0].tolist(), int(copy.length[b])) == (expected, matched)
@@ -87,7 +85,7 @@ def test_copies_equal_loops(seed: int, vocabulary: int, slots: int, longest: int
             value = greedy + min(float(temperature[b]), 1.0) * (sampled - greedy) if matched else -math.inf
             assert float(copy.draft.logprob[b, slot, 0]) == pytest.approx(value, abs=1e-5)
     if library.available():
-        compiled = find_copy_cpu(text, first, scores, temperature)
+        compiled = find_copy.cpu(text, first, scores, temperature)
         assert compiled.draft.tokens.equal(copy.draft.tokens)
         assert compiled.length.equal(copy.length)
         assert compiled.draft.logprob.equal(copy.draft.logprob)

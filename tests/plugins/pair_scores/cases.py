@@ -5,22 +5,22 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from d2sd.plugins.pair_scores import Factors
-from d2sd.plugins.pair_scores.triton.kernels import conditioned_triton, pairs_kernel
+from d2sd.plugins.pair_scores import Factors, conditioned
+from d2sd.plugins.pair_scores.triton.kernels import pairs_kernel
 from d2sd.plugins.trees import Draft
 from tests.plugins.cases import TYPES, Check, Kernel, some
 
 SLOTS, VOCABULARY = 7, 49152
 
 
-def conditioned(kind: str, size: int, rank: int, width: int, form: str) -> None:
+def pairs(kind: str, size: int, rank: int, width: int, form: str) -> None:
     shape = (2, 7, SLOTS)
     draft = Draft(some("i64", *shape, size), some("fp32", *shape, size))
     table = some(kind, VOCABULARY, rank)
     before = some(kind, *shape, 1 + size, rank) if form == "each" else table
     of_slot = some(kind, *shape, rank) if form == "slot" else None
     blocks = some("i64", 2, 7, SLOTS + 1)
-    conditioned_triton(blocks, draft, Factors(before, table, of_slot), 16, some("fp32", 2), width)
+    conditioned.triton(blocks, draft, Factors(before, table, of_slot), 16, some("fp32", 2), width)
 
 
 def looked_up(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
@@ -34,7 +34,7 @@ def looked_up(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
 
 
 RUNS = {
-    f"{name} {kind}, {width} of {size}": partial(conditioned, kind, size, rank, width, form)
+    f"{name} {kind}, {width} of {size}": partial(pairs, kind, size, rank, width, form)
     for name, size, rank, form in (
         ("pair", 16, 128, "slot"),
         ("selector", 32, 256, "slot"),

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from d2sd.plugins.cpu import library
-from d2sd.plugins.pair_scores import Factors
-from d2sd.plugins.pair_scores.cpu import conditioned_cpu
-from d2sd.plugins.pair_scores.reference import conditioned_reference
+from d2sd.plugins.pair_scores import Factors, conditioned
 from d2sd.plugins.trees import Draft
 from tests.plugins.kernels import pairs
 from tests.plugins.kernels.pairs import (  # noqa: F401 - run here with the library in the kernels' place
@@ -21,7 +19,7 @@ pytestmark = pytest.mark.skipif(not library.available(), reason=f"no CPU kernels
 
 
 def run(_: pytest.MonkeyPatch, call: pairs.Given, *, on: bool = True) -> Draft:
-    return (conditioned_cpu if on else conditioned_reference)(*call)
+    return (conditioned.cpu if on else conditioned.reference)(*call)
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +39,6 @@ def test_drafts_are_the_specifications(kind: torch.dtype, form: str, threads: in
             call = pairs.given(kind, size, rank, form, width)
             if form == pairs.EACH:
                 call = call._replace(factors=Factors(call.factors.before.float(), call.factors.behind))
-            pairs.assert_same(conditioned_cpu(*call), conditioned_reference(*call))
+            pairs.assert_same(conditioned.cpu(*call), conditioned.reference(*call))
     finally:
         torch.set_num_threads(before)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
+from d2sd.plugins import trees
 from d2sd.plugins.trees import Branches, Draft, Source, Tree
-from d2sd.plugins.trees.triton import launch as trees
+from d2sd.plugins.trees.reference.branches import branches_of_nodes
 from d2sd.plugins.trees.triton.branches import blocks_kernel, boundaries_kernel, branches_kernel, restarts_kernel
 from d2sd.plugins.trees.triton.growth import grow_kernel
+from d2sd.plugins.trees.triton.launch import mask_triton
 from d2sd.plugins.trees.triton.nodes import accept_kernel, candidates_kernel, chain_kernel, mask_kernel
 from tests.plugins.cases import Check, Kernel, some
 
@@ -33,41 +35,46 @@ TOLD = (source(16, told=True), source(16, 7, replaces=True, told=True), source(1
 
 
 def grow(nodes: int, count: int, told: bool = False) -> None:
-    trees.growth_triton(some("i64", 2), (TOLD if told else SOURCES)[:count], nodes)
+    trees.best_first_tree.triton(some("i64", 2), (TOLD if told else SOURCES)[:count], nodes)
 
 
 def mask(nodes: int) -> None:
-    trees.mask_triton(some("i64", 2, nodes), some("i64", 2, nodes), some("u1", 2, nodes), some("u1", 2, nodes, nodes))
+    mask_triton(some("i64", 2, nodes), some("i64", 2, nodes), some("u1", 2, nodes), some("u1", 2, nodes, nodes))
 
 
 def merge(count: int, size: int, nodes: int) -> None:
-    trees.candidates_triton(some("i64", 2, count, size), some("fp32", 2, count, size), nodes)
+    trees.from_candidates.triton(some("i64", 2, count, size), some("fp32", 2, count, size), nodes)
 
 
 def chain(nodes: int) -> None:
-    trees.chain_triton(some("i64", 2, nodes), some("fp32", 2, nodes))
+    trees.from_chain.triton(some("i64", 2, nodes), some("fp32", 2, nodes))
 
 
 def accept(nodes: int) -> None:
-    node = some("i64", 2, nodes)
-    trees.accept_triton(node, node, some("u1", 2, nodes), node, node, 16)
+    tree = Tree.empty(2, nodes, some("i64", 2).device)
+    trees.accept.triton(tree, tree.tokens, 16)
+
+
+def chains() -> Draft:
+    return Draft(some("i64", 2, SLOTS, 1), some("fp32", 2, SLOTS, 1))
 
 
 def boundaries(count: int) -> None:
-    trees.boundaries_triton(some("i64", 2, SLOTS), some("fp32", 2, SLOTS), count)
+    trees.chain_branches.triton(chains(), count)
 
 
 def restarts(count: int) -> None:
     tree = Tree.empty(2, SLOTS + count, some("i64", 2).device)
-    trees.restarts_triton(tree, some("i64", 2, SLOTS), some("fp32", 2, SLOTS), count)
+    branches_of_nodes.triton(tree, chains(), count)
 
 
 def blocks(count: int) -> None:
-    trees.blocks_triton(some("i64", 2), some("i64", 2, count, SLOTS), some("i64", 2, count), 99)
+    length = some("i64", 2, count)
+    trees.restart_blocks.triton(Branches(some("i64", 2, count, SLOTS), length, length), some("i64", 2), 99)
 
 
 def branch(count: int) -> None:
-    trees.branches_triton(some("i64", 2), [source(1), source(1, count, replaces=True)], 64)
+    trees.merged_branches.triton(some("i64", 2), [source(1), source(1, count, replaces=True)], 64)
 
 
 KERNELS = (

@@ -11,11 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d2sd.plugins.cpu import library
-from d2sd.plugins.trees import Branches, Draft, Source, chain_branches, tree_branches
-from d2sd.plugins.trees.cpu import accept_cpu, best_first_tree_cpu
+from d2sd.plugins.trees import Branches, Draft, Source, accept, best_first_tree, chain_branches, tree_branches
 from d2sd.plugins.trees.reference.branches import boundary_scores
-from d2sd.plugins.trees.reference.growth import best_first_tree_reference
-from d2sd.plugins.trees.reference.nodes import accept_reference
 from tests.runtime.drafts import Passes, draft_of, passes
 from tests.runtime.helpers import STEADY
 from tests.runtime.oracle import Path, chain_worth, tree_worth
@@ -137,7 +134,7 @@ def test_trees_and_acceptance(
         sources.append(Source(best(draft(generator, batch, slots, 4), 2), follows=follows))
         behind = best(draft(generator, batch, copies, slots, 4), 1)
         sources.append(Source(behind, restarts(generator, first, copies), replaces=seed % 2 == 0, follows=follows))
-    expected, tree = (grow(anchor, sources, nodes) for grow in (best_first_tree_reference, best_first_tree_cpu))
+    expected, tree = (grow(anchor, sources, nodes) for grow in (best_first_tree.reference, best_first_tree.cpu))
     for field in fields(tree):
         assert torch.equal(getattr(tree, field.name), getattr(expected, field.name)), field.name
 
@@ -145,7 +142,7 @@ def test_trees_and_acceptance(
     agrees = torch.rand(tree.tokens.shape, generator=generator) < 0.6
     for b, node in (tree.valid & agrees & (tree.depth > 0)).nonzero().tolist():
         chosen[b, tree.parent[b, node]] = tree.tokens[b, node]
-    found, accepted = accept_cpu(tree, chosen, slots + 1), accept_reference(expected, chosen, slots + 1)
+    found, accepted = accept.cpu(tree, chosen, slots + 1), accept.reference(expected, chosen, slots + 1)
     assert torch.equal(found.path, accepted.path)
     assert torch.equal(found.packed(), accepted.packed())
 
@@ -155,7 +152,7 @@ def test_children_of_equal_score_stay_in_order() -> None:
     """Upper levels first, then the candidates' order: the tree must not depend on the heap."""
     same = torch.zeros(1, 3, 4)
     tokens = torch.arange(12).view(1, 3, 4)
-    tree = best_first_tree_cpu(torch.tensor([39]), [Source(Draft(tokens, same))], 8)
+    tree = best_first_tree.cpu(torch.tensor([39]), [Source(Draft(tokens, same))], 8)
     assert tree.tokens.tolist() == [[39, 0, 1, 2, 3, 4, 5, 6]]
     assert tree.parent.tolist() == [[0, 0, 0, 0, 0, 1, 1, 1]]
     assert tree.depth.tolist() == [[0, 1, 1, 1, 1, 2, 2, 2]]

@@ -11,9 +11,8 @@ import torch
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.where import Where
-from d2sd.plugins.cascade_attention import ChunkMask
+from d2sd.plugins.cascade_attention import ChunkMask, cascade_attention
 from d2sd.plugins.cascade_attention.arguments import PagedContext
-from d2sd.plugins.cascade_attention.reference import chunks_reference
 from d2sd.policies import PolicyName
 from d2sd.runtime.batch import PrefillInputs
 from d2sd.runtime.cuda_graphs.prefills import MOST_ROWS, row_counts
@@ -186,8 +185,9 @@ def test_chunks_that_only_the_device_knows_are_the_same(window: int | None) -> N
         first = (ends - (window - 1)).clamp(min=0)
     known = torch.tensor([0, 2, 3])
     real = PagedContext(pages[0], pages[1], table[known], torch.tensor(contexts)[known])
-    expected_rows = chunks_reference(q, k, v, real, ChunkMask((3, 6, 2), torch.tensor([0, 3, 9, 11]), first, window))
-    found = chunks_reference(q, k, v, context, ChunkMask((11,), starts, first, window))
+    chunks = ChunkMask((3, 6, 2), torch.tensor([0, 3, 9, 11]), first, window)
+    expected_rows = cascade_attention.reference(q, k, v, real, chunks)
+    found = cascade_attention.reference(q, k, v, context, ChunkMask((11,), starts, first, window))
     assert not ChunkMask((11,), starts).known
     assert torch.allclose(found, expected_rows, atol=1e-6)
     assert sum(lengths) == 11

@@ -2,6 +2,7 @@
 
 A row's keys are read in the order of their positions, so its bits do not depend on what is computed with it.
 """
+# mypy: disable-error-code="no-untyped-def"
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, PagedContext
 from d2sd.plugins.cpu import library
+from d2sd.plugins.shared.fp8 import stored
 
 # Shape letters: B requests, T rows, N rows of chunks, M rows of all, Hq/Hkv query and K/V heads, D head size.
 
@@ -24,31 +26,24 @@ def takes(q: Tensor, context: PagedContext) -> bool:
     return fits and pages.dtype == q.dtype and q.dtype in library.TYPES and library.available()
 
 
-def attention_compiled(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: PagedContext,
-    mask: Tensor | ChunkMask,
-    first: Tensor | None = None,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """`cascade_attention` where the library `takes` it; `mask` is that of chunks, or [B, T, T] bool."""
+def cascade_attention(q, k, v, context, attn_mask, *, sinks=None, scale=None, exact=False, out=None):
+    """Where the library `takes` it."""
     batch, count, heads, size = q.shape
     strides: tuple[int | None, int, int] = None, 0, 0
+    mask = AttnMask(attn_mask) if isinstance(attn_mask, Tensor) else attn_mask
     if isinstance(mask, ChunkMask):
         starts, longest = mask.starts, max(mask.lengths)
     else:
         starts, longest = torch.tensor([0, *accumulate([count] * batch)]), count
-        mask = mask if mask.stride(2) == 1 else mask.contiguous()
-        strides = mask.data_ptr(), mask.stride(0), mask.stride(1)
+        allowed = mask.allowed if mask.allowed.stride(2) == 1 else mask.allowed.contiguous()
+        strides = allowed.data_ptr(), allowed.stride(0), allowed.stride(1)
     rows, kind = batch * count, library.TYPES[q.dtype]
     kept = [part.contiguous() for part in (k, v, context.page_table.long(), context.context_len.long(), starts.long())]
     keys, values, table, length, starts = kept
-    first = None if first is None else first.long().contiguous()
+    first = None if mask.first is None else mask.first.long().contiguous()
     sinks = None if sinks is None else sinks.detach().float().contiguous()
     queries = q.float().contiguous().view(rows, -1)
-    out = torch.empty_like(queries, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
+    heads_out = torch.empty_like(queries, dtype=torch.bfloat16 if q.dtype == torch.bfloat16 else torch.float32)
     assert int(length.max()) <= table.shape[1] * context.k_pages.shape[1], "the context is longer than its pages"
     layer = (library.Layer * 1)(library.Layer(sinks=library.address(sinks)))
     body = library.Body(1, heads * size, 0, heads, k.shape[-2], size, kind, None, layer, 0.0)
@@ -61,8 +56,8 @@ def attention_compiled(
     )  # fmt: skip
     memory = library.Memory()
     library.functions().d2sd_attend(
-        ctypes.byref(body), ctypes.byref(arguments), library.address(queries), library.address(out),
+        ctypes.byref(body), ctypes.byref(arguments), library.address(queries), library.address(heads_out),
         ctypes.byref(memory), torch.get_num_threads(),
     )  # fmt: skip
     library.functions().d2sd_free(ctypes.byref(memory))
-    return out.view(q.shape).to(q.dtype)
+    return stored(heads_out.view(q.shape).to(q.dtype), scale, out)
