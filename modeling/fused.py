@@ -62,7 +62,7 @@ from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Linear, Product, unjoinable
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
 from d2sd.plugins import dispatch
-from d2sd.plugins.layer_ops import Front, add_rms_norm, linear
+from d2sd.plugins.layer_ops import Front, add_rms_norm, embed_norm_rope, linear
 
 # Shape letters: B requests, T rows, N rows of chunks, R = B·T or N, E hidden, I intermediate, L layers, Hq/Hkv query
 # and K/V heads, D head size, n auxiliary layers.
@@ -222,8 +222,8 @@ class FusedLayers(nn.Module):
         if isinstance(given, TokenRows):
             placed = rows.placed if isinstance(rows, Rows) else rows.positions
             made = first.mixer.room(given.tokens.numel()) if joint is None else joint
-            norm = first.input_norm, eps, placed
-            return rotary.begin(given, *norm, scale=scale, out=made, front=front, offset=first.offset)
+            tokens = *given, first.input_norm, eps, placed, *rotary.factors
+            return embed_norm_rope(*tokens, scale=scale, out=made, front=front, offset=first.offset)
         x, normed = given.reshape(-1, given.shape[-1]), out.normed
         if joint is not None and front is not None:
             add_rms_norm(front.x, None, front.weight, eps, scale=scale, out=joint[: len(front.x)])

@@ -18,7 +18,7 @@ from d2sd.modeling.config import BodyConfig, RopeConfig
 from d2sd.modeling.experts import Experts
 from d2sd.modeling.feed_forward import MLP, FeedForward, PackProduct, sigmoid
 from d2sd.plugins.cascade_attention.arguments import move_broken
-from d2sd.plugins.layer_ops import Behind, Front, embed_norm_rope, rope_tables
+from d2sd.plugins.layer_ops import rope_tables
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -100,21 +100,10 @@ class Rotary(torch.nn.Module):
         cos, sin = angles.cos() * self._scale, angles.sin() * self._scale
         return torch.cat([cos, cos], -1).to(dtype), torch.cat([sin, sin], -1).to(dtype)
 
-    def begin(
-        self,
-        tokens: TokenRows,
-        norm: Tensor,
-        eps: float,
-        positions: Tensor | Behind,
-        *,
-        scale: Tensor | None = None,
-        out: Tensor | None = None,
-        front: Front | None = None,
-        offset: bool = False,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """`embed_norm_rope` of tokens at `positions`, with the weight [E] of the first norm."""
-        given = *tokens, norm, eps, positions, self._frequencies, self._scale
-        return embed_norm_rope(*given, scale=scale, out=out, front=front, offset=offset)
+    @property
+    def factors(self) -> tuple[Tensor, float]:
+        """Of `embed_norm_rope`: frequencies [D/2] fp32, and what cosines and sines are multiplied by."""
+        return self._frequencies, self._scale
 
     def tables(self, positions: Tensor, dtype: torch.dtype, front: Tensor | None = None) -> CosSin:
         """The same numbers, each once, in one kernel: positions [...] of R rows, behind those in `front`, if there are

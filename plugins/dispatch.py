@@ -96,6 +96,10 @@ def pick(
     return REFERENCE
 
 
+#: Every op that was imported, by folder and name.
+OPS: dict[str, Op[..., Any]] = {}
+
+
 class Op(Generic[P, R]):
     """An op as its specification declares it: a call runs what is picked for its arguments."""
 
@@ -113,6 +117,7 @@ class Op(Generic[P, R]):
         self.reference, self.what = reference, what
         self.folder, self.name = reference.__module__.split(".")[2], reference.__name__
         self._launcher, self._of, self._picked, self._loaded, self._library = launcher, of, picked, loaded, library
+        OPS[f"{self.folder}.{self.name}"] = self
 
     @cached_property
     def triton(self) -> Callable[P, R]:
@@ -140,10 +145,6 @@ class Op(Generic[P, R]):
         return self.cpu(*args, **kwargs) if picked is LIBRARY else self.reference(*args, **kwargs)
 
 
-#: Every op that was imported, by folder and name.
-OPS: dict[str, Op[..., Any]] = {}
-
-
 def op(
     what: str,
     *,
@@ -165,13 +166,7 @@ def op(
         picked: chooses by the arguments of a call, in place of `pick`.
         loaded, library: as of `pick`.
     """
-
-    def make(reference: Callable[P, R]) -> Op[P, R]:
-        made = Op(reference, what, launcher, of, picked, loaded, library)
-        OPS[f"{made.folder}.{made.name}"] = made
-        return made
-
-    return make
+    return lambda reference: Op(reference, what, launcher, of, picked, loaded, library)
 
 
 def use_kernels(

@@ -17,12 +17,11 @@ import triton
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import PagedContext
 from d2sd.plugins.cascade_attention.triton.exact_kernel import attention_kernel, merge_splits_kernel
 from d2sd.plugins.cascade_attention.triton.key_order import key_order_kernel
 from d2sd.plugins.cascade_attention.triton.launch import constants, current_capability
 from d2sd.plugins.cascade_attention.triton.tiles import TileConfig, padded
-from d2sd.plugins.layer_ops import quantize
 
 OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 #: Positions of a split. A plain step reads the keys and values of so many in about 10 us an SM; fewer splits of a long
@@ -50,28 +49,6 @@ def key_order(attn_mask: Tensor) -> Tensor:
             num_warps=4 if columns <= 256 else 8,
         )
     return order
-
-
-def exact_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    context: PagedContext,
-    mask: AttnMask | ChunkMask,
-    sinks: Tensor | None,
-    scale: Tensor | None,
-) -> Tensor:
-    """`cascade_attention` with `exact`. Chunks of prompts run one after the other."""
-    if isinstance(mask, ChunkMask):
-        prompts = zip(mask.spans(), mask.alone(q, k, v, context), strict=True)
-        firsts = mask.first
-        out = torch.cat(
-            [attend(*prompt, None, None if firsts is None else firsts[None, span], sinks) for span, prompt in prompts],
-            1,
-        )
-    else:
-        out = attend(q, k, v, context, mask.order, mask.first, sinks)
-    return out if scale is None else quantize(out, scale)
 
 
 def attend(
