@@ -102,7 +102,7 @@ class Rotary(torch.nn.Module):
 
     @property
     def factors(self) -> tuple[Tensor, float]:
-        """Of `embed_norm_rope`: frequencies [D/2] fp32, and what cosines and sines are multiplied by."""
+        """Frequencies [D/2] fp32, and what cosines and sines are multiplied by, as `embed_norm_rope` takes them."""
         return self._frequencies, self._scale
 
     def tables(self, positions: Tensor, dtype: torch.dtype, front: Tensor | None = None) -> CosSin:

@@ -121,12 +121,12 @@ class Op(Generic[P, R]):
 
     @cached_property
     def triton(self) -> Callable[P, R]:
-        """What launches its kernels; imported when it first runs."""
+        """The launcher of its kernels; imported when it first runs."""
         return self._found(f"triton.{self._launcher}")
 
     @cached_property
     def cpu(self) -> Callable[P, R]:
-        """What calls the compiled library."""
+        """The call of the compiled library."""
         return self._found("cpu")
 
     def _found(self, module: str) -> Callable[P, R]:
@@ -162,7 +162,7 @@ def op(
     Args:
         what: the `op` of `pick`.
         launcher: the file in `triton/`, if another.
-        of: where the first argument is no tensor, its part by which `pick` chooses.
+        of: the field of the first argument by which `pick` chooses, unless that is a tensor.
         picked: chooses by the arguments of a call, in place of `pick`.
         loaded, library: as of `pick`.
     """

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from d2sd.manifest import Shapes
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig, block_rows
-from d2sd.plugins.cascade_attention.arguments import WORD
+from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.recipe import Builder, Recipe
 from d2sd.runtime.backends.exported import view_inputs
 from d2sd.runtime.request import power_of_two, powers_of_two

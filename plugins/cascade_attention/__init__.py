@@ -5,14 +5,15 @@ cpu.py           the compiled library's attention by itself
 triton/          the fused kernel, its launcher and its tile sizes; exact*.py and key_order.py are those of `exact`
 tensorrt/        the kernel as a TensorRT plugin
 onnx.py          the op as ONNX functions, for exported graphs
-arguments.py     `PagedContext`, and `ChunkMask` for prompts in place of `AttnMask`
+arguments.py     `PagedContext`, and `ChunkMask` for prompts in place of the `AttnMask` of mask.py
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import OP, AttnMask, ChunkMask, PagedContext, counters, pack_mask_bits
+from d2sd.plugins.cascade_attention.arguments import OP, ChunkMask, PagedContext, counters
+from d2sd.plugins.cascade_attention.mask import AttnMask, pack_mask_bits
 from d2sd.plugins.cascade_attention.reference import cascade_attention
 from d2sd.plugins.dispatch import REFERENCE, pick
 

@@ -12,7 +12,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.arguments import ChunkMask, PagedContext
+from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cpu import library
 from d2sd.plugins.shared.fp8 import stored
 

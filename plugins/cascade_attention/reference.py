@@ -20,8 +20,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import OP, AttnMask, ChunkMask, PagedContext, move_broken
+from d2sd.plugins.cascade_attention.arguments import OP, ChunkMask, PagedContext, move_broken
 from d2sd.plugins.cascade_attention.cpu import takes
+from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.dispatch import LIBRARY, REFERENCE, Implementation, op, pick
 from d2sd.plugins.shared.fp8 import from_pages, stored
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, allowed_of
+from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.cascade_attention.mask import AttnMask, allowed_of
 from d2sd.plugins.delta_rule.reference.closed_form import chunk_closed_form, tree_closed_form
 from d2sd.plugins.delta_rule.reference.convolution import commit_convolution, convolution
 from d2sd.plugins.delta_rule.reference.recurrence import (

@@ -12,7 +12,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import ChunkMask, allowed_of
+from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.cascade_attention.mask import allowed_of
 from d2sd.plugins.cpu.library import TYPES, address, functions
 from d2sd.plugins.delta_rule.types import DeltaRows
 

@@ -34,7 +34,7 @@ def supported(k: Tensor, v: Tensor, k_pages: Tensor) -> bool:
 
 
 def write_pages(k, v, k_pages, v_pages, page_table, positions, keep, path=None, k_scale=None, v_scale=None):
-    """Of what is `supported`; FP8 pages are not, so the scales are unused."""
+    """Write what is `supported`; FP8 pages are not, so the scales are unused."""
     layers, batch, _, heads, size = k.shape
     item = k.element_size()
     table, positions, keep = page_table.long().contiguous(), positions.long().contiguous(), keep.contiguous()

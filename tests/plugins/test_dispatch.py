@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from d2sd.errors import D2SDError
 from d2sd.plugins import dispatch
-from d2sd.plugins.cascade_attention import AttnMask, PagedContext, arguments, cascade_attention
+from d2sd.plugins.cascade_attention import AttnMask, PagedContext, cascade_attention, mask
 from d2sd.plugins.dispatch import Implementation, NoKernel
 from d2sd.plugins.kv_pages import write_pages
 
@@ -197,14 +197,14 @@ def test_layers_share_a_packed_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     from d2sd.plugins.cascade_attention.triton import attend
 
     packed = list[torch.Tensor]()
-    monkeypatch.setattr(arguments, "pack_mask_bits", packed.append)
+    monkeypatch.setattr(mask, "pack_mask_bits", packed.append)
     monkeypatch.setattr(attend, "launch", lambda *_, **__: None)
     monkeypatch.setattr(cascade_attention, "reference", lambda *_, **__: None)
     some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
     for device, times in (("cpu", 0), ("cuda", 1)):
-        stored, mask = on_gpu(device=device), AttnMask(some)
+        stored, shared = on_gpu(device=device), AttnMask(some)
         for _ in range(3):
-            cascade_attention(some, some, some, PagedContext(stored, stored, some, some), mask)
+            cascade_attention(some, some, some, PagedContext(stored, stored, some, some), shared)
         assert len(packed) == times
 
 

@@ -17,7 +17,7 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import PagedContext, counters
-from d2sd.plugins.cascade_attention.arguments import WORD
+from d2sd.plugins.cascade_attention.mask import WORD
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe

@@ -6,7 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask
+from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.cascade_attention.mask import AttnMask
 from d2sd.plugins.cascade_attention.triton.exact import attend
 from d2sd.plugins.cascade_attention.triton.launch import launch
 from d2sd.plugins.layer_ops import quantize

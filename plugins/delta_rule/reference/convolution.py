@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.plugins.cascade_attention.arguments import AttnMask, ChunkMask, allowed_of
+from d2sd.plugins.cascade_attention.arguments import ChunkMask
+from d2sd.plugins.cascade_attention.mask import AttnMask, allowed_of
 from d2sd.plugins.delta_rule.cpu import LANES
 from d2sd.plugins.delta_rule.reference.recurrence import parents_of
 from d2sd.plugins.delta_rule.types import OP
