@@ -23,13 +23,14 @@ from typing import Any
 import click
 
 from d2sd.bench import metrics
+from d2sd.bench.bootstrap import tau_interval, tau_ratio
 from d2sd.bench.markdown import number, table
-from d2sd.bench.metrics import pool, tau_interval, tau_ratio
+from d2sd.bench.measure import measure_cell
 from d2sd.bench.provenance import provenance
 from d2sd.bench.result import Cell, Key, Result, Settings, save
-from d2sd.bench.run import measure_cell
 from d2sd.bench.tables import provenance as told
 from d2sd.bench.tables import span
+from d2sd.bench.views import pool
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from d2sd.build.validate.checks import TIE_TOLERANCE, first_mismatch, top2_margin
+from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import can_run, make_engine

@@ -41,7 +41,8 @@ from d2sd.errors import D2SDError
 from d2sd.extras import install_line, require_plots
 from d2sd.io import write_text
 from d2sd.progress import bar
-from d2sd.prompts import OWN_PROMPTS, present, read_prompts
+from d2sd.prompt_sets import present
+from d2sd.prompts import OWN_PROMPTS, read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 
 SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")

@@ -1,20 +1,13 @@
-"""Prompt files: JSONL of {"id": ..., "turns": [user turn, ...]}, or of documents that prompts are made of.
-
-The public sets that recipes, benchmarks and tests name below `data/` are copied from a folder by hash.
-"""
+"""Prompt files: JSONL of {"id": ..., "turns": [user turn, ...]}, or of documents that prompts are made of."""
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from d2sd.errors import D2SDError
-from d2sd.io import atomic_write, parse_json, read_text, sha256
-from d2sd.recipe import SHA256, Part, Positive
-from d2sd.schema import validated
-from d2sd.yaml_reader import read_yaml
+from d2sd.io import parse_json, read_text
 
 #: Prompts written for d2sd, for smoke tests and calibration.
 OWN_PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -90,69 +83,3 @@ def _id(row: dict[str, Any], where: str) -> str:
     if not isinstance(name, (str, int)) or isinstance(name, bool):
         raise D2SDError("Not a prompt: `id` must be a string or an integer.", where=where, found=name)
     return str(name)
-
-
-LIST = Path(__file__).with_name("prompt_sets.yaml")
-
-
-class PromptSet(Part):
-    """One file of prompts or documents, and its origin."""
-
-    #: path below `data/`
-    file: str
-    #: number of prompts, or of documents
-    prompts: Positive
-    #: what a line is: a prompt, or a document that a training recipe makes prompts of
-    kind: Literal["prompts", "documents"] = "prompts"
-    license: str
-    #: public repository of the original, and the file in it
-    source: str
-    #: how the file was made from the original
-    made: str
-    sha256: SHA256
-
-
-class _List(Part):
-    sets: list[PromptSet]
-
-
-def prompt_sets() -> list[PromptSet]:
-    """Every set in `prompt_sets.yaml`."""
-    return validated(_List, read_yaml(LIST), LIST, error=D2SDError).sets
-
-
-def present(data: Path) -> set[str]:
-    """Names of the sets in `data` whose hash matches."""
-    return {prompt_set.file for prompt_set in prompt_sets() if _is(data / prompt_set.file, prompt_set)}
-
-
-def fill(data: Path, source: Path) -> list[PromptSet]:
-    """Copy the sets in the folder `source` to `data`; return the missing ones.
-
-    Raises D2SDError for a file of a set's name with another hash; it is not copied.
-    """
-    if not source.is_dir():
-        raise D2SDError("There is no such folder of prompt sets.", where=source)
-    missing = []
-    for prompt_set in prompt_sets():
-        original, copy = source / prompt_set.file, data / prompt_set.file
-        if not original.is_file():
-            missing.append(prompt_set)
-            continue
-        if not _is(original, prompt_set):
-            raise D2SDError(
-                "This is not the prompt set of that name.",
-                where=original,
-                found=sha256(original),
-                expected=prompt_set.sha256,
-                fix=f"make it from {prompt_set.source}: {prompt_set.made}",
-            )
-        if not _is(copy, prompt_set):
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(copy) as partial:
-                shutil.copyfile(original, partial)
-    return missing
-
-
-def _is(path: Path, prompt_set: PromptSet) -> bool:
-    return path.is_file() and sha256(path) == prompt_set.sha256

@@ -35,7 +35,8 @@ from d2sd.policies import (
     current_places,
 )
 from d2sd.schema import validated
-from d2sd.yaml_reader import find_recipe, parse_yaml, read_yaml
+from d2sd.shipped import find_recipe
+from d2sd.yaml_reader import parse_yaml, read_yaml
 
 Precision = Literal["fp32", "bf16", "fp16"]
 Policy = Literal["auto", PolicyName]

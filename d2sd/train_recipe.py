@@ -15,7 +15,8 @@ from d2sd.errors import RecipeError
 from d2sd.policies import DrafterRole
 from d2sd.recipe import DrafterSource, Name, Part, Positive, Precision, RecipeFile, Target
 from d2sd.schema import validated
-from d2sd.yaml_reader import find_recipe, read_yaml
+from d2sd.shipped import find_recipe
+from d2sd.yaml_reader import read_yaml
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Above0 = Annotated[float, Field(gt=0)]

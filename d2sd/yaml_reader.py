@@ -2,9 +2,11 @@
 
 PyYAML parses the text into nodes, and this module turns them into values. PyYAML's own constructors follow YAML 1.1
 (where `off` is a boolean and 12:30 an integer), keep the last of two equal keys, and do not bound aliases.
-
-Recipes inside the package are addressed by name: `d2sd-build smollm2-135m`, `d2sd train smollm2-135m`.
 """
+
+# PyYAML's types may be missing where a user's type checker follows these sources.
+# mypy: disable-error-code="import-untyped"
+# mypy: allow-subclassing-any
 
 from __future__ import annotations
 
@@ -127,28 +129,3 @@ def _scalar(node: yaml.ScalarNode, kind: str) -> str | int | float | bool | None
 
 def _fault(node: yaml.Node, problem: str) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
-
-
-RECIPES = Path(__file__).with_name("recipes")
-
-
-def shipped_names(kind: str = "") -> list[str]:
-    """Names of the recipes in the package; `kind` is a folder of `recipes/`, such as `train`."""
-    return sorted(path.stem for path in (RECIPES / kind).glob("*.yaml"))
-
-
-def find_recipe(written: Path, kind: str = "") -> tuple[Path, Path]:
-    """Return the file of a recipe given by path or by name, and the base folder of its relative paths.
-
-    For a recipe addressed by name that base is `recipes/<kind>` below the current folder, whether or not it exists, as
-    in a checkout whose root is the current folder. Raises `RecipeError` for an unknown name.
-    """
-    if written.is_file():
-        return written, written.parent
-    names = shipped_names(kind)
-    by_name = f"a recipe in the package is addressed by its name: {', '.join(names)}"
-    if written.name in names and written.parent == Path():
-        return RECIPES / kind / f"{written.name}.yaml", Path("recipes") / kind
-    if not written.exists():
-        raise RecipeError("There is no such recipe.", where=written, fix=by_name)
-    return written, written.parent  # a folder, a pipe: reading it raises the error

@@ -16,7 +16,8 @@ from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.text import TextStream
-from d2sd.viz.nodes import Recording, Step
+from d2sd.viz.nodes import Step
+from d2sd.viz.record import Recording
 from d2sd.viz.svg import standalone
 
 IMAGES = Path(__file__).with_name("images")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from d2sd.bench.markdown import line_table
-from d2sd.build.models import REFUSED, UNFUSED
+from d2sd.build.refused import REFUSED, UNFUSED
 
 DOCS = Path(__file__).parent
 PAGE, LEDGER = DOCS / "support.md", DOCS / "gpu.md"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from d2sd.errors import RequestError
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
-from d2sd.schema import typed
+from d2sd.typed import typed
 
 #: Most alternatives that logprobs report for a token, as in vLLM and in OpenAI's API.
 MAX_LOGPROBS = 20

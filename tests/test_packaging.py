@@ -41,7 +41,7 @@ def test_every_recipe_is_reached_by_name(python: Path, tmp_path: Path) -> None:
     program = (
         "from pathlib import Path\n"
         "from d2sd.recipe import load_recipe\n"
-        "from d2sd.yaml_reader import shipped_names\n"
+        "from d2sd.shipped import shipped_names\n"
         "from d2sd.train_recipe import load_train_recipe\n"
         "for name in shipped_names(): load_recipe(Path(name))\n"
         "for name in shipped_names('train'): load_train_recipe(Path(name))\n"

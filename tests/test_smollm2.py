@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from d2sd.build.validate.checks import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.build.validate.drafter_config import check_drafter_config
+from d2sd.build.validate.near_ties import TIE_TOLERANCE, first_mismatch, top2_margin
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine

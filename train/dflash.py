@@ -25,7 +25,8 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.feed_forward import MLP
 from d2sd.modeling.layers import GatedAttention, Layer, RMSNorm
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.packing import Packed, attend_dense, attend_packed, takes, token_context
+from d2sd.train.data.packing import Packed, attend_packed
+from d2sd.train.dense_attention import attend_dense, takes, token_context
 from d2sd.train.kinds import TrainedKind
 from d2sd.train_recipe import Geometry, SecondSettings
 

@@ -16,7 +16,8 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.layers import Layer
 from d2sd.train.data.features import TrainingData
-from d2sd.train.data.packing import Packed, attend_dense, attend_packed, takes
+from d2sd.train.data.packing import Packed, attend_packed
+from d2sd.train.dense_attention import attend_dense, takes
 from d2sd.train.kinds import TrainedKind
 from d2sd.train.objectives.head import Added
 from d2sd.train_recipe import FlexGeometry

@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -179,24 +179,26 @@ class Trainer(Loop):
 
     def _update(self) -> Told:
         """Launch a step."""
-        settings, ahead = self.settings, self.step + 1
+        settings = self.settings
         drawn = self._drawn()
         sequences = sum(len(packed.tokens) for packed, _ in drawn.batches)
         total: dict[str, Tensor] = {}
         for index, (packed, draws) in enumerate(drawn.batches):
             share = len(packed.tokens) / sequences  # the last micro-batch may be smaller
-            last, wrapped = index == len(drawn.batches) - 1, self._wrapped
-            # gradients are all-reduced once a step, in its last micro-batch
-            own = wrapped.no_sync() if not last and isinstance(wrapped, DistributedDataParallel) else nullcontext()
-            with own, self._autocast(self._head.device):
+            with self._accumulate(last=index == len(drawn.batches) - 1), self._autocast(self._head.device):
                 terms = self._wrapped(packed, *self._visible(packed, drawn.candidates, draws), drawn.candidates)
                 loss = sum((settings.objective.terms[name] * value for name, value in terms.items()), start=0.0)
-                if last and self._ahead is not None and ahead < settings.steps:
-                    self._next = ahead, self._ahead.submit(self._prepare, ahead)
+                if index == len(drawn.batches) - 1:
+                    self._begin_next()
                 (loss * share).backward()  # type: ignore[union-attr]
             for name, value in {"loss": loss, **terms}.items():
                 total[name] = total.get(name, 0.0) + value.detach() * share
         return self._taken(total)
+
+    def _begin_next(self) -> None:
+        step = self.step + 1
+        if self._ahead is not None and step < self.settings.steps:
+            self._next = step, self._ahead.submit(self._prepare, step)
 
     def _drawn(self) -> Drawn:
         if self._next is not None and self._next[0] == self.step:
@@ -239,3 +241,9 @@ class Trainer(Loop):
         assert isinstance(self.settings, SecondSettings)
         errors, drafted = first_rejections(self.first, self._embedding, packed, candidates)
         return choose_prefixes(errors, drafted, packed.tokens.shape[-1], self.settings, draws)
+
+    def _accumulate(self, *, last: bool) -> AbstractContextManager[None]:
+        """Gradients are all-reduced once a step, in its last micro-batch."""
+        if last or not isinstance(self._wrapped, DistributedDataParallel):
+            return nullcontext()
+        return self._wrapped.no_sync()

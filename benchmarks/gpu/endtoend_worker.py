@@ -22,7 +22,7 @@ from unittest.mock import patch
 import torch
 
 from benchmarks.gpu.steps import in_a_row
-from d2sd.build.validate.checks import top2_margin
+from d2sd.build.validate.near_ties import top2_margin
 from d2sd.bundle import product_times
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import forecasts, make_engine

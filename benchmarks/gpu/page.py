@@ -20,8 +20,8 @@ from benchmarks.gpu.predicted import PREDICTED
 from benchmarks.gpu.record import Row
 from benchmarks.gpu.roofline import PEAKS
 from benchmarks.gpu.shapes import COMPUTED
-from d2sd.bench.capacity import is_kind
 from d2sd.bench.markdown import NONE, line_table
+from d2sd.bench.measured import is_kind
 
 PLAIN = "off"
 PAIRS = {"endtoend": "The real pair", "flexdraft": "FlexDraft"}

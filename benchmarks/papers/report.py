@@ -7,8 +7,8 @@ from pathlib import Path
 
 from benchmarks.papers.experiments import COUNTS, D2SD, SAMPLED, SMALLER_BLOCKS, THRESHOLDS, Comparison
 from benchmarks.papers.measure import Answer, Played
+from d2sd.bench.bootstrap import tau_ratio
 from d2sd.bench.markdown import NONE, line_table, number
-from d2sd.bench.metrics import tau_ratio
 from d2sd.runtime.evaluation import AcceptedLengths, Evaluation
 from d2sd.runtime.stats import calibration_error, reliability_bins
 from d2sd.viz.plot_style import colour, finish, panels

@@ -19,7 +19,7 @@ import click
 from benchmarks.prompts.documents import Repository
 from d2sd.errors import D2SDError
 from d2sd.io import sha256, write_text
-from d2sd.prompts import prompt_sets
+from d2sd.prompt_sets import prompt_sets
 
 #: The commits that the sets were made of; of the largest repository any that has the file.
 SOURCES = {

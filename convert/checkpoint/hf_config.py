@@ -1,10 +1,4 @@
-"""Strict reading of a Hugging Face `config.json`: every value is typed, every error names file and key.
-
-Of a model that reads images, too, the text model counts, by itself and under the names that it has alone:
-
-    config.json   its keys are in `text_config`; those of quantization, and whether the head is tied, are outside
-    tensors       `model.language_model.` instead of `model.`; `model.visual.` is the tower of images, which is left out
-"""
+"""Strict reading of a Hugging Face `config.json`: every value is typed, every error names file and key."""
 
 from __future__ import annotations
 
@@ -98,10 +92,6 @@ class HFConfig:
             raise self.refuse("A size is out of range.", key, f"1 to {limit}")
         return value
 
-    def optional_size(self, key: str) -> int | None:
-        """Return `size`; None where the key is missing."""
-        return None if self.values.get(key) is None else self.size(key)
-
     def layers(self, key: str) -> int:
         """Return a number of layers."""
         return self.size(key, limit=MAX_LAYERS)
@@ -128,14 +118,6 @@ class HFConfig:
         if not all(type(value) is int for value in values):
             raise self.refuse("This list may hold only integers.", key, "integers")
         return tuple(values)
-
-    def layer_types(self, num_layers: int, known: tuple[str, ...], usual: list[str]) -> list[str]:
-        """Return the kind of each layer, all of them `known`; `usual` where the key is missing."""
-        types = self.get("layer_types", list, usual)
-        if len(types) != num_layers or not all(kind in known for kind in types):
-            expected = f"{' or '.join(known)} for each of {num_layers} layers"
-            raise self.refuse("These layers are not supported.", "layer_types", expected)
-        return types
 
     def rope(self) -> RopeConfig:
         """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`.
@@ -218,48 +200,3 @@ def rope_fields(rope: RopeConfig) -> dict[str, object]:
         if not rope.truncate:
             scaling["truncate"] = False
     return {"rope_theta": rope.theta, "rope_scaling": scaling}
-
-
-#: Kind of the whole model -> kind of its text model.
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
-_PART, _INSIDE = "text_config", "language_model"
-#: Keys outside `text_config` that are the text model's.
-_OUTSIDE = ("quantization_config", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
-
-
-def text_config(config: HFConfig) -> HFConfig:
-    """The config of the text model alone, of a model of `NESTED`; of others, the same config.
-
-    Raises `CheckpointError` where the two parts disagree.
-    """
-    kind = config.values.get("model_type")
-    if not isinstance(kind, str) or kind not in NESTED:
-        return config
-    part = config.part(_PART)
-    part.only("model_type", NESTED[kind], None)
-    tied = "tie_word_embeddings"
-    if tied in config.values and part.values.get(tied) not in (None, config.values[tied]):
-        raise part.refuse("Whether the head is tied is given twice, differently.", tied, config.values[tied])
-    outside = {key: config.values[key] for key in _OUTSIDE if config.values.get(key) is not None}
-    values = part.values | without_prefix(outside) | {"model_type": NESTED[kind]}
-    return HFConfig(values, f"{config.where}: {_PART}")
-
-
-def without_prefix(value: Any) -> Any:
-    """A description with the names of modules that the text model has alone, in regular expressions as well."""
-    if isinstance(value, dict):
-        return {key: without_prefix(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [without_prefix(inner) for inner in value]
-    if isinstance(value, str):
-        return value.replace(f"model.{_INSIDE}.", "model.").replace(rf"model\.{_INSIDE}\.", r"model\.")
-    return value
-
-
-def text_name(name: str) -> str | None:
-    """The name that a tensor or module has in the text model alone; None: it belongs to what reads images, or to layers
-    that draft one token behind the last, which d2sd leaves out.
-    """
-    if name.startswith(("model.visual.", "visual.", "mtp.")):
-        return None
-    return name.replace(f"model.{_INSIDE}.", "model.", 1)

@@ -33,9 +33,10 @@ def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
     """The geometry that LFM2 writes with keys of its own."""
     for key in ("tie_embedding", "block_use_swiglu", "use_pos_enc"):
         config.only(key, True, None)
-    types = config.layer_types(body.num_layers, (_CONVOLUTION, _FULL), _types(config, body.num_layers))
-    if len(set(types)) < 2:
-        raise config.refuse("These layers are not supported.", "layer_types", f"{_CONVOLUTION} and {_FULL}")
+    types = config.get("layer_types", list, _types(config, body.num_layers))
+    if len(types) != body.num_layers or set(types) != {_CONVOLUTION, _FULL}:
+        expected = f"{_CONVOLUTION} or {_FULL} of each of {body.num_layers} layers, and both"
+        raise config.refuse("These layers are not supported.", "layer_types", expected)
     return replace(
         body,
         intermediate_size=_width(config),

@@ -9,8 +9,8 @@ from types import ModuleType
 from typing import Any
 
 from d2sd.errors import CheckpointError, RequestError
-from d2sd.helpers import panics_as
 from d2sd.io import read_json
+from d2sd.panics import panics_as
 
 #: No vocabulary comes near it. The tokenizers library prints every id that is missing below the largest.
 _MAX_ID = 1 << 24

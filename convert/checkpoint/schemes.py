@@ -2,7 +2,7 @@
 
 A row is a scheme: the module whose tensors are the checkpoint's, by name and shape, which says what they dequantize to;
 and the product that serves it. A scheme without one is dequantized on request, or refused. Readers of the descriptions
-in config.json (`quantization.py`) choose rows; nothing else knows schemes apart.
+in config.json (`dialects.py`, `quantization.py`) choose rows; nothing else knows schemes apart.
 """
 
 from __future__ import annotations
@@ -70,6 +70,21 @@ NVFP4_WEIGHTS_COMPRESSED = _row("NVFP4 weights alone", "nvfp4.Nvfp4Weights", Non
 Matches = Callable[[str, str, float], bool]
 
 
+def by_wildcard(pattern: str, name: str, until: float) -> bool:
+    """ModelOpt: `*` is any text."""
+    return _matches(_translated(pattern), name, until)
+
+
+def by_regex(pattern: str, name: str, until: float) -> bool:
+    """compressed-tensors: a name, or behind `re:` a regular expression for its beginning."""
+    return _matches(pattern[3:], name, until) if pattern.startswith("re:") else pattern == name
+
+
+def by_part(pattern: str, name: str, _until: float) -> bool:
+    """transformers' `modules_to_not_convert`: a name, a module that contains it, or the last part of it."""
+    return name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}")
+
+
 #: Seconds in which the patterns of a checkpoint must have been matched with its layers.
 _SECONDS = 10
 
@@ -88,16 +103,7 @@ def _matches(pattern: str, name: str, until: float) -> bool:
 
 
 _compiled, _translated = lru_cache(4096)(regex.compile), lru_cache(4096)(fnmatch.translate)
-_MATCHES: Mapping[str, Matches] = {
-    # ModelOpt: `*` is any text
-    "wildcard": lambda pattern, name, until: _matches(_translated(pattern), name, until),
-    # compressed-tensors: a name, or behind `re:` a regular expression for its beginning
-    "regex": lambda pattern, name, until: (
-        _matches(pattern[3:], name, until) if pattern.startswith("re:") else pattern == name
-    ),
-    # transformers' `modules_to_not_convert`: a name, a module that contains it, or the last part of it
-    "part": lambda pattern, name, _: name == pattern or name.startswith(f"{pattern}.") or name.endswith(f".{pattern}"),
-}
+_MATCHES: Mapping[str, Matches] = {"wildcard": by_wildcard, "regex": by_regex, "part": by_part}
 #: The target of a group that takes every linear layer.
 EVERY = "Linear"
 

@@ -2,10 +2,6 @@
 
 Features that change the forward pass and are not modelled (partial rotary, other activations) are refused by key.
 `target_shapes.py` has the names of its tensors.
-
-Drafters share its embedding, its head, and the number of layers. z-lab's files omit the tensors; a speculators
-checkpoint may contain copies, which are dropped. If the target is given, they are first compared with its tensors, row
-by row of the draft vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,8 +16,9 @@ from torch import Tensor
 
 from d2sd.convert.checkpoint.families import FAMILIES, parse_target_config
 from d2sd.convert.checkpoint.headers import INDEX, read_headers
-from d2sd.convert.checkpoint.hf_config import HFConfig, text_config, text_name
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.lora import Adapter, read_adapters
+from d2sd.convert.checkpoint.nested import text_config, text_name
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY
 from d2sd.convert.checkpoint.quantization import FILE, KEY, Quantization, described, read_quantization, refuse_unserved
 from d2sd.convert.checkpoint.target_shapes import experts_of, our_name, quantized_experts, target_shapes
@@ -37,7 +33,6 @@ from d2sd.convert.checkpoint.weights import (
 )
 from d2sd.errors import CheckpointError
 from d2sd.io import write_json
-from d2sd.manifest import NAME as MANIFEST
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import linear_names, make_fp8_cache
@@ -118,9 +113,7 @@ def write_target(
     weight_map: dict[str, str] = {}
     with progress("writing the target", len(shapes)) as advance:
         for file, tensors in files:
-            usual = {name: _KV_CACHE.sub(r"\1_proj.\1_scale", f"model.{name}") for name in tensors}
-            usual |= {name: name for name in tensors if name.startswith("lm_head")}
-            named = {own_names.get(name) or usual[name]: tensor for name, tensor in tensors.items()}
+            named = {own_names.get(name) or _hf_name(name): tensor for name, tensor in tensors.items()}
             if named:  # a shard may contain only a tied head
                 write_tensors(directory / file, named)
             weight_map |= dict.fromkeys(named, file)
@@ -253,6 +246,11 @@ def _quantized_layers(
     return layers | {name: made[key] for name, key in experts.items()}
 
 
+def _hf_name(ours: str) -> str:
+    """Return Hugging Face's name of a tensor of our module."""
+    return ours if ours.startswith("lm_head") else _KV_CACHE.sub(r"\1_proj.\1_scale", f"model.{ours}")
+
+
 def _check_tied_head(source: Path, config: DecoderConfig) -> None:
     """A tied checkpoint may also store its head; one that differs from the embedding would be dropped silently."""
     stored = read_headers(source)
@@ -266,63 +264,3 @@ def _check_tied_head(source: Path, config: DecoderConfig) -> None:
             where=f"{stored['lm_head.weight'].file}: lm_head.weight",
             fix="set tie_word_embeddings to false in config.json",
         )
-
-
-EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
-
-
-@dataclass(frozen=True, slots=True)
-class TargetParts:
-    """The parts of a target that converters need."""
-
-    folder: Path
-    architectures: list[str]
-    config: DecoderConfig
-    embedding: Tensor  # [V, E]
-    head: Tensor  # [V, E]; the embedding where they are tied
-
-
-def read_target_parts(path: Path) -> TargetParts:
-    """Read them from a Hugging Face folder or a bundle; raises `CheckpointError`."""
-    folder = path / "target" if (path / MANIFEST).is_file() else path
-    raw = HFConfig.read(folder)
-    config = parse_target_config(raw)
-    headers = read_headers(folder)
-    required = {"model.embed_tokens.weight"} | (set() if config.tie_word_embeddings else {HEAD})
-    for name in sorted(required):
-        shape = (config.vocab_size, config.body.hidden_size)
-        if name not in headers or headers[name].shape != shape:
-            raise CheckpointError(
-                "The target lacks a tensor that drafters share.",
-                where=f"{folder}: {name}",
-                found=list(headers[name].shape) if name in headers else "no such tensor",
-                expected=list(shape),
-            )
-    embedding = read_tensor(headers["model.embed_tokens.weight"].file, "model.embed_tokens.weight")
-    head = embedding if config.tie_word_embeddings else read_tensor(headers[HEAD].file, HEAD)
-    architectures = raw.get("architectures", list, [])
-    return TargetParts(folder, architectures, config, embedding, head)
-
-
-def shared_copies(target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Copies for a drafter of `dtype`: the embedding [V, E] and the head's rows of the draft vocabulary [Vd, E]."""
-    head = target.head if ids is None else target.head[torch.tensor(ids)]
-    if head is target.embedding:
-        head = head.clone()  # safetensors does not save tensors that share memory
-    return {EMBEDDING: target.embedding.to(dtype), HEAD: head.to(dtype)}
-
-
-def check_copies(
-    copies: Mapping[str, Tensor], target: TargetParts, ids: tuple[int, ...] | None, dtype: torch.dtype, where: str
-) -> None:
-    """Raise `CheckpointError` for copies that differ: dropping them would lose a head of the drafter's own."""
-    for name, expected in shared_copies(target, ids, dtype).items():
-        if name in copies and not torch.equal(copies[name], expected):
-            row = int((copies[name] != expected).any(dim=1).nonzero()[0])
-            raise CheckpointError(
-                "A tensor that drafters share with their target differs from the target's.",
-                where=f"{where}: {name}",
-                found=f"row {row} differs from {target.folder}",
-                expected="a copy of the target's tensor",
-                fix="name the target it was trained for; a head or an embedding of the drafter's own cannot be run",
-            )

@@ -22,13 +22,14 @@ from typing import Any
 
 from d2sd.convert.engines.profiles import Profile
 from d2sd.errors import BuildError, D2SDError
-from d2sd.extras import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt, install_line
+from d2sd.extras import install_line
 from d2sd.helpers import python_command
 from d2sd.io import read_json
 from d2sd.plugins.cascade_attention.onnx import INPUTS
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
 from d2sd.progress import Progress, silent
+from d2sd.tensorrt_env import COMPUTE, Builder, ErrorLog, TensorRT, find_tensorrt
 
 #: Incremented with every change of `configure`: engines built with other settings are rebuilt.
 SETTINGS = 1
@@ -84,17 +85,8 @@ def build_engine(job: Job) -> Report:
     layers = Counter(str(network.get_layer(i).type).rpartition(".")[2] for i in range(network.num_layers))
     _check_plugins(job, layers["PLUGIN_V3"])
     for layer in (network.get_layer(i) for i in range(network.num_layers)):
-        if not str(layer.type).endswith("PLUGIN_V3"):
-            continue
-        if (
-            size := layer.get_input(0).shape[3]
-        ) % HEAD_STEP or size > LARGEST_HEAD:  # TensorRT crashes: a plugin raises
-            raise BuildError(
-                "The attention kernels do not support this head size.",
-                where=job.graph,
-                found=size,
-                expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
-            )
+        if str(layer.type).endswith("PLUGIN_V3"):
+            _check_head_size(job, layer.get_input(0).shape[3])
     config = configure(trt, builder, job)
     blob = builder.build_serialized_network(network, config)
     if blob is None:
@@ -133,6 +125,17 @@ def _check_plugins(job: Job, plugin_layers: int) -> None:
             where=job.graph,
             found=f"{plugin_layers} plugin layers",
             expected=expected,
+        )
+
+
+def _check_head_size(job: Job, size: int) -> None:
+    """Check the head size here: TensorRT crashes when a plugin raises."""
+    if size % HEAD_STEP or size > LARGEST_HEAD:
+        raise BuildError(
+            "The attention kernels do not support this head size.",
+            where=job.graph,
+            found=size,
+            expected=f"a multiple of {HEAD_STEP} up to {LARGEST_HEAD}",
         )
 
 

@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import NEOX
+from d2sd.convert.checkpoint.dspark import DEEPSPEC, DSPARK
 from d2sd.convert.checkpoint.headers import INDEX, TensorInfo, read_headers
-from d2sd.convert.checkpoint.heads import DEEPSPEC, DSPARK
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.layout import NEOX, sort_columns
+from d2sd.convert.checkpoint.layout import sort_columns
 from d2sd.convert.checkpoint.own_files import DRAFT_VOCABULARY, read_draft_vocabulary
-from d2sd.convert.checkpoint.target import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.checkpoint.unsupported import refuse_tensors, refuse_unsupported
 from d2sd.convert.checkpoint.weights import read_tensors
 from d2sd.convert.formats import speculators
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts
 from d2sd.convert.formats.speculators import EXTRA, read_extra
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.kinds.dflash import check_target, has_mask_embedding, read_layout

@@ -23,26 +23,25 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
+from d2sd.convert.checkpoint.attention import check_windows, read_speculators_attention
+from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.headers import TensorInfo
-from d2sd.convert.checkpoint.heads import Places
 from d2sd.convert.checkpoint.hf_config import HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
-    ATTENTION,
     INERT,
     READ,
     body_fields,
-    check_windows,
     fault,
     from_hidden_states,
     read_body,
     read_role,
-    read_speculators_attention,
     to_hidden_states,
 )
 from d2sd.convert.checkpoint.own_files import check_ids
-from d2sd.convert.checkpoint.target import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.convert.checkpoint.unsupported import KEYS
 from d2sd.convert.checkpoint.weights import read_tensor
+from d2sd.convert.formats.shared_tensors import EMBEDDING, HEAD, TargetParts, check_copies, shared_copies
 from d2sd.convert.kinds.dflash import mask_id, refuse_unknown
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DrafterConfig, Role
@@ -111,10 +110,7 @@ def read_speculators(config: HFConfig, num_target_layers: int | None, declared: 
     of_kind = next((one for one in heads.HEADS if one.speculators_type == kind), None)
     from_anchor = heads.read_slots(places, of_kind)
     _check_speculation(config, kind, config.size("block_size") - (not from_anchor))
-    defaults = dict(QWEN3_DEFAULTS)
-    if nested.values.get("rope_parameters") is not None:
-        del defaults["rope_theta"]
-    nested = HFConfig(defaults | nested.values, nested.where)
+    nested = HFConfig({**_defaults(nested), **nested.values}, nested.where)
     body, vocab_size = read_body(nested), nested.size("vocab_size")
     ahead = of_kind is not None and of_kind.windows_ahead
     body = replace(body, **read_speculators_attention(config, nested, body.num_layers, ahead=ahead))
@@ -211,6 +207,11 @@ def check_writable(config: DrafterConfig, where: str) -> None:
             found=f"target layer ids {list(config.target_layer_ids)}",
             expected=f"0 to {config.num_target_layers - 2}",
         )
+
+
+def _defaults(nested: HFConfig) -> dict[str, object]:
+    theta_elsewhere = nested.values.get("rope_parameters") is not None
+    return {key: value for key, value in QWEN3_DEFAULTS.items() if key != "rope_theta" or not theta_elsewhere}
 
 
 def _check_speculation(config: HFConfig, kind: str, drafts: int) -> None:

@@ -20,21 +20,20 @@ from typing import TYPE_CHECKING
 from pydantic import JsonValue
 
 from d2sd.convert.checkpoint import heads
+from d2sd.convert.checkpoint.attention import KEYS as ATTENTION
+from d2sd.convert.checkpoint.attention import causality, check_windows, read_attention
+from d2sd.convert.checkpoint.dspark import DEEPSPEC
+from d2sd.convert.checkpoint.head_layout import Places
 from d2sd.convert.checkpoint.headers import has_weights, read_headers
-from d2sd.convert.checkpoint.heads import DEEPSPEC, Places
 from d2sd.convert.checkpoint.hf_config import MAX_LAYERS, MAX_SIZE, HFConfig, rope_fields
 from d2sd.convert.checkpoint.layout import (
-    ATTENTION,
     INERT,
     READ,
     TRAINING,
     body_fields,
-    causality,
     check_geometry,
-    check_windows,
     fault,
     misfit,
-    read_attention,
     read_body,
     read_role,
     refuse_fp8,
@@ -283,7 +282,7 @@ def config_fields(config: DrafterConfig) -> dict[str, object]:
 
 
 def _code() -> Code[Drafter]:
-    from d2sd.convert.onnx.export import DrafterBody
+    from d2sd.convert.onnx.bodies import DrafterBody
     from d2sd.modeling.drafters.dflash import Drafter
 
     return Code(Drafter, DrafterBody, Drafter.join)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from d2sd.bench import metrics
-from d2sd.bench.metrics import PLAIN, Interval, View, sets, tau_interval, temperatures, views
+from d2sd.bench import metrics, views
+from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.result import Cell, Result
 from d2sd.viz import plot_style as style
 from d2sd.viz.plot_style import Line
@@ -25,18 +25,18 @@ def plot_tau_by_rows(result: Result, path: Path) -> None:
     Not written if no method has several budgets.
     """
     budgets: dict[tuple[float, str], dict[int, list[Cell]]] = {}
-    for temperature in temperatures(result):
-        view = views(result, temperature)[0]
-        for line in view.lines:
-            cells = list(view.cells(line).values())
-            if line.method != PLAIN and len(cells) == len(sets(result)):
+    for temperature in views.temperatures(result):
+        concurrency = views.concurrencies(result, temperature)[0]
+        for line in views.lines(result, temperature, concurrency):
+            cells = list(views.cells_of(result, line, temperature, concurrency).values())
+            if line.method != views.PLAIN and len(cells) == len(views.sets(result)):
                 budgets.setdefault((temperature, line.method), {})[line.rows] = cells
-    drawn = sorted({t for t, _ in budgets})
+    temperatures = sorted({t for t, _ in budgets})
     if all(len(by_rows) < 2 for by_rows in budgets.values()):
         return
-    figure, axes = style.panels(1, len(drawn), 4.6, sharey=True)
+    figure, axes = style.panels(1, len(temperatures), 4.6, sharey=True)
     ticks = sorted({rows for by_rows in budgets.values() for rows in by_rows})
-    for panel, temperature in zip(axes[0], drawn, strict=True):
+    for panel, temperature in zip(axes[0], temperatures, strict=True):
         for (of, method), by_rows in budgets.items():
             if of == temperature:
                 means = [(metrics.mean_tau(cells), tau_interval(cells)) for cells in by_rows.values()]
@@ -70,15 +70,17 @@ def plot_tau_by_set(result: Result, path: Path) -> None:
 
     Not written for a single set, or for plain decoding alone.
     """
-    view = views(result, min(temperatures(result)))[0]
+    temperature = min(views.temperatures(result))
+    concurrency = views.concurrencies(result, temperature)[0]
     found = {
-        line: {name: cell.tau for name, cell in cells.items()}
-        for line in view.widest
-        if line.method != PLAIN and len(cells := view.cells(line)) == len(sets(result))
+        line: {name: metrics.mean_tau([cell]) for name, cell in cells.items()}
+        for line in views.widest(result, temperature, concurrency)
+        if line.method != views.PLAIN
+        and len(cells := views.cells_of(result, line, temperature, concurrency)) == len(views.sets(result))
     }
-    if len(sets(result)) < 2 or not found:
+    if len(views.sets(result)) < 2 or not found:
         return
-    names = sorted(sets(result), key=lambda name: -max(taus[name] for taus in found.values()))
+    names = sorted(views.sets(result), key=lambda name: -max(taus[name] for taus in found.values()))
     figure, ((panel,),) = style.panels(1, 1, 4.6)
     for at, (line, taus) in enumerate(found.items()):
         places = [place + _WIDTH * ((at + 0.5) / len(found) - 0.5) for place in range(len(names))]
@@ -88,7 +90,7 @@ def plot_tau_by_set(result: Result, path: Path) -> None:
     panel.set_xticks(range(len(names)), names, rotation=20)
     panel.set_ylim(bottom=0)
     panel.set_ylabel("tokens a step (τ)")
-    title = f"Tokens per step by kind of prompt, T = {view.temperature:g} (each method at its largest row budget)"
+    title = f"Tokens per step by kind of prompt, T = {temperature:g} (each method at its largest row budget)"
     style.finish(figure, title, path)
 
 
@@ -96,37 +98,45 @@ def plot_speedup(result: Result, path: Path) -> None:
     """Speedup over plain decoding by requests in flight, all sets together, one panel per temperature; every method at
     its fastest row budget. A single concurrency is drawn as bars, since points would overlap.
     """
-    gains = {t: speedups for t in temperatures(result) if (speedups := _speedups(views(result, t)))}
+    gains = {t: speedups for t in views.temperatures(result) if (speedups := _speedups(result, t))}
     if not gains:
         return
     figure, axes = style.panels(1, len(gains), 4.6, sharey=True)
     for panel, (temperature, speedups) in zip(axes[0], gains.items(), strict=True):
-        panel.axhline(1.0, color=style.colour(PLAIN), linestyle="--", linewidth=1.5, label="plain decoding")
-        counts = [view.concurrency for view in views(result, temperature)]
-        if len(counts) > 1:
-            for method, points in speedups.items():
-                panel.plot(list(points), list(points.values()), **style.curve(Line(method, 1)))
-            _doubling(panel, counts, "requests in flight")
-        else:
-            heights = [points[counts[0]] for points in speedups.values()]
-            panel.bar(list(speedups), heights, color=[style.colour(method) for method in speedups])
-            panel.tick_params(axis="x", rotation=30)
-            panel.set_xlabel(f"method, {counts[0]} in flight")
+        panel.axhline(1.0, color=style.colour(views.PLAIN), linestyle="--", linewidth=1.5, label="plain decoding")
+        counts = views.concurrencies(result, temperature)
+        (_draw_curves if len(counts) > 1 else _draw_bars)(panel, speedups, counts)
         panel.set_title(f"T = {temperature:g}", loc="left", fontsize=11)
         panel.set_ylim(bottom=0)
     axes[0][0].set_ylabel("speedup (tokens/s over plain decoding)")
     style.finish(figure, "Where speculation pays: above the line (each method at its fastest row budget)", path)
 
 
-def _speedups(by_concurrency: list[View]) -> dict[str, dict[int, float]]:
+def _draw_curves(panel: Axes, gains: dict[str, dict[int, float]], counts: list[int]) -> None:
+    for method, points in gains.items():
+        panel.plot(list(points), list(points.values()), **style.curve(Line(method, 1)))
+    _doubling(panel, counts, "requests in flight")
+
+
+def _draw_bars(panel: Axes, gains: dict[str, dict[int, float]], counts: list[int]) -> None:
+    (count,) = counts
+    panel.bar(
+        list(gains), [points[count] for points in gains.values()], color=[style.colour(method) for method in gains]
+    )
+    panel.tick_params(axis="x", rotation=30)
+    panel.set_xlabel(f"method, {count} in flight")
+
+
+def _speedups(result: Result, temperature: float) -> dict[str, dict[int, float]]:
     """Method -> concurrency -> best speedup over row budgets."""
     speedups: dict[str, dict[int, float]] = {}
-    for view in by_concurrency:
-        for line in view.lines:
-            gained = metrics.speedup(*view.pooled(line))
-            if line.method != PLAIN and gained is not None:
+    for concurrency in views.concurrencies(result, temperature):
+        for line in views.lines(result, temperature, concurrency):
+            cell, plain = views.pooled(result, line, temperature, concurrency)
+            gained = metrics.speedup(cell, plain)
+            if line.method != views.PLAIN and gained is not None:
                 points = speedups.setdefault(line.method, {})
-                points[view.concurrency] = max(gained, points.get(view.concurrency, 0.0))
+                points[concurrency] = max(gained, points.get(concurrency, 0.0))
     return speedups
 
 

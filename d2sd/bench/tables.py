@@ -1,32 +1,16 @@
-"""A result as tables: the report in Markdown, with the definition of every metric, what `d2sd bench` ends with,
-and a comparison of two: the effect of a change of code, drafters or machine on their common cells.
-"""
+"""A result as markdown: tokens per step, step details, drafter calibration, speed; then the metric definitions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from inspect import cleandoc
-from statistics import geometric_mean
-from typing import NamedTuple
 
-from rich.table import Table
-
-from d2sd.bench import metrics
+from d2sd.bench import metrics, views
+from d2sd.bench.bootstrap import Interval, tau_interval
 from d2sd.bench.markdown import NONE, Column, largest_bold, number, percent, rate, table
-from d2sd.bench.metrics import (
-    ADAPTIVE,
-    PLAIN,
-    Interval,
-    View,
-    compared,
-    place,
-    sets,
-    tau_interval,
-    tau_ratio,
-    temperatures,
-    views,
-)
-from d2sd.bench.result import Cell, Key, Result, ResultError
+from d2sd.bench.result import Cell, Result
+from d2sd.bench.views import ADAPTIVE
 from d2sd.policies import DRAFTER_NAMES, parse_method
 from d2sd.runtime.stats import calibration_error
 from d2sd.viz.plot_style import Line
@@ -56,12 +40,13 @@ DEFINITIONS: dict[str, object] = {
 def tables(result: Result) -> str:
     """The whole report, without a final newline."""
     parts = []
-    for temperature in temperatures(result):
-        first = views(result, temperature)[0]
-        parts += [f"## Tokens a step (τ), {first}", tau_table(first)]
-        parts += [f"### What a step did, all sets, {first}", detail_table(first)]
-        if knowledge := knowledge_table(first):
-            parts += [f"### What the drafters knew, all sets, {first}", knowledge]
+    for temperature in views.temperatures(result):
+        concurrency = views.concurrencies(result, temperature)[0]
+        at = f"T = {temperature:g}, {concurrency} in flight"
+        parts += [f"## Tokens a step (τ), {at}", tau_table(result, temperature, concurrency)]
+        parts += [f"### What a step did, all sets, {at}", detail_table(result, temperature, concurrency)]
+        if knowledge := knowledge_table(result, temperature, concurrency):
+            parts += [f"### What the drafters knew, all sets, {at}", knowledge]
         parts += [f"### Speed, all sets, T = {temperature:g}: tokens/s (speedup)", speed_table(result, temperature)]
         if chosen := chosen_table(result, temperature):
             parts += [f"### What `auto` served, all sets, T = {temperature:g}", chosen]
@@ -69,11 +54,12 @@ def tables(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def tau_table(view: View) -> str:
+def tau_table(result: Result, temperature: float, concurrency: int) -> str:
     """τ by line and set; no mean if a set is missing, since it would not be comparable."""
-    cells = [view.cells(line) for line in view.lines]
-    names = [name for name in sets(view.result) if any(name in by_set for by_set in cells)]
-    columns = _names(view.lines)
+    lines = views.lines(result, temperature, concurrency)
+    cells = [views.cells_of(result, line, temperature, concurrency) for line in lines]
+    names = [name for name in views.sets(result) if any(name in by_set for by_set in cells)]
+    columns = _names(lines)
     for name in names:
         columns.append((name, largest_bold([by_set[name].tau if name in by_set else None for by_set in cells])))
     complete = [list(by_set.values()) if len(by_set) == len(names) else None for by_set in cells]
@@ -82,89 +68,80 @@ def tau_table(view: View) -> str:
     return table([*columns, ("mean", largest_bold(means)), ("95 % interval", list(map(span, intervals)))])
 
 
-def detail_table(view: View) -> str:
-    pairs = [view.pooled(line) for line in view.lines]
+def detail_table(result: Result, temperature: float, concurrency: int) -> str:
+    lines = views.lines(result, temperature, concurrency)
+    pairs = [views.pooled(result, line, temperature, concurrency) for line in lines]
     cells = [cell for cell, _ in pairs]
+
+    def column(metric: Callable[[Cell], float], form: Callable[[float | None], str]) -> list[str]:
+        return [form(metric(cell)) for cell in cells]
+
+    one_digit = partial(number, digits=1)
+    accepted = [" ".join(map(number, cell.joint_acceptance)) or NONE for cell in cells]
     columns = [
-        *_names(view.lines),
+        *_names(lines),
         ("τ by token", largest_bold([metrics.tau_by_token(cell) for cell in cells])),
-        ("rows/step", [number(metrics.rows_per_step(cell), 1) for cell in cells]),
-        ("rows/token", [number(metrics.rows_per_token(cell), 1) for cell in cells]),
-        ("nodes", [number(metrics.mean_nodes(cell), 1) for cell in cells]),
-        ("merged", [number(metrics.merged_per_step(cell), 1) for cell in cells]),
-        ("rescued", [percent(metrics.rescued_share(cell)) for cell in cells]),
-        ("accepted by position", [" ".join(map(number, cell.joint_acceptance)) or NONE for cell in cells]),
+        ("rows/step", column(metrics.rows_per_step, one_digit)),
+        ("rows/token", column(metrics.rows_per_token, one_digit)),
+        ("nodes", column(metrics.mean_nodes, one_digit)),
+        ("merged", column(metrics.merged_per_step, one_digit)),
+        ("rescued", column(metrics.rescued_share, percent)),
+        ("accepted by position", accepted),
         ("cycle cost", [number(metrics.cycle_cost(*pair)) for pair in pairs]),
         ("speedup", largest_bold([metrics.speedup(*pair) for pair in pairs])),
     ]
     return table(columns)
 
 
-def knowledge_table(view: View) -> str | None:
+def knowledge_table(result: Result, temperature: float, concurrency: int) -> str | None:
     """Calibration and boundary ranks of the lines that have either; None if none has."""
-    pooled = {line: view.pooled(line)[0] for line in view.lines}
+    pooled = {
+        line: views.pooled(result, line, temperature, concurrency)[0]
+        for line in views.lines(result, temperature, concurrency)
+    }
     chosen = {line: cell for line, cell in pooled.items() if cell.calibration or cell.boundary_rank}
     if not chosen:
         return None
-    columns = _names(list(chosen))
-    for drafter in DRAFTER_NAMES[:2]:
-        errors = [number(cell.calibration_errors.get(drafter), 3) for cell in chosen.values()]
-        columns.append((f"ECE {drafter}", errors))
-    return table([*columns, ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in chosen.values()])])
+    errors = {
+        drafter: [cell.calibration_errors.get(drafter) for cell in chosen.values()] for drafter in DRAFTER_NAMES[:2]
+    }
+    return table(
+        [
+            *_names(list(chosen)),
+            *((f"ECE {drafter}", [number(value, 3) for value in values]) for drafter, values in errors.items()),
+            ("boundary rank", [_shares(metrics.boundary_ranks(cell)) for cell in chosen.values()]),
+        ]
+    )
 
 
 def speed_table(result: Result, temperature: float) -> str:
-    """Tokens a second at each concurrency; a line may be measured at some of them only."""
-    by_concurrency = views(result, temperature)
-    lines = sorted({line for view in by_concurrency for line in view.lines}, key=place)
+    concurrencies = views.concurrencies(result, temperature)
+    measured = {c: set(views.lines(result, temperature, c)) for c in concurrencies}
+    # A line may be measured at some concurrencies only; the order is that of `views.lines`.
+    lines = sorted(set().union(*measured.values()), key=views.place)
     columns = _names(lines)
-    for view in by_concurrency:
-        pairs = [view.pooled(line) if line in view.lines else None for line in lines]
+    for concurrency in concurrencies:
+        pairs = [
+            views.pooled(result, line, temperature, concurrency) if line in measured[concurrency] else None
+            for line in lines
+        ]
         rates = largest_bold([metrics.tokens_per_second(pair[0]) if pair else None for pair in pairs], rate)
         speedups = [metrics.speedup(*pair) if pair else None for pair in pairs]
         texts = [f"{r} ({s:.2f})" if s is not None else r for r, s in zip(rates, speedups, strict=True)]
-        columns.append((f"{view.concurrency} in flight", texts))
+        columns.append((f"{concurrency} in flight", texts))
     return table(columns)
 
 
 def chosen_table(result: Result, temperature: float) -> str | None:
     """The policies selected by `auto`, by concurrency; None if `auto` was not measured."""
-    columns = [
-        (f"{view.concurrency} in flight", [_shares(metrics.served(view.pooled(line)[0]))])
-        for view in views(result, temperature)
-        for line in view.lines
+    cells = [
+        (concurrency, views.pooled(result, line, temperature, concurrency)[0])
+        for concurrency in views.concurrencies(result, temperature)
+        for line in views.lines(result, temperature, concurrency)
         if parse_method(line.method)[0] == ADAPTIVE
     ]
+    columns = [(f"{concurrency} in flight", [_shares(metrics.served(cell))]) for concurrency, cell in cells]
     return table(columns) if columns else None
-
-
-def summary(result: Result) -> Table:
-    """Return every method at its largest budget, all sets, at the lowest temperature and concurrency."""
-    view = views(result, temperatures(result)[0])[0]
-    shown = Table("policy", title=f"all sets, {view}", title_justify="left")
-    for heading in ("row budget", "rows/step", "τ by token", "cost, in plain steps", "tokens/s", "speedup"):
-        shown.add_column(heading, justify="right")
-    for line in view.widest:
-        cell, plain = view.pooled(line)
-        cost, speedup = metrics.cycle_cost(cell, plain), metrics.speedup(cell, plain)
-        rows = f"{metrics.rows_per_step(cell):.0f}"
-        tau, speed = number(metrics.tau_by_token(cell)), rate(metrics.tokens_per_second(cell))
-        shown.add_row(line.method, str(line.rows), rows, tau, number(cost), speed, number(speedup))
-    return shown
-
-
-def remarks(result: Result) -> Iterator[str]:
-    """Yield the sentences below `summary`: when a policy pays, and whether the answers are plain decoding's."""
-    yield "A policy pays where its τ by token exceeds the cost of its step."
-    if result.provenance.device == "cpu":
-        yield (
-            "A CPU pays for each verified row: small trees are worth it, for one or two requests, and `auto` chooses "
-            "among them. A GPU reads the weights once for all rows: at Qwen3-8B's size on an H100, two drafts and 64 "
-            "rows took 1.50 plain steps (docs/gpu.md)."
-        )
-    cells = compared(result)
-    different = sum(len(cell.differences) for cell in cells)
-    yield f"{sum(len(cell.requests) for cell in cells)} answers compared with plain decoding's: {different} differ."
 
 
 def definitions() -> str:
@@ -176,7 +153,7 @@ def definitions() -> str:
 
 def lossless(result: Result) -> str:
     """Comparison with plain decoding at the lowest concurrency; differences beyond a near-tie are listed."""
-    responses = sum(len(cell.requests) for cell in compared(result))
+    responses = sum(len(cell.requests) for cell in views.compared(result))
     different = [(cell, case) for cell in result.cells for case in cell.differences]
     beyond = [(cell, case) for cell, case in different if not case.excused]
     lines = [
@@ -211,118 +188,3 @@ def span(interval: Interval | None) -> str:
 
 def _names(lines: Sequence[Line]) -> list[Column]:
     return [("method", [line.method for line in lines]), ("row budget", [str(line.rows) for line in lines])]
-
-
-NOTES = """\
-A ratio is B / A. τ of A, τ of B and their ratio use the prompts that both have; if they share none, all prompts,
-without an interval. The interval is a 95 % percentile bootstrap in which a prompt's two responses are resampled
-together; ▲ and ▼ mark intervals that exclude 1. The geometric mean excludes plain decoding, whose τ is 1; its
-tokens/s ratio shows whether the two machines were equally fast."""
-
-
-def compare(a: Result, b: Result) -> str:
-    """Markdown: B / A of every common cell, and the cells that only one has. Raises `ResultError` if none is common."""
-    old, new = ({cell.key: cell for cell in result.cells} for result in (a, b))
-    common = sorted(old.keys() & new.keys(), key=_order)
-    if not common:
-        raise ResultError(
-            "The two results have no cell in common.",
-            found=f"A has {_summary(old)}; B has {_summary(new)}",
-            expected="equal method, rows, set, temperature and concurrency in at least one cell",
-        )
-    pairs = [_pair(old[key], new[key]) for key in common]
-    parts = ["## B against A", _unequal(a, b), _table(pairs)]
-    parts += [_overall([pair for pair in pairs if pair.key.method != PLAIN])]
-    parts += [_only("A", [k for k in old if k not in new]), _only("B", [k for k in new if k not in old]), NOTES]
-    return "\n\n".join(filter(None, parts))
-
-
-class _Pair(NamedTuple):
-    """One cell in A and B; both τ are of the shared prompts if there are any."""
-
-    key: Key
-    before: float
-    after: float
-    interval: Interval | None
-    shared: int
-    prompts: int
-    speed: float | None  # ratio of tokens per second
-
-    @property
-    def ratio(self) -> float:
-        return self.after / self.before
-
-
-def _pair(a: Cell, b: Cell) -> _Pair:
-    ids = {r.id for r in a.requests} & {r.id for r in b.requests}
-    x, y = (c.model_copy(update={"requests": [r for r in c.requests if r.id in ids or not ids]}) for c in (a, b))
-    paired = tau_ratio(a, b)
-    return _Pair(
-        key=a.key,
-        before=x.tau,
-        after=y.tau,
-        interval=paired.interval if paired else None,
-        shared=len(ids),
-        prompts=len(a.requests),
-        speed=metrics.speedup(b, a),
-    )
-
-
-def _table(pairs: Sequence[_Pair]) -> str:
-    return table(
-        [
-            ("method", [pair.key.method for pair in pairs]),
-            ("row budget", [str(pair.key.rows) for pair in pairs]),
-            ("set", [pair.key.set for pair in pairs]),
-            ("T", [f"{pair.key.temperature:g}" for pair in pairs]),
-            ("in flight", [str(pair.key.concurrency) for pair in pairs]),
-            ("prompts", [f"{pair.shared} of {pair.prompts}" for pair in pairs]),
-            ("τ A", [number(pair.before) for pair in pairs]),
-            ("τ B", [number(pair.after) for pair in pairs]),
-            ("τ ratio", [number(pair.ratio, 3) for pair in pairs]),
-            ("95 % interval", [_marked(pair.interval) for pair in pairs]),
-            ("tokens/s ratio", [number(pair.speed) for pair in pairs]),
-        ]
-    )
-
-
-def _marked(interval: Interval | None) -> str:
-    if interval is None:
-        return NONE
-    mark = "" if not interval.excludes(1) else " ▲" if interval.low > 1 else " ▼"
-    return f"{interval.low:.3f} – {interval.high:.3f}{mark}"
-
-
-def _overall(pairs: Sequence[_Pair]) -> str:
-    if not pairs:
-        return ""
-    speeds = [pair.speed for pair in pairs if pair.speed]
-    speed = f", tokens/s {geometric_mean(speeds):.3f}" if speeds else ""
-    return f"**Geometric mean over {len(pairs)} cells: τ {geometric_mean([p.ratio for p in pairs]):.3f}{speed}**"
-
-
-def _unequal(a: Result, b: Result) -> str:
-    """The settings that differ, since they confound a ratio."""
-    x, y = map(_circumstances, (a, b))
-    differing = [f"{key} ({x.get(key, NONE)} | {y.get(key, NONE)})" for key in {**x, **y} if x.get(key) != y.get(key)]
-    return f"Differs between A | B: {', '.join(differing)}." if differing else ""
-
-
-def _circumstances(result: Result) -> dict[str, str | int]:
-    of = result.provenance
-    circumstances: dict[str, str | int] = {**result.settings.model_dump(), "device": of.device}
-    circumstances |= {f"machine {key}": value for key, value in of.machine.items()}
-    return circumstances | {f"bundle {key}": value for key, value in of.bundle.items()}
-
-
-def _only(name: str, keys: Sequence[Key]) -> str:
-    return "\n".join([f"Only in {name}:", "", *(f"- {key}" for key in sorted(keys, key=_order))]) if keys else ""
-
-
-def _order(key: Key) -> tuple[float, int, tuple[int, str, int], str]:
-    return key.temperature, key.concurrency, place(Line(key.method, key.rows)), key.set
-
-
-def _summary(cells: dict[Key, Cell]) -> str:
-    first = min(cells, key=_order)
-    return f"{first}" + (f" and {len(cells) - 1} more" if len(cells) > 1 else "")

@@ -21,10 +21,10 @@ from d2sd.convert.checkpoint.weights import DTYPES
 from d2sd.convert.engines.build import SETTINGS, Job, build_engines
 from d2sd.convert.engines.profiles import Profile, make_profiles
 from d2sd.convert.onnx.export import TOOLS, export_drafter, export_target, require_exporter
-from d2sd.extras import TensorRT, find_tensorrt
 from d2sd.manifest import Engines as Built
 from d2sd.plugins.cascade_attention.onnx import VERSION as PLUGIN_ABI
 from d2sd.recipe import Engines
+from d2sd.tensorrt_env import TensorRT, find_tensorrt
 
 GRAPHS = "onnx"
 
@@ -62,9 +62,7 @@ class EngineBuild:
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
         """Run all stages; `models` and the result map a file to its hash. Also returns a description of the engines."""
         recipe, size = self.plan.recipe, self.plan.graph_bytes
-        # that drafters read; all that read features read the same
-        layers = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
-        aux_layer_ids = next(filter(None, layers), ())
+        aux_layer_ids = self._aux_layer_ids()
         inputs = dict(common) | {
             "models": list(models.items()),
             "tools": self.tools,
@@ -97,6 +95,11 @@ class EngineBuild:
             plugins=plugins,
         )
         return files, built
+
+    def _aux_layer_ids(self) -> tuple[int, ...]:
+        """Target layers that drafters read; all that read features read the same."""
+        layer_ids = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
+        return next(filter(None, layer_ids), ())
 
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe

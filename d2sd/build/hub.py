@@ -43,8 +43,7 @@ class Pull:
     @property
     def missing(self) -> list[str]:
         """Names of files that are not here in their size."""
-        there = {name: self.into / name for name in self.sizes}
-        return [name for name, file in there.items() if not file.is_file() or file.stat().st_size != self.sizes[name]]
+        return [name for name, size in self.sizes.items() if _size(self.into / name) != size]
 
 
 def plan_pulls(recipe: Recipe) -> list[Pull]:
@@ -62,12 +61,9 @@ def plan_pulls(recipe: Recipe) -> list[Pull]:
             about = HfApi().model_info(
                 str(source.repo), revision=source.revision, files_metadata=True, timeout=_TIMEOUT
             )
-        others = OTHERS if isinstance(source, Target) else ()
-        files = [file for file in about.siblings or () if not any(fnmatch(file.rfilename, one) for one in others)]
-        for path in (PurePosixPath(file.rfilename) for file in files):
-            if path.is_absolute() or ".." in path.parts:
-                what = "A file of the model leads out of its folder."
-                raise BuildError(what, where=str(source.repo), found=str(path))
+        files = [file for file in about.siblings or () if not _is_left_out(source, file.rfilename)]
+        for file in files:
+            _check_name(source, file.rfilename)
         hashes = {file.rfilename: file.lfs.sha256 for file in files if file.lfs is not None}
         sizes = {file.rfilename: file.size or 0 for file in files}
         found.append(Pull(source, folder, str(about.sha), sizes, hashes))
@@ -124,6 +120,20 @@ def _check_hashes(one: Pull, progress: Progress) -> None:
             expected=one.hashes[name],
             fix="run again: it was deleted",
         )
+
+
+def _is_left_out(source: Source, name: str) -> bool:
+    return isinstance(source, Target) and any(fnmatch(name, pattern) for pattern in OTHERS)
+
+
+def _check_name(source: Source, name: str) -> None:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise BuildError("A file of the model leads out of its folder.", where=str(source.repo), found=name)
+
+
+def _size(file: Path) -> int | None:
+    return file.stat().st_size if file.is_file() else None
 
 
 @contextmanager

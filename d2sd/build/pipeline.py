@@ -9,7 +9,7 @@ engines are not reproducible byte for byte.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -20,12 +20,14 @@ import torch
 from pydantic import JsonValue
 
 from d2sd.build.engines import EngineBuild
-from d2sd.build.fp8 import PACKAGE, Fp8Build, load_modelopt
-from d2sd.build.models import Ranking, narrowed, rank, read_drafter
+from d2sd.build.fp8 import Fp8Build
+from d2sd.build.fp8_scales import PACKAGE, load_modelopt
+from d2sd.build.geometry import read_drafter
 from d2sd.build.plan import Part, Plan, make_plan
 from d2sd.build.sources import adapters_of, located, obtained
 from d2sd.build.stage_cache import Run, StageCache
 from d2sd.build.validate.checks import check_bundle
+from d2sd.build.vocabulary import Ranking, narrowed, rank
 from d2sd.bundle.load import CALIBRATION, Bundle, assemble
 from d2sd.calibration import NAME as CALIBRATION_NAME
 from d2sd.calibration import CalibrationFile, write_calibration
@@ -92,100 +94,89 @@ def build(
     return manifest
 
 
-@dataclass(slots=True)
-class _Building:
-    """A bundle under construction: its manifest says what is known by now."""
-
-    work: StageCache
-    manifest: Manifest
-
-    def tell(self, **facts: object) -> None:
-        self.manifest = self.manifest.model_copy(update=facts)
-
-    def stage(self, name: str, inputs: Mapping[str, object], need: int, run: Run) -> None:
-        """Run a stage whose files are the bundle's."""
-        files = self.work.stage(name, {**_common(self.manifest), **inputs}, need, run).files
-        self.tell(files=self.manifest.files | files)
-
-
-def _common(manifest: Manifest) -> dict[str, object]:
-    """Inputs of every stage."""
-    return {"versions": manifest.versions, "precision": manifest.recipe.precision}
-
-
 def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Manifest:
     assert plan.target is not None, "the fetch stage has run"
-    first, target = plan.drafters.get(DrafterRole.FIRST), cast("DecoderConfig", plan.target.config)
+    first = plan.drafters.get(DrafterRole.FIRST)
+    target = cast("DecoderConfig", plan.target.config)
     served = unsupported_reason(plan.recipe, first.draft_config if first else None, target) is None
     engines = EngineBuild.of(plan, work)
     optional = {"calibration": bool(plan.calibration or fit), TRTLLM: served}
     stages = {part.name for part in plan.parts} | {name for name, enabled in optional.items() if enabled}
     work.prune(stages | set(engines.stages if engines else ()))
-    tools = {tool: version(tool) for tool in _TOOLS}
-    described = _target_geometry(plan.target)
-    # the drafters are known with their draft vocabularies
-    made = _Building(
-        work, Manifest(recipe=plan.recipe, target=described, drafters={}, files={}, versions=tools, checks={})
+    unproven = Manifest(
+        recipe=plan.recipe,
+        target=_target_geometry(plan.target),
+        drafters={},  # known with their draft vocabularies
+        files={},
+        versions={tool: version(tool) for tool in _TOOLS},
+        checks={},
     )
-    fp8 = _fp8(plan, work, made.manifest) if plan.recipe.fp8 is not None else None
+    fp8 = _fp8(plan, work, unproven) if plan.recipe.fp8 is not None else None
     if fp8 is not None:
-        made.tell(versions=tools | {PACKAGE: fp8.modelopt.version})
+        unproven = unproven.model_copy(update={"versions": unproven.versions | {PACKAGE: fp8.modelopt.version}})
+    common: dict[str, object] = {"versions": unproven.versions, "precision": plan.recipe.precision}
+    files: dict[str, str] = {}
     for place in plan.places:
         part = plan.places[place]
-        source, need, write = (_target if place is None else _drafter)(plan, part, work)
-        inputs = {"source": source}
+        stage = _target if part is plan.target else _drafter
+        source, need, write = stage(plan, part, work)
+        inputs = common | {"source": source}
         if fp8 is not None and fp8.makes(part):
-            inputs |= fp8.inputs() | {"preceding": list(made.manifest.files.items())}
+            inputs |= fp8.inputs() | {"preceding": list(files.items())}
             write = partial(fp8.write, part)
-        made.stage(part.name, inputs, need, write)
-        if place is None:
+        files |= work.stage(part.name, inputs, need, write).files
+        if part is plan.target:
             plan, coverage = _with_vocabulary(plan, work.bundle / part.name)
             fp8 = fp8 and replace(fp8, plan=plan)
-            made.tell(drafters={role.key: _drafter_geometry(part, coverage) for role, part in plan.drafters.items()})
-    models = made.manifest.files
-    of_models: dict[str, object] = {"recipe": plan.recipe.canonical(), "models": list(models.items())}
+            geometries = {role.key: _drafter_geometry(part, coverage) for role, part in plan.drafters.items()}
+            unproven = unproven.model_copy(update={"drafters": geometries})
     if plan.calibration is not None:
-        given: dict[str, object] = {"source": plan.calibration.model_dump(mode="json"), "models": of_models["models"]}
-        made.stage("calibration", given, 1 << 20, partial(_write_calibration, plan, None, made))
+        inputs = common | {"source": plan.calibration.model_dump(mode="json"), "drafters": list(files.items())}
+        write = partial(_write_calibration, plan, plan.calibration)
+        files |= work.stage("calibration", inputs, 1 << 20, write).files
     elif fit is not None:
-        made.stage(
-            "calibration", of_models | {"fit": fit.inputs}, 1 << 20, partial(_write_calibration, plan, fit, made)
-        )
-    if fit is not None:
-        own = plan.recipe.drafters.model_copy(update={"calibration": Source(path=CALIBRATION)})
-        made.tell(recipe=plan.recipe.model_copy(update={"drafters": own}))
+        inputs = common | {"fit": fit.inputs, "recipe": plan.recipe.canonical(), "models": list(files.items())}
+        write = partial(_fit, fit, work, unproven)
+        files |= work.stage("calibration", inputs, 1 << 20, write).files
+        unproven = unproven.model_copy(update={"recipe": _calibrated(plan.recipe)})
     if served:
-        made.stage(TRTLLM, of_models, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe))
+        inputs = common | {"recipe": plan.recipe.canonical(), "drafters": list(files.items())}
+        files |= work.stage(TRTLLM, inputs, 1 << 20, lambda folder: write_llm_args(folder, plan.recipe)).files
     if engines is not None:
-        files, built = engines.run(_common(made.manifest), models)
-        versions = made.manifest.versions | engines.tools
-        made.tell(files=made.manifest.files | files, versions=versions, engines=built)
+        models = {
+            name: sha256 for name, sha256 in files.items() if name.partition("/")[0] in {p.name for p in plan.parts}
+        }
+        engine_files, built = engines.run(common, models)
+        files |= engine_files
+        unproven = unproven.model_copy(update={"versions": unproven.versions | engines.tools, "engines": built})
+    unproven = unproven.model_copy(update={"files": files})
 
     def check(folder: Path) -> dict[str, Any]:
-        bundle = assemble(work.bundle, made.manifest)
+        bundle = assemble(work.bundle, unproven)
         if not validate:
             return {}
         return check_bundle(bundle, work.progress) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})
 
-    proven = {"manifest": made.manifest.model_dump(mode="json"), "validate": validate}
-    made.tell(checks=work.stage("check", proven, 0, check).result)
-    return made.manifest
+    inputs = {"manifest": unproven.model_dump(mode="json"), "validate": validate}
+    result = work.stage("check", inputs, 0, check).result
+    return unproven.model_copy(update={"checks": result})
 
 
 def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
     """Run the stages that need the unquantized target; their files are not part of the bundle."""
     assert plan.target is not None
     assert plan.target_file is not None
-    recipe, folder = plan.recipe, plan.target_file
+    recipe = plan.recipe
+    common: dict[str, object] = {"versions": manifest.versions, "precision": recipe.precision}
     source, need, write = _target(plan, plan.target, work)
-    inputs = _common(manifest) | {"source": source}
+    folder, common = plan.target_file, common | {"source": source}
     if recipe.target.pypi or recipe.target.dequantize or recipe.target.lora:
-        work.stage("plain_target", inputs, need, write, internal=True)
+        work.stage("plain_target", common, need, write, internal=True)
         folder = work.internal / "plain_target"
     plain = manifest.model_copy(update={"recipe": recipe.model_copy(update={"fp8": None})})
     build = Fp8Build(plan, work, load_modelopt(work.progress), plain, folder)
     prompts = recipe.path(build.wanted.prompts) if build.wanted.prompts else None
-    inputs |= {
+    inputs = common | {
         "prompts": hash_files(prompts.parent, [prompts.name]) if prompts else None,
         "count": build.wanted.count,
         "tokens": build.wanted.tokens,
@@ -196,29 +187,30 @@ def _fp8(plan: Plan, work: StageCache, manifest: Manifest) -> Fp8Build:
 
 def _target(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
     """Inputs, bytes needed and writer of the target's stage."""
-    file, target = plan.target_file, plan.recipe.target
+    file, precision, pypi = plan.target_file, plan.recipe.precision, plan.recipe.target.pypi
+    dequantize = plan.recipe.target.dequantize
     assert file is not None
     need, adapters = part.weight_bytes + _SMALL_FILES, adapters_of(plan.recipe)
-    copy = partial(write_target, precision=plan.recipe.precision, progress=work.progress, adapters=adapters)
-    inputs: dict[str, object]
-    if target.pypi is None:
-        inputs = {**hash_files(file, source_files(file), work.progress)}
-        if target.dequantize:
-            inputs = {"files": inputs, "dequantize": True}
-        write: Run = partial(copy, file, dequantize=target.dequantize)
-    else:
-        inputs, need = target.pypi.model_dump(exclude={"local"}), need + part.parameters * 4 + _SMALL_FILES
+    loras = [{"files": hash_files(folder, [CONFIG, WEIGHTS]), "scale": scale} for folder, scale in adapters]
+    if not pypi:
+        hashes = hash_files(file, source_files(file), work.progress)
+        inputs: dict[str, object] = {"files": hashes, "dequantize": True} if dequantize else dict(hashes)
+        copy = partial(write_target, file, dequantize=dequantize, adapters=adapters)
+        return _with(inputs, loras), need, lambda folder: copy(folder, precision, work.progress)
 
-        def write(folder: Path) -> None:
-            with work.scratch() as converted:  # in fp32, 4 bytes a number
-                with work.progress(f"converting {file.name}"):
-                    convert_gguf(file, converted)
-                copy(converted, folder)
+    def write(folder: Path) -> None:
+        with work.scratch() as converted:
+            with work.progress(f"converting {file.name}"):
+                convert_gguf(file, converted)
+            write_target(converted, folder, precision, work.progress, adapters=adapters)
 
-    if adapters:
-        loras = [{"files": hash_files(folder, [CONFIG, WEIGHTS]), "scale": scale} for folder, scale in adapters]
-        inputs = {"target": inputs, "lora": loras}
-    return inputs, need, write
+    wheel = _with(pypi.model_dump(exclude={"local"}), loras)
+    return wheel, need + part.parameters * 4 + _SMALL_FILES, write  # 4: the conversion is in fp32
+
+
+def _with(inputs: dict[str, object], loras: list[dict[str, object]]) -> dict[str, object]:
+    """The inputs of a target, and its adapters where it has some."""
+    return {"target": inputs, "lora": loras} if loras else inputs
 
 
 def _drafter(plan: Plan, part: Part, work: StageCache) -> tuple[object, int, Run]:
@@ -243,16 +235,25 @@ def _with_vocabulary(plan: Plan, target: Path) -> tuple[Plan, Ranking | None]:
     return replace(plan, drafters=drafters), ranking
 
 
-def _write_calibration(plan: Plan, fit: Fit | None, made: _Building, folder: Path) -> None:
-    """Write what `fit` finds, or the recipe's calibration. Raises `BuildError` if it was fitted to other drafters."""
-    calibration = plan.calibration
-    if fit is not None:
-        calibration = fit.run(assemble(made.work.bundle, made.manifest))
-    assert calibration is not None
-    for role, part in plan.drafters.items() if fit is None else ():
-        fitted, source = calibration.drafters.get(role.key), plan.recipe.drafters.calibration
+def _fit(fit: Fit, work: StageCache, manifest: Manifest, folder: Path) -> None:
+    calibration = fit.run(assemble(work.bundle, manifest))
+    folder.mkdir(parents=True)
+    write_calibration(folder / CALIBRATION_NAME, calibration)
+
+
+def _calibrated(recipe: Recipe) -> Recipe:
+    """The recipe with the calibration in its bundle."""
+    drafters = recipe.drafters.model_copy(update={"calibration": Source(path=CALIBRATION)})
+    return recipe.model_copy(update={"drafters": drafters})
+
+
+def _write_calibration(plan: Plan, calibration: CalibrationFile, folder: Path) -> None:
+    """Write the recipe's calibration. Raises `BuildError` if it was fitted to other drafters."""
+    for role, part in plan.drafters.items():
+        fitted = calibration.drafters.get(role.key)
         fingerprint = part.kind.fingerprint(part.kind.load(Path(part.source), torch.float32, part.config))
         if fingerprint != fitted:
+            source = plan.recipe.drafters.calibration
             assert source is not None
             raise BuildError(
                 f"The calibration was fitted to another {role.key} drafter.",

@@ -8,24 +8,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from d2sd.build.models import (
-    Choice,
-    Place,
-    bytes_of,
-    check_geometry,
-    choose,
-    described,
-    models_of,
-    narrowed,
-    numbers_of,
-    read_drafter,
-    refuse,
-)
+from d2sd.build.geometry import Place, check_geometry, described, models_of, read_drafter
+from d2sd.build.quantized import Choice, bytes_of, choose, numbers_of
+from d2sd.build.refused import refuse
 from d2sd.build.sources import adapters_of, check_downloaded, located
+from d2sd.build.vocabulary import narrowed
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
-from d2sd.convert.checkpoint.headers import ITEMSIZES, has_weights
+from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, has_weights
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.lora import read_adapters
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
@@ -33,7 +24,7 @@ from d2sd.convert.checkpoint.target_shapes import check_target_tensors, target_s
 from d2sd.convert.drafter_kind import DrafterKind
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import RecipeError
-from d2sd.extras import ALIGNMENT, require
+from d2sd.extras import require
 from d2sd.licence import NOT_STATED, read_licence
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DraftConfig
 from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
@@ -42,6 +33,7 @@ from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, Recipe, Source
 from d2sd.runtime.memory import KVMemory, WindowedLayers, plan_kv_memory
 from d2sd.runtime.request import Limits
+from d2sd.tensorrt_env import ALIGNMENT
 
 #: Nominal GPU memory in decimal bytes; the devices report slightly more.
 GPUS = {"H100": 80 * 10**9, "H200": 141 * 10**9, "B200": 180 * 10**9}
@@ -197,8 +189,7 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
     """`make_plan`; `geometries` are folders with the config.json that the recipe describes."""
     sources = models_of(recipe)
     here = {place: located(recipe, source) for place, source in sources.items()}
-    configs = {place for place, folder in here.items() if folder is not None and (folder / "config.json").is_file()}
-    told = {} if weights else {place: folder for place, folder in geometries.items() if place not in configs}
+    told = {} if weights else {place: folder for place, folder in geometries.items() if not _has_config(here[place])}
     files = here | told
     target: Part | None = None
     config: DecoderConfig | None = None
@@ -238,13 +229,20 @@ def _plan(recipe: Recipe, geometries: Mapping[Place, Path], *, weights: bool) ->
     return plan
 
 
+def _has_config(folder: Path | None) -> bool:
+    return folder is not None and (folder / "config.json").is_file()
+
+
 def _known(source: Source, part: Part, place: Place, geometries: Mapping[Place, Path], told: Collection[Place]) -> Part:
     """A model that is as its recipe says, or that is known by its recipe alone: then named by its repository."""
     if place in told:
         return replace(part, source=f"{source.repo or source.path}, by the geometry in the recipe")
     if place in geometries:
-        folder = geometries[place]
-        other = parse_target_config(HFConfig.read(folder)) if place is None else read_drafter(source, folder)
+        other: DecoderConfig | DraftConfig
+        if place is None:
+            other = parse_target_config(HFConfig.read(geometries[place]))
+        else:
+            other = read_drafter(source, geometries[place])
         check_geometry(part.config, other, Path(part.source), place)
     return part
 
@@ -367,10 +365,8 @@ def _drafter(
     if recipe.fp8 is not None and recipe.fp8.drafters:
         _refuse_fp8_twice(quantization, str(folder), "drafters")
         rounded = kind.fp8_layers(config)
-    plain, itemsize = kind.shapes(config), ITEMSIZES[recipe.precision]
-    saved = sum(math.prod(plain[f"{layer}.weight"]) * (itemsize - 1) - _SCALES for layer in rounded)
-    sizes = numbers_of(plain), bytes_of(shapes, itemsize) - saved
-    token = _kv_bytes(config.body, itemsize) if config.target_layer_ids else 0
+    sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
+    token = _kv_bytes(config.body, ITEMSIZES[recipe.precision]) if config.target_layer_ids else 0
     stored = bytes_of(shapes, _STORED)
     licence = _licence(source, folder)
     sized = *sizes, token, weights_present
@@ -386,8 +382,18 @@ def _licence(source: Source, folder: Path) -> str:
 def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) -> None:
     """Raise `RecipeError` for a quantized checkpoint that the recipe wants in FP8."""
     if quantization is not None:
-        what = f"This checkpoint is {quantization.text} already."
-        raise RecipeError(what, where=source, fix=f"set fp8.{key} to false: it is kept as it is")
+        raise RecipeError(
+            f"This checkpoint is {quantization.text} already.",
+            where=source,
+            fix=f"set fp8.{key} to false: it is kept as it is",
+        )
+
+
+def _sizes(recipe: Recipe, plain: Shapes, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
+    """Parameters, and bytes in memory of a drafter of tensors `shapes`; `rounded` layers are FP8 there alone."""
+    itemsize = ITEMSIZES[recipe.precision]
+    saved = sum(math.prod(plain[f"{layer}.weight"]) * (itemsize - 1) - _SCALES for layer in rounded)
+    return numbers_of(plain), bytes_of(shapes, itemsize) - saved
 
 
 def _kv_bytes(body: BodyConfig, size: int) -> int:

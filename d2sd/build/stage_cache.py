@@ -22,7 +22,7 @@ from typing import Any
 
 from d2sd.bundle.files import output_path, publish
 from d2sd.errors import D2SDError
-from d2sd.io import claim, digest, disk_space, exclusive, hash_files, read_json, remove, write_json
+from d2sd.io import claim, digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
 from d2sd.progress import Progress
 
 #: Writes a stage's folder and returns figures to keep in its marker.
@@ -94,11 +94,8 @@ class StageCache:
         """Return the marker of the stage writing `bundle/<name>` (`need` bytes), running it unless it is finished."""
         root = self.internal if internal else self.bundle
         folder, path = root / name, self.folder / "stages" / f"{name.replace('/', '-')}.json"
-        try:
-            marker = Marker(**read_json(path))
-        except (D2SDError, TypeError):
-            marker = None  # none, or a damaged one: the stage runs again
-        if marker is None or marker.inputs != digest(inputs) or marker.files != self._hashes(root, name):
+        marker = self._resume(path, root, name, digest(inputs))
+        if marker is None:
             path.unlink(missing_ok=True)
             remove(folder)
             with disk_space(self.folder, need, f"stage {name}"):
@@ -117,6 +114,13 @@ class StageCache:
         """Rename the bundle to the output. After a kill between the renames, every stage is still finished."""
         publish(self.bundle, self.output, self.folder)
 
+    def _resume(self, path: Path, root: Path, name: str, inputs: str) -> Marker | None:
+        try:
+            marker = Marker(**read_json(path))
+        except (D2SDError, TypeError):
+            return None  # no marker, or a damaged one: the stage runs again
+        return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
+
     def _hashes(self, root: Path, name: str) -> dict[str, str]:
-        files = sorted(file.relative_to(root).as_posix() for file in (root / name).rglob("*") if not file.is_dir())
+        files = [f"{name}/{file}" for file in list_files(root / name)]
         return hash_files(root, files, self.progress)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from d2sd.build.models import models_of
+from d2sd.build.geometry import models_of
 from d2sd.build.plan import GPUS, Part, Plan
 from d2sd.build.shares import SIZES, of_one_gpu, step_bytes
 from d2sd.build.sources import download_lines

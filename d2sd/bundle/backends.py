@@ -94,10 +94,10 @@ def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:
 
 
 def _tensorrt(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel], built: Engines) -> ModelRunner:
-    from d2sd.extras import find_tensorrt
     from d2sd.modeling.prepare import sum_in_fp32
     from d2sd.runtime.backends.tensorrt import engine_runner
     from d2sd.runtime.backends.tensorrt_checks import EngineFile, this_device
+    from d2sd.tensorrt_env import find_tensorrt
 
     trt, folder = find_tensorrt(built.builder), bundle.path / "engines"
     capability = this_device(folder).capability

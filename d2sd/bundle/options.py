@@ -15,7 +15,8 @@ from d2sd.errors import D2SDError
 from d2sd.policies import current_name
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Method
-from d2sd.schema import Closed, named, plain
+from d2sd.schema import Closed
+from d2sd.typed import named, plain
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

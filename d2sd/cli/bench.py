@@ -8,11 +8,12 @@ from typing import Any, get_args
 import click
 from click.core import ParameterSource
 
-from d2sd.bench.matrix import Matrix, duration, estimated_seconds, read_sets, with_copies
+from d2sd.bench.compare import compare as compared
+from d2sd.bench.estimate import duration, estimated_seconds
+from d2sd.bench.matrix import Matrix, read_sets, with_copies
 from d2sd.bench.result import Settings, load_result
 from d2sd.bench.run import Run, own_folder
-from d2sd.bench.tables import compare as compared
-from d2sd.bench.tables import remarks, summary
+from d2sd.bench.summary import remarks, summary
 from d2sd.bundle.devices import BackendName
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import can_run

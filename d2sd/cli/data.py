@@ -8,7 +8,7 @@ import click
 
 from d2sd.cli.options import FilePath
 from d2sd.cli.report import Reporting
-from d2sd.prompts import fill, present, prompt_sets
+from d2sd.prompt_sets import fill, present, prompt_sets
 
 
 @click.command(cls=Reporting)

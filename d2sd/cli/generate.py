@@ -8,7 +8,8 @@ from pathlib import Path
 
 import click
 
-from d2sd.bench.answers import show_stats, time_plain, write_answers, write_pictures
+from d2sd.bench.answers import write_answers, write_pictures
+from d2sd.bench.speculation_table import show_stats, time_plain
 from d2sd.bundle.options import EngineOptions
 from d2sd.bundle.requests import chat_request, default_params
 from d2sd.bundle.serving import make_engine
@@ -18,7 +19,7 @@ from d2sd.io import check_writable, size_text
 from d2sd.progress import bar
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.text import TextStream
-from d2sd.viz.nodes import Recording
+from d2sd.viz.record import Recording
 
 
 @click.command(cls=Reporting)

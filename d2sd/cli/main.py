@@ -9,7 +9,7 @@ from importlib import import_module
 import click
 
 from d2sd.cli.report import ReportingGroup, report
-from d2sd.helpers import noting_interrupts
+from d2sd.interrupts import noting_interrupts
 
 #: Module and function of a command have its name; texts are the first sentences of its help.
 COMMANDS = {

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from d2sd.errors import CLI, D2SDError
-from d2sd.helpers import noting_interrupts
+from d2sd.interrupts import noting_interrupts
 from d2sd.io import printable
 from d2sd.logs import show_warnings
 

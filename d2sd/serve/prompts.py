@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from d2sd.bundle.requests import default_params, each_completion, encode_input, make_request
 from d2sd.errors import RequestError
 from d2sd.runtime.sampling_params import SamplingParams
-from d2sd.schema import named, plain, typed
+from d2sd.typed import named, plain, typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

@@ -21,12 +21,12 @@ from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from d2sd.schema import WRONG_TYPE, typed
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.completion import Completion, make_completion
 from d2sd.serve.errors import EngineFailed, ShuttingDown
 from d2sd.serve.prompts import Input, Message, Prompt, Sampling, Tools, each_params, input_of, make_requests
 from d2sd.serve.structured import GrammarCompiler
+from d2sd.typed import WRONG_TYPE, typed
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

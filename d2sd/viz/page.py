@@ -11,9 +11,10 @@ from typing import ParamSpec
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from d2sd.viz.nodes import Recording, Turn
+from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
-from d2sd.viz.words import asset, caption, cut, introduction, mix, rescue, shade, story, text_markup, token_markup
+from d2sd.viz.text import asset, cut, text_markup, token_markup
+from d2sd.viz.words import caption, introduction, mix, rescue, shade, story
 
 P = ParamSpec("P")
 #: Steps that are open initially, in addition to all rescued ones.
@@ -60,7 +61,7 @@ def _environment() -> Environment:
 
 
 def _marked(write: Callable[P, str]) -> Callable[P, Markup]:
-    """A function of d2sd.viz.words or d2sd.viz.svg as a filter: they escape all generated text."""
+    """A function of d2sd.viz.text or d2sd.viz.svg as a filter: they escape all generated text."""
     return lambda *args, **kwargs: Markup(write(*args, **kwargs))  # noqa: S704
 
 

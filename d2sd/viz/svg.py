@@ -1,96 +1,15 @@
-"""The tree of a step as SVG text, and its legend: a row of samples that wraps at the width of the picture.
-
-A column for each position, a line for each leaf. A parent is on the line of its first child, so a path bends only where
-it branches off a likelier one. Every subtree has lines of its own and edges run in the gaps between columns, so no
-boxes overlap and no edges cross.
-"""
+"""The tree of a step as SVG text, and its legend: a row of samples that wraps at the width of the picture."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from html import escape
 
 from rich.cells import cell_len
 
-from d2sd.viz.nodes import DRAFTED, Node, Step
-from d2sd.viz.words import asset, cut, token_markup, visible
-
-#: All in CSS pixels; a cell is 0.6 em at 12 px, as in every common fixed-width font, plus some padding.
-CELL, BOX, PITCH, GAP, PAD = 7.3, 24, 31, 26, 9
-NUMBER = 29  # room for "100%" at 9 px
-MOST_CELLS = 16  # of a token; the tooltip has the full text
-MARGIN, HEAD = 16, 26  # around the tree; above it, for the column headings
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """Left, top and width of a node; all are BOX high."""
-
-    x: float
-    y: float
-    width: float
-
-    @property
-    def middle(self) -> float:
-        return self.y + BOX / 2
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    boxes: tuple[Box, ...]  # of the step's nodes, in the same order
-    columns: tuple[Box, ...]  # the band of each depth: left, top, width
-    width: float
-    height: float
-
-
-def arrange(step: Step) -> Layout:
-    """Compute the layout of all nodes of a step."""
-    lines = _lines(step)
-    columns: list[Box] = []
-    left = float(MARGIN)
-    for depth in range(1 + max(node.depth for node in step.nodes)):
-        here = [node for node in step.nodes if node.depth == depth]
-        width = max(cell_len(cut(visible(node.text), MOST_CELLS)) for node in here) * CELL + 2 * PAD
-        if any(node.source in DRAFTED for node in here):
-            width += NUMBER
-        width = max(width, 44)
-        columns.append(Box(round(left, 1), 0, round(width, 1)))
-        left += width + GAP
-    boxes = tuple(
-        Box(columns[node.depth].x, HEAD + MARGIN / 2 + line * PITCH, columns[node.depth].width)
-        for node, line in zip(step.nodes, lines, strict=True)
-    )
-    height = HEAD + MARGIN / 2 + max(lines) * PITCH + BOX + MARGIN
-    return Layout(boxes, tuple(columns), round(left - GAP + MARGIN, 1), height)
-
-
-def _lines(step: Step) -> list[int]:
-    """Line of each node.
-
-    The bonus token continues the accepted path's line. Next comes the first draft, so that its top-1 chain is the top
-    line up to its first rejection, then the other children by probability.
-    """
-    children: list[list[int]] = [[] for _ in step.nodes]
-    for i, node in enumerate(step.nodes[1:], 1):
-        children[node.parent].append(i)
-    lines = [0] * len(step.nodes)
-    free = 0
-
-    def rank(number: int) -> tuple[bool, bool, float, int]:
-        node = step.nodes[number]
-        return node.source != "bonus", not node.chain, -node.probability, number
-
-    def place(number: int) -> None:
-        nonlocal free
-        lines[number] = free
-        for position, child in enumerate(sorted(children[number], key=rank)):
-            free += position > 0
-            place(child)
-
-    place(0)
-    return lines
-
+from d2sd.viz.layout import BOX, CELL, HEAD, MARGIN, MOST_CELLS, PAD, Box, Layout, arrange
+from d2sd.viz.nodes import DRAFTED, Node, Source, Step
+from d2sd.viz.text import asset, cut, token_markup, visible
 
 _CAPTION = 34  # height of the caption line of a standalone picture
 _BEND = 9  # radius of an edge's corners
@@ -155,13 +74,18 @@ def _tree(step: Step, layout: Layout) -> str:
         name = f"+{depth}" if depth else "anchor"
         parts.append(f'<text class="head" x="{column.x + column.width / 2:g}" y="{HEAD - 7}">{name}</text>')
     drawn = sorted(enumerate(step.nodes), key=lambda item: item[1].accepted)  # the accepted path is drawn last, on top
-    for node in step.gained[step.right :][: step.saved > 0]:  # the highlight around the node that rescued the step
-        box = layout.boxes[step.nodes.index(node)]
-        place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
-        parts.append(f'<rect class="halo by-{step.saver}" {place} rx="17"/>')
+    parts += [
+        _halo(layout.boxes[step.nodes.index(node)], step.saver) for node in step.gained[step.right :][: step.saved > 0]
+    ]
     parts += [_edge(layout.boxes[n.parent], layout.boxes[i], n) for i, n in drawn if n.parent >= 0]
     parts += [_node(layout.boxes[i], n, i == step.miss) for i, n in enumerate(step.nodes)]
     return "\n".join(parts)
+
+
+def _halo(box: Box, saver: Source | None) -> str:
+    """The highlight around the node that rescued the step."""
+    place = f'x="{box.x - 5:g}" y="{box.y - 5:g}" width="{box.width + 10:g}" height="{BOX + 10}"'
+    return f'<rect class="halo by-{saver}" {place} rx="17"/>'
 
 
 def _node(box: Box, node: Node, miss: bool) -> str:

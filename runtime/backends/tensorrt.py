@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import BundleError
-from d2sd.extras import ALIGNMENT, ErrorLog, TensorRT
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
@@ -29,6 +28,7 @@ from d2sd.runtime.backends.tensorrt_checks import (
     this_device,
 )
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.tensorrt_env import ALIGNMENT, ErrorLog, TensorRT
 
 
 def current_stream() -> int:

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from d2sd.errors import BundleError
-from d2sd.extras import COMPUTE, NATIVE, PORTABLE, Builder, ErrorLog, TensorRT
 from d2sd.plugins.cascade_attention.onnx import VERSION
 from d2sd.plugins.cascade_attention.tensorrt.plugin import register
 from d2sd.runtime.backends.exported import IOSpec
+from d2sd.tensorrt_env import COMPUTE, NATIVE, PORTABLE, Builder, ErrorLog, TensorRT
 
 #: Input -> min, opt and max shape.
 Profile = Mapping[str, tuple[list[int], list[int], list[int]]]

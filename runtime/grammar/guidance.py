@@ -14,7 +14,7 @@ from typing import Any
 
 from d2sd.errors import D2SDError, RequestError, shortened
 from d2sd.extras import require
-from d2sd.helpers import panics_as
+from d2sd.panics import panics_as
 from d2sd.runtime.grammar.forms import to_json
 from d2sd.runtime.grammar.trial import Trial
 

@@ -18,7 +18,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.recipe import load_recipe
-from d2sd.yaml_reader import shipped_names
+from d2sd.shipped import shipped_names
 from tests.convert.helpers import write_target_dir
 from tests.d2sd.test_recipes import lay_out, run
 from tests.tiny import randomise

@@ -16,7 +16,7 @@ from d2sd import LLM, SamplingParams
 from d2sd.cli.main import main
 from d2sd.convert.checkpoint.offline import load_tokenizer
 from d2sd.errors import CheckpointError, D2SDError, RequestError
-from d2sd.helpers import is_panic, panics_as
+from d2sd.panics import is_panic, panics_as
 from d2sd.runtime.grammar.guidance import GuidanceTokenizer
 from tests.d2sd.serve.conftest import build_tiny
 from tests.d2sd.serve.http import Running, serving

@@ -11,7 +11,8 @@ import yaml
 from click.testing import Result
 
 from d2sd.errors import D2SDError
-from d2sd.prompts import last_prompts, present, prompt_sets, read_documents, read_prompts, read_turns
+from d2sd.prompt_sets import present, prompt_sets
+from d2sd.prompts import last_prompts, read_documents, read_prompts, read_turns
 from tests.commands import passed, refused, run_cli
 from tests.convert.helpers import write_project
 from tests.data import DATA
@@ -98,7 +99,7 @@ def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     common = {"prompts": 1, "license": "MIT", "source": "https://example.org/set", "made": "as it is"}
     sets = [common | {"file": f"{name}.jsonl", "sha256": hashlib.sha256(LINE).hexdigest()} for name in ("eval/a", "b")]
     (tmp_path / "sets.yaml").write_text(yaml.safe_dump({"sets": sets}))
-    monkeypatch.setattr("d2sd.prompts.LIST", tmp_path / "sets.yaml")
+    monkeypatch.setattr("d2sd.prompt_sets.LIST", tmp_path / "sets.yaml")
     folder = tmp_path / "source"
     (folder / "eval").mkdir(parents=True)
     (folder / "eval" / "a.jsonl").write_bytes(LINE)

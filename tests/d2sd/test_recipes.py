@@ -17,10 +17,10 @@ from d2sd.build.plan import GPUS, Plan, make_plan
 from d2sd.build.sources import located, sources_of
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import RecipeError
-from d2sd.prompts import prompt_sets
+from d2sd.prompt_sets import prompt_sets
 from d2sd.recipe import load_recipe
+from d2sd.shipped import find_recipe, shipped_names
 from d2sd.train_recipe import TrainRecipe, load_train_recipe
-from d2sd.yaml_reader import find_recipe, shipped_names
 from tests.commands import refused, run_cli, succeeds
 from tests.convert.shrunken import CHECKPOINTS, write_headers, write_shrunken
 

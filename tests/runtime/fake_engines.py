@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from d2sd.convert.engines.profiles import make_profiles
-from d2sd.extras import TensorRT
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
@@ -23,6 +22,7 @@ from d2sd.plugins.kv_pages import write_pages
 from d2sd.recipe import Recipe
 from d2sd.runtime.backends.exported import drafter_io_spec, target_io_spec
 from d2sd.runtime.backends.tensorrt_checks import EngineFile
+from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_tensorrt import GRAPHS, Dims, _Graph
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from d2sd.modeling.layers import Attend
 from d2sd.train.data.features import TrainingSequence, device_features, online_features
-from d2sd.train.data.packing import Packed, attend_dense, attend_packed, pack_blocks, takes, token_context
-from d2sd.train.state import BatchedMuon, Optimizer
+from d2sd.train.data.packing import Packed, attend_packed, pack_blocks
+from d2sd.train.dense_attention import attend_dense, takes, token_context
+from d2sd.train.muon import BatchedMuon
+from d2sd.train.state import Optimizer
 from tests.tiny import tiny_decoder, tiny_drafter
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
 

@@ -6,7 +6,6 @@ distance and kind of candidate.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -55,10 +54,11 @@ def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: in
     """
     slope, offset = torch.ones(2, len(DraftUse), slots, 2), torch.zeros(2, len(DraftUse), slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
-        groups: dict[DraftUse, dict[tuple[int, int], list[tuple[float, bool]]]]
-        groups = {use: defaultdict(list) for use in DraftUse}
-        for seen in observed:
-            groups[seen.use][seen.distance, int(seen.sibling)].append((seen.logprob, seen.accepted))
+        groups: dict[DraftUse, dict[tuple[int, int], list[tuple[float, bool]]]] = {use: {} for use in DraftUse}
+        for outcome in observed:
+            places = groups[outcome.use]
+            pairs = places.setdefault((outcome.distance, int(outcome.sibling)), [])
+            pairs.append((outcome.logprob, outcome.accepted))
         for use, places in groups.items():
             slope[warm, use], offset[warm, use] = slope[warm, use.like], offset[warm, use.like]
             for place, pairs in places.items():
@@ -235,13 +235,9 @@ def fit_calibration(
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _gain(steps, tree=facts.grows)
             some = [step for step in steps if step.sequence.id % _BRANCHED == 0]
-            own = policy_of_tree(bundle.recipe.tree, watched, _NODE_BUDGET, bundle.drafters).num_branches
-            for count in [count for count in AUTO_BRANCHES if count < own]:  # none without a second pass
+            for count in _fewer_branches(bundle, watched):
                 few = watch(bundle, watched, requests[::_BRANCHED], temperature, device, branches=count)
-                # changed as that of some requests changes; more rows never make it lower
-                curves = zip(tau[key][watched], _gain(some), _gain(few), strict=True)
-                ratio = accumulate((round(one * after / before, 4) for one, before, after in curves), max)
-                tau[key][with_branches(watched, count)] = list(ratio)
+                tau[key][with_branches(watched, count)] = _in_ratio(tau[key][watched], _gain(some), _gain(few))
             _add(nodes, uses, watched, steps)
         for branched in [name for name, facts in FACTS.items() if facts.second_use not in (None, *uses)]:
             if can_run(bundle.draft_configs, branched):
@@ -326,6 +322,17 @@ def _errors(
             errors[f"{name}, before"] = round(error_of(nodes, use), 4)
             errors[f"{name}, after"] = round(error_of(calibrated(nodes, fitted, warm), use), 4)
     return errors
+
+
+def _fewer_branches(bundle: Bundle, policy: PolicyName) -> list[int]:
+    """Numbers of branches that `auto` compares besides the recipe's; none of a policy without a second pass."""
+    own = policy_of_tree(bundle.recipe.tree, policy, _NODE_BUDGET, bundle.drafters).num_branches
+    return [count for count in AUTO_BRANCHES if count < own]
+
+
+def _in_ratio(curve: list[float], before: list[float], after: list[float]) -> list[float]:
+    """The curve of all requests, changed as that of some of them changes; more rows never make it lower."""
+    return list(accumulate((round(one * b / a, 4) for one, a, b in zip(curve, before, after, strict=True)), max))
 
 
 def _gain(observations: list[StepObservation], *, tree: bool = True) -> list[float]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, NonNegativeInt
@@ -139,9 +139,7 @@ def cache_features(
         "precision": str(weight.dtype),
     }
     progress_file = path.with_suffix(".json")
-    saved = read_progress(progress_file) if path.is_file() else None
-    same = saved is not None and (saved.model_extra or {}).items() <= identity.items()
-    done = saved.done if saved is not None and same and saved.done <= len(responses) else 0
+    done = _done(progress_file, identity) if path.is_file() else 0
     if not done:
         progress_file.unlink(missing_ok=True)  # it describes data that is overwritten below
     size = sum(lengths) * width
@@ -258,3 +256,11 @@ def read_progress(path: Path) -> CacheProgress | None:
         what="progress file of the feature cache",
         fix="delete it; the features are then recomputed",
     )
+
+
+def _done(progress_file: Path, identity: dict[str, Any]) -> int:
+    """Sequences finished by an earlier run over the same data; 0 if the data differ."""
+    saved = read_progress(progress_file)
+    if saved is None or saved.done > identity["sequences"] or not (saved.model_extra or {}).items() <= identity.items():
+        return 0
+    return saved.done

@@ -1,27 +1,20 @@
-"""Evaluation of drafters: greedy generation from held-out prompts with the real runtime, counting accepted tokens;
-and the last stage of a training, which evaluates and calibrates the drafters on disk.
-"""
+"""Evaluation of drafters: greedy generation from held-out prompts with the real runtime, counting accepted tokens."""
 
 from __future__ import annotations
 
 import copy
-import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.requests import make_request
-from d2sd.bundle.serving import can_run, make_engine
-from d2sd.calibration import NAME, CalibrationFile, write_calibration
+from d2sd.bundle.serving import make_engine
 from d2sd.convert.checkpoint.weights import fill
-from d2sd.convert.kinds import KINDS, load_drafter
-from d2sd.errors import D2SDError
-from d2sd.io import digest, read_json, write_json, write_text
+from d2sd.convert.kinds import KINDS
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DRAFTER_NAMES, DrafterName, DrafterRole, PolicyName
@@ -31,10 +24,8 @@ from d2sd.runtime.evaluation import AcceptedLengths, Evaluation
 from d2sd.runtime.observe import run_observed
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import reliability_bins
-from d2sd.train.confidence.fit import fit_calibration
 from d2sd.train.data.responses import Response
-from d2sd.train.kinds import METHODS, trained_kind
-from d2sd.train.pipeline.log import Say
+from d2sd.train.kinds import trained_kind
 from d2sd.train_recipe import TrainRecipe
 
 #: Node budget of every tree; a chain or a tree of all branches may have fewer nodes.
@@ -121,76 +112,3 @@ def as_written(drafter: Model, vocabulary: tuple[int, ...] | None, dtype: torch.
         tensors |= {name: tensors[name][list(vocabulary)] for name in trained_kind(drafter.config.kind).token_rows}
     fill(out, tensors)
     return out
-
-
-#: Prompts for fitting the calibration, each at two temperatures: thousands of tree nodes, minutes on a CPU.
-_CALIBRATION_PROMPTS = 32
-
-
-def finish(
-    recipe: TrainRecipe,
-    evaluator: Evaluator,
-    roles: Collection[DrafterRole],
-    work: Path,
-    out: Path,
-    target: str,
-    say: Say,
-) -> None:
-    """Write evaluation.json and calibration.json into `out`, next to the drafters; `target` is the digest of the
-    target's weights.
-
-    Results are cached in `work` by the drafters' fingerprints; a run that was killed before caching measures again.
-    """
-
-    def loaded(dtype: torch.dtype) -> dict[DrafterRole, DraftModel]:
-        """Load the drafters anew for each use, since engines repack weights."""
-        return {role: load_drafter(out / role.key, dtype) for role in roles}
-
-    drafted = loaded(torch.float32)
-    weights = {role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in drafted.items()}
-    inputs = {"drafters": weights, "evaluation": recipe.evaluation.model_dump(), "precision": recipe.precision}
-
-    def evaluated() -> dict[str, Any]:
-        drafters = loaded(evaluator.dtype)
-        configs = {role: drafter.config for role, drafter in drafters.items()}
-        names = [name for names in METHODS.values() for name in names if can_run(configs, name)]
-        return {name: evaluator.evaluate(name, drafters).figures() for name in names}
-
-    def calibrated() -> dict[str, Any]:
-        """Fit on the last of the held-out prompts; evaluations run the first ones, uncalibrated."""
-        requests = list(evaluator.requests.values())[-_CALIBRATION_PROMPTS:]
-        bundle = evaluator.serving(loaded(evaluator.dtype))
-        return fit_calibration(bundle, weights, requests, evaluator.device).model_dump(mode="json", exclude_none=True)
-
-    methods = _cached(work / "evaluation.json", inputs | {"prompts": evaluator.prompts}, evaluated)
-    write_json(
-        out / "evaluation.json",
-        {
-            "methods": methods,
-            "temperature": 0,
-            "prompts": evaluator.prompts,
-            "max_new_tokens": recipe.evaluation.max_new_tokens,
-            "settings": {role.key: settings.model_dump() for role, settings in recipe.trained.items()}
-            | ({"head": recipe.head.model_dump()} if recipe.head else {}),
-            "target": {"sha256 before and after training": target},
-        },
-    )
-    for name, figures in methods.items():
-        say(f"{name}: {figures['tau']:.3f} tokens a step on {len(evaluator.prompts)} held-out prompts")
-    prompts = {"prompts": list(evaluator.requests), "last": _CALIBRATION_PROMPTS}
-    calibration = _cached(work / NAME, inputs | prompts, calibrated)
-    write_calibration(out / NAME, CalibrationFile.model_validate(calibration))
-
-
-def _cached(path: Path, inputs: object, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """The result of `make`, cached in `path` by `inputs`; a damaged file is replaced."""
-    fingerprint_of_inputs = digest(inputs)
-    try:
-        match read_json(path, error=D2SDError):
-            case {"inputs": str(fingerprint), "result": dict(result)} if fingerprint == fingerprint_of_inputs:
-                return result
-    except D2SDError:
-        pass
-    result = make()
-    write_text(path, json.dumps({"inputs": fingerprint_of_inputs, "result": result}) + "\n")  # keeps the keys' order
-    return result

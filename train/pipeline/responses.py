@@ -32,17 +32,10 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.schema import read_model
 from d2sd.train.data import prompts, responses
+from d2sd.train.data.decontaminate import PromptFilter
+from d2sd.train.data.documents import document_turns
 from d2sd.train.data.jsonl import append_to, own_file
-from d2sd.train.data.prompts import (
-    Job,
-    PromptFilter,
-    Turn,
-    append_turn,
-    document_turns,
-    order,
-    plan_prompts,
-    take_turns,
-)
+from d2sd.train.data.prompts import Job, Turn, append_turn, order, plan_prompts, take_turns
 from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.log import Say, paced
@@ -69,9 +62,11 @@ class Screened(BaseModel):
 def read_screened(work: Path) -> Screened | None:
     """None if the prompts are not filtered yet. Raises D2SDError for a damaged file."""
     path = work / SCREENED
-    if not path.is_file():
-        return None
-    return read_model(Screened, path, error=D2SDError, what="record of filtered prompts", fix="delete it")
+    return (
+        read_model(Screened, path, error=D2SDError, what="record of filtered prompts", fix="delete it")
+        if path.is_file()
+        else None
+    )
 
 
 def planned_jobs(recipe: TrainRecipe) -> list[Job]:
@@ -169,9 +164,12 @@ class ResponseGenerator:
         }
         if data.sampled is not None:
             now |= {f"sampled.{key}": value for key, value in data.sampled.model_dump().items()}
-        then: dict[str, JsonValue] = {}
-        if path.is_file():
-            then = read_model(_Settings, path, error=D2SDError, what="record of settings", fix=_FIX).root
+        settings = (
+            read_model(_Settings, path, error=D2SDError, what="record of settings", fix=_FIX)
+            if path.is_file()
+            else _Settings({})
+        )
+        then = settings.root
         if changed := [key for key in now if key in then and then[key] != now[key]]:
             raise D2SDError(
                 "the sampling settings of the target changed since this training began",

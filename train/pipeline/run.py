@@ -13,7 +13,6 @@ from typing import cast
 
 import torch
 
-from d2sd.build.sources import obtained
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.calibration import NAME as CALIBRATION
 from d2sd.convert.kinds import DFLASH, KINDS
@@ -33,12 +32,12 @@ from d2sd.train.dist import Dist
 from d2sd.train.kinds import METHODS, trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.pair_head import PairTrainer, with_pair_head
-from d2sd.train.pipeline.evaluate import Evaluator, as_written, finish
+from d2sd.train.pipeline.evaluate import Evaluator, as_written
+from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each
-from d2sd.train.pipeline.models import check_geometry, load_start, pinned_target
+from d2sd.train.pipeline.models import check_geometry, load_ready, load_start, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.rejections import keep, kept, kept_steps, matched
-from d2sd.train.state import digest_of
 from d2sd.train_recipe import (
     FirstSettings,
     Geometry,
@@ -48,7 +47,7 @@ from d2sd.train_recipe import (
     TrainRecipe,
     TrainSettings,
 )
-from d2sd.viz.plot_style import plot_training
+from d2sd.viz.training import plot_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,14 +104,14 @@ class Run:
             unseen, data = data.split(self.recipe.head.unseen, "head.unseen")
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
         drafters: dict[DrafterRole, DraftModel] = {}
-        for role, source in self.recipe.ready.items():  # in fp32, without gradients
-            drafters[role] = DFLASH.load(obtained(self.recipe, source), torch.float32).to(self.dist.device)
+        for role in self.recipe.ready:
+            drafters[role] = load_ready(self.recipe, role).to(self.dist.device)
             KINDS[drafters[role].config.kind].attach(drafters[role], bundle.target)
             self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         ready = drafters.get(DrafterRole.FIRST)
         vocabulary = ready.config.draft_vocabulary if ready else self._vocabulary(data, bundle)
         training = Training(self, bundle.target, held_out, data, vocabulary, None if alone else evaluator)
-        before = digest_of(bundle.target)
+        before = weights_digest(bundle.target)
         for role, settings in self.recipe.trained.items():
             drafters[role] = training.train(role, settings, drafters)
             self._write(role, drafters[role], vocabulary)
@@ -120,7 +119,7 @@ class Run:
             for role in drafters:
                 drafters[role] = training.train_head(role, self.recipe.head, drafters, unseen)
                 self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
-        assert digest_of(bundle.target) == before, "training changed the target"
+        assert weights_digest(bundle.target) == before, "training changed the target"
         if self.dist.is_main and not alone:
             finish(self.recipe, evaluator, drafters.keys(), self.work, self.out, before, self.say)
             self.draw_curves()

@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from d2sd.helpers import is_panic
+from d2sd.panics import is_panic
 from d2sd.serve.openai.errors import describe, respond
 from d2sd.serve.openai.settings import ServerSettings
 from d2sd.serve.openai.spans import Spans

@@ -21,9 +21,10 @@ from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName, current_name
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
 from d2sd.serve.openai.protocol import ChatBody
-from d2sd.viz.nodes import Recording, Turn
+from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
-from d2sd.viz.words import asset, gain, shade, story
+from d2sd.viz.text import asset
+from d2sd.viz.words import gain, shade, story
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from d2sd.convert.checkpoint.dialects import read_dialect
 from d2sd.convert.checkpoint.headers import INDEX
 from d2sd.convert.checkpoint.hf_config import HFConfig
-from d2sd.convert.checkpoint.quantization import KEY, read_dialect, read_inline, read_quantization
+from d2sd.convert.checkpoint.quantization import KEY, read_inline, read_quantization
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd import extras as tensorrt
+from d2sd import tensorrt_env as tensorrt
 from d2sd.convert.engines import build as build_module
 from d2sd.convert.engines.build import Job, Report, build_engine, build_engines, configure, unversioned_library
 from d2sd.convert.engines.profiles import Profile

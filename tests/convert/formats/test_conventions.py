@@ -12,9 +12,9 @@ import torch
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.offline import offline_transformers
-from d2sd.convert.checkpoint.target import read_target_parts
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.convert.formats.speculators import QWEN3_DEFAULTS, config_fields, from_tensors, read_speculators, to_tensors
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from d2sd.convert.checkpoint.quantization import Quantization
-from d2sd.convert.checkpoint.target import read_target_parts
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.drafters.dflash import Drafter

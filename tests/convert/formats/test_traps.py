@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.convert.checkpoint.target import read_target_parts
 from d2sd.convert.formats.convert import convert
 from d2sd.convert.formats.read import read_drafter
+from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import RopeConfig

@@ -9,13 +9,8 @@ import pytest
 import yaml
 
 from d2sd.convert import kinds
-from d2sd.convert.trtllm.llm_args import (
-    DFLASH,
-    FOLDER,
-    MODULE,
+from d2sd.convert.trtllm.fields import (
     RELEASE,
-    TREE,
-    TRITON,
     Arguments,
     Decoding,
     DFlash,
@@ -23,6 +18,13 @@ from d2sd.convert.trtllm.llm_args import (
     KvCache,
     MoeBackend,
     check_arguments,
+)
+from d2sd.convert.trtllm.llm_args import (
+    DFLASH,
+    FOLDER,
+    MODULE,
+    TREE,
+    TRITON,
     check_llm_args,
     tree_policy,
     unsupported_reason,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from d2sd.bench.metrics import Interval, mean_tau, tau_interval, tau_ratio
+from d2sd.bench.bootstrap import Interval, tau_interval, tau_ratio
+from d2sd.bench.metrics import mean_tau
 from d2sd.bench.result import Cell
 from tests.d2sd.bench.helpers import cell
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from d2sd.bench.capacity import StepFiles, read_plan
+from d2sd.bench.capacity import read_plan
+from d2sd.bench.measured import StepFiles
 from d2sd.build.plan import GPUS
 from d2sd.cli.main import main
 from d2sd.runtime.speculation.policy import Policy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from d2sd.bench.compare import compare
 from d2sd.bench.result import Cell, ResultError
-from d2sd.bench.tables import compare
 from tests.d2sd.bench.helpers import PROVENANCE, SETTINGS, cell, result
 
 PROMPTS = [[2], [4], [2], [4], [2], [4]]

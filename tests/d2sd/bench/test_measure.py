@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from d2sd.bench import metrics
+from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Key
-from d2sd.bench.run import measure_cell
-from d2sd.build.validate.checks import TIE_TOLERANCE
+from d2sd.build.validate.near_ties import TIE_TOLERANCE
 from d2sd.policies import PolicyName
 from d2sd.runtime.decode import StepTrace
 from d2sd.runtime.engine import Engine
@@ -173,8 +173,8 @@ def test_watching_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         return observe(trace)
 
     monkeypatch.setattr(engine, "step", ticking)
-    monkeypatch.setattr("d2sd.bench.run.observe", slow)
-    monkeypatch.setattr("d2sd.bench.run.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("d2sd.bench.measure.observe", slow)
+    monkeypatch.setattr("d2sd.bench.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
     cell, _ = measure_cell(engine, key_of("chain", 1), NAMED, PLAIN, no_gap)
     assert cell.steps <= cell.wall_seconds < 1000  # steps that only read a prompt are among them
 
@@ -220,7 +220,7 @@ def test_what_is_timed_runs_ahead_as_it_is_served(ahead: Engine, monkeypatch: py
         return outputs
 
     monkeypatch.setattr(ahead, "step", ticking)
-    monkeypatch.setattr("d2sd.bench.run.time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr("d2sd.bench.measure.time", SimpleNamespace(perf_counter=lambda: now[0]))
     finished: list[int] = []
     cell, answers = measure_cell(ahead, key_of("chain"), NAMED[:2], PLAIN[:2], no_gap, finished.append)
     assert answers == PLAIN[:2]

@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import pytest
 
-from d2sd.bench import capacity
+from d2sd.bench import measured
 from d2sd.build.plan import Part, Plan
 from d2sd.bundle.step_times import About, kept_step_times
 from d2sd.errors import D2SDError
@@ -58,7 +58,7 @@ def plan_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     bundle = tmp_path / "bundle"
     bundle.mkdir()
     (bundle / NAME).write_text("")
-    monkeypatch.setattr(capacity, "load_manifest", lambda _: SimpleNamespace(files=FILES))
+    monkeypatch.setattr(measured, "load_manifest", lambda _: SimpleNamespace(files=FILES))
     return SimpleNamespace(recipe=SimpleNamespace(folder=bundle), ranks=1)
 
 
@@ -68,7 +68,7 @@ def test_the_newest_step_times_of_this_bundle_on_such_a_gpu(
     plan = plan_of(tmp_path, monkeypatch)
 
     def find(gpu: str, policies: Sequence[Policy], sizes: Sequence[int], given: Path | None = None) -> StepTimes | None:
-        return capacity.StepFiles.of(plan, gpu, given).find(policies, sizes)
+        return measured.StepFiles.of(plan, gpu, given).find(policies, sizes)
 
     assert find("H100", POLICIES, (1, 2)) is None
     keep()
@@ -103,8 +103,8 @@ def test_the_newest_step_times_of_this_bundle_on_such_a_gpu(
 
 
 def test_names_of_gpus() -> None:
-    assert capacity.is_kind("NVIDIA B200", "B200")
-    assert not capacity.is_kind("NVIDIA GH200 480GB", "H200")
+    assert measured.is_kind("NVIDIA B200", "B200")
+    assert not measured.is_kind("NVIDIA GH200 480GB", "H200")
 
 
 RECIPE = Recipe.model_validate(
@@ -132,11 +132,11 @@ TREE = make_policy("hybrid", block_size=16, branches=4, row_budget=64, lookup=Tr
 SECONDS = {(policy, size): 0.01 * size for policy in (OFF, TREE) for size in (1, 2, 3, 4)}
 
 
-def costs(policy: Any, tau: float | None, changed: dict[tuple[Policy, int], float | None]) -> list[capacity.Step]:
+def costs(policy: Any, tau: float | None, changed: dict[tuple[Policy, int], float | None]) -> list[measured.Step]:
     """Steps of requests of 1,064 tokens by `SECONDS` with these changes; those that are None are left out."""
     seconds = {step: found for step, found in (SECONDS | changed).items() if found is not None}
     files = SimpleNamespace(find=lambda *_: StepTimes(seconds, {(OFF, 1): 1e-6}, {}))
-    return capacity.step_costs(PLAN, cast("capacity.StepFiles", files), policy, 4, 1064, tau)
+    return measured.step_costs(PLAN, cast("measured.StepFiles", files), policy, 4, 1064, tau)
 
 
 def test_auto_chooses_by_batch_and_serves_plain_decoding_where_nothing_pays() -> None:

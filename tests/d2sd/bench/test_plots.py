@@ -14,8 +14,8 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.lines import Line2D
 
-from d2sd.bench import metrics
-from d2sd.bench.metrics import tau_interval
+from d2sd.bench import metrics, views
+from d2sd.bench.bootstrap import tau_interval
 from d2sd.bench.plots import PLOTS, plot_speedup, plot_tau_by_rows, plot_tau_by_set, write_plots
 from d2sd.bench.result import Result
 from d2sd.viz import plot_style as style
@@ -80,13 +80,13 @@ def test_tau_by_rows(whole: Result, tmp_path: Path, figures: list[Figure]) -> No
     plot_tau_by_rows(whole, tmp_path)
     drawn = curves(figures[0].axes[0])
     assert list(drawn) == ["lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"]
-    means = [metrics.mean_tau(list(metrics.View(whole, 0.0, 1).cells(Line("d2sd", r)).values())) for r in (8, 16, 64)]
+    means = [metrics.mean_tau(list(views.cells_of(whole, Line("d2sd", r), 0.0, 1).values())) for r in (8, 16, 64)]
     assert drawn["d2sd"][0] == [8, 16, 64]
     assert drawn["d2sd"][1] == pytest.approx(means)
     assert drawn["chain"][0] == [8]
     bars_of = {str(c.get_label()): c for c in figures[0].axes[0].containers if isinstance(c, ErrorbarContainer)}
     (whiskers,) = bars_of["d2sd"].lines[2]
-    cells = list(metrics.View(whole, 0.0, 1).cells(Line("d2sd", 64)).values())
+    cells = list(views.cells_of(whole, Line("d2sd", 64), 0.0, 1).values())
     assert [y for _, y in whiskers.get_segments()[-1]] == pytest.approx(tau_interval(cells))
 
 
@@ -108,8 +108,8 @@ def test_tau_by_set_at_the_most_rows(whole: Result, tmp_path: Path, figures: lis
     assert [label.split(", ")[0] for label in drawn] == ["lookup", "chain", "reanchor", "d2sd", "ddtree", "hybrid"]
     assert list(drawn)[-1] == "hybrid, 64 rows"
     names = [tick.get_text() for tick in axes.get_xticklabels()]
-    cells = metrics.View(whole, 0.0, 1).cells(Line("hybrid", 64))
-    assert sorted(names) == sorted(metrics.sets(whole))
+    cells = views.cells_of(whole, Line("hybrid", 64), 0.0, 1)
+    assert sorted(names) == sorted(views.sets(whole))
     assert drawn["hybrid, 64 rows"][1] == pytest.approx([metrics.mean_tau([cells[name]]) for name in names])
     best = [max(taus[place] for _, taus in drawn.values()) for place in range(len(names))]
     assert best == sorted(best, reverse=True)
@@ -156,7 +156,7 @@ def test_speedup_at_one_concurrency_is_bars(tmp_path: Path, figures: list[Figure
 
 
 def test_a_method_looks_the_same_in_all_plots_and_like_no_other() -> None:
-    looks = {method: style.curve(Line(method, 8)) for method in [*metrics.METHODS, "own"]}
+    looks = {method: style.curve(Line(method, 8)) for method in [*views.METHODS, "own"]}
     assert len({look["color"] for look in looks.values()}) == len(looks)
     assert len({look["marker"] for look in looks.values()}) == len(looks)
     assert all(style.colour(method) == look["color"] for method, look in looks.items())
@@ -188,7 +188,7 @@ def test_no_entry_of_a_legend_is_cut(tmp_path: Path) -> None:
 
 
 def test_reading_a_result_needs_neither_torch_nor_a_plotting_library() -> None:
-    names = ("tables", "plots", "result")
+    names = ("compare", "tables", "plots", "result")
     program = "import sys\n" + "".join(f"import d2sd.bench.{name}\n" for name in names)
     program += "print([n for n in ('torch', 'matplotlib') if n in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -15,9 +15,9 @@ import pytest
 from click.testing import Result as Ended
 
 from d2sd.bench import run as bench_run
-from d2sd.bench.matrix import duration
+from d2sd.bench.estimate import duration
+from d2sd.bench.measure import measure_cell
 from d2sd.bench.result import Cell, Difference, Key, Result, load_result
-from d2sd.bench.run import measure_cell
 from d2sd.build.pipeline import build
 from d2sd.bundle.serving import make_engine
 from d2sd.recipe import load_recipe
@@ -448,7 +448,7 @@ def test_the_estimate_spans_from_the_timed_tokens_a_step_to_one(
         seen.append((method, rows))
         return {"off": (1.0, 1.0), "chain": (3.0, 2.0), "hybrid": (8.0, 4.0)}[method]
 
-    monkeypatch.setattr("d2sd.bench.matrix._timed", timed)
+    monkeypatch.setattr("d2sd.bench.estimate._timed", timed)
     arguments = ("--methods", "chain,hybrid:8,auto:8", "--concurrency", "1,2", "--repeat", "2")
     ended = bench(project, tmp_path, "--plan", "--max-new-tokens", "10", *arguments)
     assert seen == [("chain", 4), ("hybrid", 8), ("off", 1)]

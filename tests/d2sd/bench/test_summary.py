@@ -5,9 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from d2sd.bench.metrics import View
 from d2sd.bench.result import Difference
-from d2sd.bench.tables import detail_table, remarks, summary
+from d2sd.bench.summary import remarks, summary
+from d2sd.bench.tables import detail_table
 from tests.d2sd.bench.helpers import PROVENANCE, cell, result
 
 PLAIN = cell("off", [1] * 8, verified_rows=8, stage_seconds={"verify": 8.0, "prefill": 9.0}, steps=8, wall_seconds=10.0)
@@ -36,7 +36,7 @@ def test_rows_are_the_budget_and_what_was_verified() -> None:
     made = result(PLAIN, auto)
     headings = [str(column.header) for column in summary(made).columns]
     printed = dict(zip(headings, rows_of(summary(made))[-1], strict=True))
-    first, *_, last = detail_table(View(made, 0.0, 1)).splitlines()
+    first, *_, last = detail_table(made, 0.0, 1).splitlines()
     written = dict(zip(*([part.strip() for part in line.split("|")] for line in (first, last)), strict=True))
     assert (printed["row budget"], printed["rows/step"]) == ("64", "2")
     assert float(written["row budget"]) == 64

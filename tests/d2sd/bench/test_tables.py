@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from d2sd.bench import markdown
-from d2sd.bench.metrics import View
 from d2sd.bench.result import Difference, Result
 from d2sd.bench.tables import (
     DEFINITIONS,
@@ -54,11 +53,11 @@ def body(table: str) -> list[list[str]]:
 def test_what_was_not_measured_has_no_column_and_no_figure(made: Result) -> None:
     """Neither a set at another temperature, nor a gain over plain decoding, nor what no drafter knew."""
     warm = result(*made.cells, cell("off", [1], set="mt_bench", temperature=1.0))
-    assert tau_table(View(warm, 0.0, 1)) == tau_table(View(made, 0.0, 1))
-    assert body(tau_table(View(warm, 1.0, 1))) == [["off", "1", "1.00", "1.00", "–"]]  # one prompt has no interval
-    table = detail_table(View(result(*(c for c in made.cells if c.method != "off")), 0.0, 1))
+    assert tau_table(warm, 0.0, 1) == tau_table(made, 0.0, 1)
+    assert body(tau_table(warm, 1.0, 1)) == [["off", "1", "1.00", "1.00", "–"]]  # one prompt has no interval
+    table = detail_table(result(*(c for c in made.cells if c.method != "off")), 0.0, 1)
     assert [line[-2:] for line in body(table)] == [["–", "–"], ["–", "–"]]
-    assert knowledge_table(View(result(cell()), 0.0, 1)) is None
+    assert knowledge_table(result(cell()), 0.0, 1) is None
 
 
 def test_policies_of_auto_are_listed_by_concurrency() -> None:
@@ -86,7 +85,7 @@ def test_every_column_is_defined_by_the_docstring_of_its_metric(made: Result) ->
     told = definitions()
     assert "- **τ**: Mean over responses of each response's tokens per step, bonus included" in told
     assert all(f"- **{name}**: {(of.__doc__ or '?').split()[0]}" in told for name, of in DEFINITIONS.items())
-    columns = {name.strip() for name in detail_table(View(made, 0.0, 1)).splitlines()[0].split("|")} - {
+    columns = {name.strip() for name in detail_table(made, 0.0, 1).splitlines()[0].split("|")} - {
         "",
         "method",
         "row budget",

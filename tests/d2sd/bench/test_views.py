@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from d2sd.bench import metrics
-from d2sd.bench.metrics import View
+from d2sd.bench import views
 from d2sd.bench.result import Difference
 from d2sd.viz.plot_style import Line
 from tests.d2sd.bench.helpers import bins, cell, result
@@ -23,18 +22,18 @@ def test_lines_stand_in_the_order_of_methods_and_then_of_rows() -> None:
         cell("auto", [1], concurrency=4),
     )
     expected = [("off", 1), ("chain", 8), ("d2sd", 8), ("d2sd", 64), ("hybrid", 16), ("own", 8)]
-    assert View(made, 0.0, 1).lines == expected
-    assert View(made, 0.0, 1).widest == [line for line in expected if line != ("d2sd", 8)]
-    assert metrics.temperatures(made) == [0.0, 1.0]
-    assert [view.concurrency for view in metrics.views(made, 0.0)] == [1, 4]
-    assert [view.concurrency for view in metrics.views(made, 1.0)] == [1]
+    assert views.lines(made, 0.0, 1) == expected
+    assert views.widest(made, 0.0, 1) == [line for line in expected if line != ("d2sd", 8)]
+    assert views.temperatures(made) == [0.0, 1.0]
+    assert views.concurrencies(made, 0.0) == [1, 4]
+    assert views.concurrencies(made, 1.0) == [1]
 
 
 def test_sets_stand_in_the_order_of_measurement() -> None:
     made = result(cell("off", [1], set="z"), cell("chain", [2], set="a"), cell("chain", [3], set="z"))
-    assert metrics.sets(made) == ["z", "a"]
-    assert list(View(made, 0.0, 1).cells(Line("chain", 8))) == ["z", "a"]
-    assert list(View(made, 0.0, 1).cells(Line("off", 1))) == ["z"]
+    assert views.sets(made) == ["z", "a"]
+    assert list(views.cells_of(made, Line("chain", 8), 0.0, 1)) == ["z", "a"]
+    assert list(views.cells_of(made, Line("off", 1), 0.0, 1)) == ["z"]
 
 
 def test_pooling_adds_everything_up() -> None:
@@ -71,7 +70,7 @@ def test_pooling_adds_everything_up() -> None:
         calibration={"first": bins(b1=(2, 0.3, 1)), "second": bins(b9=(1, 1.0, 1))},
         stage_seconds={"verify": 2.0, "accept": 1.0},
     )
-    both = metrics.pool([a, b])
+    both = views.pool([a, b])
     assert both.key == ("d2sd", 8, "all", 0.0, 1)
     assert [r.id for r in both.requests] == ["a/0", "a/1", "b/0"]
     assert both.tau == 2.0
@@ -84,13 +83,13 @@ def test_pooling_adds_everything_up() -> None:
     assert both.calibration["second"][9] == (1, 1.0, 1)
     assert both.differences == [late.model_copy(update={"request": 2})]
     with pytest.raises(AssertionError):
-        metrics.pool([a, cell("chain", [1])])
+        views.pool([a, cell("chain", [1])])
 
 
 def test_plain_decoding_is_pooled_over_the_same_sets_or_not_at_all() -> None:
     plain = [cell("off", [1], set=name, wall_seconds=seconds) for name, seconds in (("a", 1), ("b", 10), ("c", 100))]
     chain = [cell("chain", [2], set=name) for name in ("a", "c")]
-    _, of_both = View(result(*plain, *chain), 0.0, 1).pooled(Line("chain", 8))
+    _, of_both = views.pooled(result(*plain, *chain), Line("chain", 8), 0.0, 1)
     assert of_both is not None
     assert of_both.wall_seconds == 101
-    assert View(result(*plain[:2], *chain), 0.0, 1).pooled(Line("chain", 8))[1] is None
+    assert views.pooled(result(*plain[:2], *chain), Line("chain", 8), 0.0, 1)[1] is None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from d2sd import extras as tensorrt
+from d2sd import tensorrt_env as tensorrt
 from d2sd.build import engines as stages
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from d2sd.build import fp8 as calibrate_fp8
-from d2sd.build.fp8 import ModelOpt, load_modelopt, quantize_drafter, quantize_target
+from d2sd.build import fp8_scales as calibrate_fp8
+from d2sd.build.fp8_scales import ModelOpt, load_modelopt, quantize_drafter, quantize_target
 from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from d2sd.build.models import Choice
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
+from d2sd.build.quantized import Choice
 from d2sd.build.tables import show_plan
 from d2sd.bundle.contents import show_manifest
 from d2sd.errors import CheckpointError, RecipeError

@@ -36,7 +36,7 @@ def test_bytes_are_those_of_a_rank(family: Family, tie: bool, size: int, tmp_pat
     assert own.target.parameters == sum(tensor.numel() for tensor in part.state_dict().values())
     assert own.target.kv_token_bytes == plan.target.kv_token_bytes // 2
     assert own.drafters == plan.drafters
-    assert step_bytes(own, 3) == 4 * (2 * 3 * 3 * 32 + 3 * 64)
+    assert step_bytes(own, 3, 5) == 4 * (2 * 3 * 3 * 32 + 8 * 64)
 
 
 def test_a_plan_shows_the_numbers_that_divide(tmp_path: Path) -> None:

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from d2sd.build.models import Ranking, narrowed, rank
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
+from d2sd.build.vocabulary import Ranking, narrowed, rank
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RecipeError

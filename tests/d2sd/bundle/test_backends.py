@@ -14,7 +14,8 @@ from click.testing import Result
 from d2sd.bench.result import load_result
 from d2sd.build import engines as stages
 from d2sd.build.pipeline import build
-from d2sd.build.validate.checks import ShadowDecoder, check_bundle
+from d2sd.build.validate.checks import check_bundle
+from d2sd.build.validate.graph_parity import ShadowDecoder
 from d2sd.bundle.backends import choose_compute
 from d2sd.bundle.load import Bundle, assemble, load_bundle
 from d2sd.bundle.serving import make_engine
@@ -131,7 +132,7 @@ class Spoilt(OnnxSession):
 
 
 def test_a_graph_that_gives_nan_fails_the_build(bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("d2sd.build.validate.checks.OnnxSession", Spoilt)
+    monkeypatch.setattr("d2sd.build.validate.graph_parity.OnnxSession", Spoilt)
     with pytest.raises(BuildError, match=r"graph of drafter_first[\s\S]*not finite[\s\S]*hidden"):
         check_bundle(assemble(bundle.path, bundle.manifest))
 

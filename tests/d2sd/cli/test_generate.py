@@ -12,7 +12,7 @@ import pytest
 from click.testing import Result
 
 import d2sd.build.validate.checks as checks
-from d2sd.bench.answers import show_stats
+from d2sd.bench.speculation_table import show_stats
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.requests import chat_request
 from d2sd.bundle.serving import make_engine

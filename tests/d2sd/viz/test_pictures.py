@@ -28,10 +28,13 @@ from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.policy import D2SD as D2SDPolicy
 from d2sd.runtime.speculation.policy import DDTree, Lookup, Off
 from d2sd.runtime.text import TextStream
-from d2sd.viz.nodes import DRAFTED, Node, Recording, Source, Step, read_step, token_text
+from d2sd.viz.layout import BOX, arrange
+from d2sd.viz.nodes import DRAFTED, Node, Source, Step, read_step, token_text
 from d2sd.viz.page import page
-from d2sd.viz.svg import BOX, arrange, inline, key, standalone
-from d2sd.viz.words import asset, cut, mix, shade, story, text_markup, token_markup, visible
+from d2sd.viz.record import Recording
+from d2sd.viz.svg import inline, key, standalone
+from d2sd.viz.text import asset, cut, text_markup, token_markup, visible
+from d2sd.viz.words import mix, shade, story
 from tests.commands import passed, run_cli
 from tests.tiny import random_tree
 
@@ -499,7 +502,7 @@ def test_generate_draws_what_it_wrote(
     files = [tmp_path / name for name in ("a.svg", "a.html", "b.svg", "b.html")]
     plain = run(built, "-p", "w1 w5 w9", "--policy", policy)
     for svg, web in (files[:2], files[2:]):
-        monkeypatch.setattr("d2sd.viz.nodes.perf_counter", count().__next__)
+        monkeypatch.setattr("d2sd.viz.record.perf_counter", count().__next__)
         result = passed(run(built, "-p", "w1 w5 w9", "--policy", policy, "--tree-svg", svg, "--html", web))
         assert result.stdout == plain.stdout
     assert [f.read_bytes() for f in files[:2]] == [f.read_bytes() for f in files[2:]]

@@ -11,7 +11,7 @@ from matplotlib.image import imread
 
 from d2sd.runtime.evaluation import Evaluation
 from d2sd.viz import plot_style as style
-from d2sd.viz.plot_style import Curve, averaged, plot_training
+from d2sd.viz.training import Curve, averaged, plot_training
 from tests.d2sd.bench.helpers import bins
 from tests.d2sd.bench.test_plots import curves, points
 

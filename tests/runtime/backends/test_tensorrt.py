@@ -16,7 +16,6 @@ from torch import Tensor
 
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.errors import BundleError
-from d2sd.extras import TensorRT
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.where import Where
@@ -33,6 +32,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
+from d2sd.tensorrt_env import TensorRT
 from tests.runtime import fake_tensorrt
 from tests.runtime.fake_engines import PAGE, RECIPE, TRT, drafter_engine, flex_engine, target_engine
 from tests.runtime.fake_tensorrt import GRAPHS, EngineInvalidityDiagnostics, EngineValidity, Runtime

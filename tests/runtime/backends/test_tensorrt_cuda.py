@@ -14,7 +14,6 @@ from d2sd.convert.engines.build import Job, build_engines
 from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.onnx.export import export_drafter, export_target
-from d2sd.extras import PORTABLE, find_tensorrt
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
@@ -28,6 +27,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
+from d2sd.tensorrt_env import PORTABLE, find_tensorrt
 from tests.runtime.fake_engines import PAGE, RECIPE
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, some_requests
 from tests.tiny import ancestor_mask, pool_for, random_tokens, random_tree, tiny_decoder, tiny_drafter

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from d2sd.train.data.prompts import Job, PromptFilter, near_duplicates, runs, words
+from d2sd.train.data.decontaminate import PromptFilter, near_duplicates, runs, words
+from d2sd.train.data.prompts import Job
 from tests.data import DATA
 
 #: The promise: no thirteen words in a row of an evaluation prompt, nor all of one that is shorter.

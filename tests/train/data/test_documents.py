@@ -10,7 +10,9 @@ import pytest
 import yaml
 
 from d2sd.errors import D2SDError
-from d2sd.train.data.prompts import Job, PromptFilter, document_turns
+from d2sd.train.data.decontaminate import PromptFilter
+from d2sd.train.data.documents import document_turns
+from d2sd.train.data.prompts import Job
 from d2sd.train.pipeline.responses import planned_jobs
 from d2sd.train_recipe import Documents, load_train_recipe
 

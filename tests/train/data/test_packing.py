@@ -23,7 +23,8 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.draws import SeededOrder, draw_prefixes, first_errors
 from d2sd.train.data.features import TrainingSequence
-from d2sd.train.data.packing import Packed, attend_dense, attend_packed, draw_anchors, pack_blocks, token_context
+from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_blocks
+from d2sd.train.dense_attention import attend_dense, token_context
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter

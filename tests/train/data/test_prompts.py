@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from d2sd.errors import D2SDError
+from d2sd.train.data.decontaminate import PromptFilter
 from d2sd.train.data.jsonl import append_to, own_file
-from d2sd.train.data.prompts import KIND, Job, PromptFilter, Turn, append_turn, plan_prompts, take_turns
+from d2sd.train.data.prompts import KIND, Job, Turn, append_turn, plan_prompts, take_turns
 from d2sd.train_recipe import Data, SelfWritten
 
 FILE = [(f"p{i}", f"turn {i}") for i in range(30)]

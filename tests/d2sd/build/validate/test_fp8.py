@@ -13,8 +13,8 @@ import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-from d2sd.build import fp8 as calibrate_fp8
 from d2sd.build import fp8 as fp8_build
+from d2sd.build import fp8_scales as calibrate_fp8
 from d2sd.cli.main import main
 from d2sd.convert.checkpoint.own_files import FP8_INPUTS
 from d2sd.convert.kinds import DFLASH

@@ -13,7 +13,7 @@ from click.testing import Result
 
 from d2sd.io import MARKER
 from d2sd.train.data.responses import Response, read_responses
-from d2sd.viz.plot_style import Curve
+from d2sd.viz.training import Curve
 from tests.commands import passed, run_cli, succeeds
 from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
 from tests.tiny import tiny_decoder

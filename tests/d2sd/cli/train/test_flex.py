@@ -19,7 +19,7 @@ from d2sd.io import MARKER
 from d2sd.runtime.policy_selector import forecast_gain
 from d2sd.runtime.speculation.policy import Chain, FlexParallel
 from d2sd.train.loop import Trainer
-from d2sd.train.state import digest_of
+from d2sd.train.pipeline.finish import weights_digest
 from d2sd.train_recipe import load_train_recipe
 from tests.commands import passed, refused, run_cli, succeeds
 from tests.convert.helpers import edit_json
@@ -53,7 +53,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     found = json.loads(files["evaluation.json"])
     assert found["methods"]["chain"]["rows"] == 4
     target = load_target(project / "work" / "target" / "target", torch.float32)
-    assert found["target"] == {"sha256 before and after training": digest_of(target)}
+    assert found["target"] == {"sha256 before and after training": weights_digest(target)}
     head = FLEXDRAFT.load(project / "out" / "first", torch.float32)
     assert head.config.draft_vocabulary is not None
     assert len(head.config.draft_vocabulary) == 12

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from d2sd.integrations.trtllm import tree_worker
+from d2sd.integrations.trtllm import tree_slots, tree_worker
 from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, random_requests, registered
 from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
 from tests.tiny import greedy_text
@@ -21,7 +21,7 @@ def _stored(change: Callable[[Any, torch.Tensor], None]) -> Break:
     """Change what was just written to the slots."""
 
     def broken(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
-        store = tree_worker.store_tree
+        store = tree_slots.store_tree
 
         def store_and_change(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
             drafts = store(storage, slots, tree)
@@ -40,7 +40,7 @@ def no_compaction(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
 def siblings_visible(storage: Any, slots: torch.Tensor) -> None:
     nodes = storage.packed_mask.shape[1]
     before = torch.ones(nodes, nodes, dtype=torch.bool).tril()
-    storage.packed_mask[slots] = tree_worker.pack_bits(before, storage.packed_mask.shape[2])
+    storage.packed_mask[slots] = tree_slots.pack_bits(before, storage.packed_mask.shape[2])
 
 
 def offsets_by_node(storage: Any, slots: torch.Tensor) -> None:
@@ -61,7 +61,7 @@ def link_to_an_invalid_node(storage: Any, slots: torch.Tensor) -> None:
 
 def stale_slot(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """The mask of the tree before: as where a slot's row is not written in every step."""
-    store, last = tree_worker.store_tree, {}
+    store, last = tree_slots.store_tree, {}
 
     def store_late(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
         before = storage.packed_mask.clone()
@@ -77,13 +77,13 @@ def stale_slot(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
 
 def validity_not_reset(monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     """Drafting fails with half of a row written, and the slots keep their validity."""
-    store, calls = tree_worker.store_tree, []
+    store, calls = tree_slots.store_tree, []
 
     def half_written(storage: Any, slots: torch.Tensor, tree: Any) -> torch.Tensor:
         calls.append(slots)
         if len(calls) < 6:
             return store(storage, slots, tree)
-        storage.packed_mask[slots] = tree_worker.pack_bits(torch.eye(server.nodes).bool(), storage.packed_mask.shape[2])
+        storage.packed_mask[slots] = tree_slots.pack_bits(torch.eye(server.nodes).bool(), storage.packed_mask.shape[2])
         raise RuntimeError
 
     monkeypatch.setattr(tree_worker, "store_tree", half_written)

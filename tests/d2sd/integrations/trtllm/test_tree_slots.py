@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.integrations.trtllm.tree_worker import pack_bits, store_tree
+from d2sd.integrations.trtllm.tree_slots import pack_bits, store_tree
 from d2sd.plugins.trees import Tree
 from tests.d2sd.integrations.trtllm.standin.slots import DynamicTreeSlotStorage
 
