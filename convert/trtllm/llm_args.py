@@ -95,7 +95,10 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
 
     Raises RecipeError if drafters of the bundle cannot run it there.
     """
-    there = _in_tensorrt_llm(recipe)
+    drafters = recipe.drafters.sources.keys()
+    # drafters that read pages of their own, which is all that there is for them
+    runs = {name: facts.among(drafters) for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER}
+    there = [name for name, facts in runs.items() if drafters >= set(facts.drafters)]
     wanted = str(current_name(name or recipe.tree.policy))
     if wanted == "auto" or (name is None and wanted not in there):
         return "hybrid" if recipe.drafters.second is not None else "ddtree"
@@ -108,13 +111,6 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
             expected=f"one of {', '.join(there)}",
         )
     return known
-
-
-def _in_tensorrt_llm(recipe: Recipe) -> list[PolicyName]:
-    """Policies whose drafters read pages of their own, which is all that there is for them in TensorRT-LLM."""
-    there = recipe.drafters.sources.keys()
-    runs = {name: facts.among(there) for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER}
-    return [name for name, facts in runs.items() if there >= set(facts.drafters)]
 
 
 def policy_of(recipe: Recipe, name: PolicyName, nodes: int) -> Policy:

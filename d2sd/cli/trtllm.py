@@ -9,7 +9,7 @@ import click
 from d2sd.cli.options import FilePath, bundle_argument
 from d2sd.cli.report import Reporting, ReportingGroup
 from d2sd.convert.trtllm.llm_args import check_llm_args, write_tree_arguments
-from d2sd.integrations.trtllm.probe import failures, lines, probe
+from d2sd.integrations.trtllm.contract import failures, lines, probe
 
 
 @click.group(cls=ReportingGroup)

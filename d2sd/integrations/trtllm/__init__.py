@@ -4,8 +4,7 @@ TensorRT-LLM serves trees in one mode that takes other drafters: Eagle3 with dyn
 any layers, verifies a tree of a fixed number of nodes from the slot storage, accepts greedily or by rejection sampling,
 moves K/V, batches in flight and captures graphs. d2sd overrides drafting: two hooks of its worker, and its draft model.
 
-    contract.py         what is used of TensorRT-LLM, and the sources that were read
-    probe.py            compares the installed version with it
+    contract.py         what is used of TensorRT-LLM, and whether the installed version has it
     register.py         patches, or raises with the reasons; refuses targets and arguments by name
     tree_drafters.py    the drafters over pages that a slot owns: `draft_trees` of d2sd's own runtime
     tree_slots.py       a tree into the slot storage

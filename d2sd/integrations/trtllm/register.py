@@ -17,7 +17,7 @@ import torch
 
 from d2sd.convert.trtllm.llm_args import FOLDER, policy_of, tree_policy
 from d2sd.errors import D2SDError
-from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.contract import failures, probe
 from d2sd.integrations.trtllm.tree_drafters import TreeDrafters
 from d2sd.integrations.trtllm.tree_worker import tree_worker
 from d2sd.manifest import Manifest, load_manifest
@@ -91,17 +91,15 @@ def tree_builder(bundle: Path, manifest: Manifest, name: PolicyName, stock: Buil
 
 def argument_faults(spec: Any, manifest: Manifest) -> list[str]:
     """List what is wrong with the speculative arguments, for the drafters of the bundle."""
-    reasons = []
-    length = manifest.recipe.tree.depth - 1
-    if not spec.use_dynamic_tree or (spec.dynamic_tree_max_topK or 0) < 2:
-        reasons.append("use_dynamic_tree with dynamic_tree_max_topK of at least 2 is needed")
-    if spec.max_draft_len != length:
-        reasons.append(f"max_draft_len is {spec.max_draft_len}, and the trees are {length} deep")
-    if not spec.max_total_draft_tokens or spec.max_total_draft_tokens < length:
-        reasons.append(f"max_total_draft_tokens is {spec.max_total_draft_tokens}, less than max_draft_len")
-    if getattr(spec, "sa_config", None) is not None:
-        reasons.append("sa_config is set; tree.lookup of the recipe takes its place")
-    return reasons
+    length, total = manifest.recipe.tree.depth - 1, spec.max_total_draft_tokens
+    faults = {
+        "use_dynamic_tree with dynamic_tree_max_topK of at least 2 is needed": not spec.use_dynamic_tree
+        or (spec.dynamic_tree_max_topK or 0) < 2,
+        f"max_draft_len is {spec.max_draft_len}, and the trees are {length} deep": spec.max_draft_len != length,
+        f"max_total_draft_tokens is {total}, less than max_draft_len": not total or total < length,
+        "sa_config is set; tree.lookup of the recipe takes its place": getattr(spec, "sa_config", None) is not None,
+    }
+    return [text for text, fault in faults.items() if fault]
 
 
 def target_faults(model_config: Any, manifest: Manifest) -> list[str]:
@@ -116,15 +114,17 @@ def target_faults(model_config: Any, manifest: Manifest) -> list[str]:
         "layers without attention": any("linear" in kind or "mamba" in kind for kind in kinds)
         or getattr(config, "hybrid_override_pattern", None) is not None,
     }
-    reasons = [f"the target has {name}" for name, fault in faults.items() if fault]
     sizes = {
         "hidden_size": expected.hidden_size,
         "num_hidden_layers": expected.num_layers,
         "vocab_size": expected.vocab_size,
     }
-    reasons += [
-        f"the target's {key} is {getattr(config, key, None)}, the bundle's {size}"
-        for key, size in sizes.items()
-        if getattr(config, key, None) != size
+    found = {key: getattr(config, key, None) for key in sizes}
+    return [
+        *(f"the target has {name}" for name, fault in faults.items() if fault),
+        *(
+            f"the target's {key} is {found[key]}, the bundle's {size}"
+            for key, size in sizes.items()
+            if found[key] != size
+        ),
     ]
-    return reasons

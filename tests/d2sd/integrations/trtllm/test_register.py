@@ -21,8 +21,7 @@ from d2sd.errors import D2SDError
 from d2sd.integrations.trtllm import __main__ as launcher
 from d2sd.integrations.trtllm import register as registration
 from d2sd.integrations.trtllm import tree_drafters
-from d2sd.integrations.trtllm.contract import NEEDS, Need
-from d2sd.integrations.trtllm.probe import failures, probe
+from d2sd.integrations.trtllm.contract import NEEDS, Need, failures, probe
 from d2sd.integrations.trtllm.register import SINGLE_PROCESS, register
 from d2sd.manifest import load_manifest
 from d2sd.plugins import dispatch
