@@ -6,7 +6,7 @@ its mask. A key that marks one of them is harmless with the values listed for it
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,19 +86,20 @@ _TENSORS = dict.fromkeys(
     ("mode_embed", "mode_gate"),
     Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
 )
-_PARTS = ("dflash_config", "transformer_layer_config")
 
 
 def refuse_unsupported(config: HFConfig) -> None:
     """Raise `CheckpointError` naming model, file and key if d2sd does not run the model of `config`."""
+    names: Any = config.values.get("architectures")
+    inner = ("dflash_config", "transformer_layer_config")
+    parts = [config, *(config.part(key) for key in inner if isinstance(config.values.get(key), dict))]
     for kind in _KINDS:
-        names: Any = config.values.get("architectures")
+        marks = [(part, key) for part in parts for key, plain in kind.keys.items() if part.values.get(key) not in plain]
         if isinstance(names, list) and any(name in kind.architectures for name in names):
-            raise _refusal(kind, config, "architectures")
-        for part in _parts(config):
-            for key, harmless in kind.keys.items():
-                if part.values.get(key) not in harmless:
-                    raise _refusal(kind, part, key)
+            marks.insert(0, (config, "architectures"))
+        if marks:
+            part, key = marks[0]
+            raise part.refuse(_what(kind), key, "a plain DFlash drafter", kind.fix)
 
 
 def refuse_tensors(headers: Mapping[str, TensorInfo]) -> None:
@@ -112,14 +113,3 @@ def refuse_tensors(headers: Mapping[str, TensorInfo]) -> None:
 def _what(kind: Kind) -> str:
     article = "an" if kind.name[0] in "AEIOU" else "a"
     return f"This is {article} {kind.name}, which d2sd does not {kind.run}: {kind.reason}."
-
-
-def _refusal(kind: Kind, config: HFConfig, key: str) -> CheckpointError:
-    return config.refuse(_what(kind), key, "a plain DFlash drafter", kind.fix)
-
-
-def _parts(config: HFConfig) -> Iterator[HFConfig]:
-    yield config
-    for key in _PARTS:
-        if isinstance(config.values.get(key), dict):
-            yield config.part(key)

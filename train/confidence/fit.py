@@ -6,6 +6,7 @@ distance and kind of candidate.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -54,11 +55,10 @@ def fit(greedy: Iterable[NodeOutcome], sampled: Iterable[NodeOutcome], slots: in
     """
     slope, offset = torch.ones(2, len(DraftUse), slots, 2), torch.zeros(2, len(DraftUse), slots, 2)
     for warm, observed in enumerate((greedy, sampled)):
-        groups: dict[DraftUse, dict[tuple[int, int], list[tuple[float, bool]]]] = {use: {} for use in DraftUse}
-        for outcome in observed:
-            places = groups[outcome.use]
-            pairs = places.setdefault((outcome.distance, int(outcome.sibling)), [])
-            pairs.append((outcome.logprob, outcome.accepted))
+        groups: dict[DraftUse, dict[tuple[int, int], list[tuple[float, bool]]]]
+        groups = {use: defaultdict(list) for use in DraftUse}
+        for seen in observed:
+            groups[seen.use][seen.distance, int(seen.sibling)].append((seen.logprob, seen.accepted))
         for use, places in groups.items():
             slope[warm, use], offset[warm, use] = slope[warm, use.like], offset[warm, use.like]
             for place, pairs in places.items():
