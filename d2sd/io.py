@@ -232,11 +232,6 @@ def sha256(path: Path, advance: Callable[[int], None] = lambda count: None) -> s
     return digest.hexdigest()
 
 
-def list_files(folder: Path) -> list[str]:
-    """Every file below `folder`, as sorted POSIX paths relative to it."""
-    return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir())
-
-
 def hash_files(folder: Path, names: list[str], progress: Progress = silent) -> dict[str, str]:
     """{name: sha256} of files below `folder`."""
     with progress(f"hashing {folder.name}", sum((folder / name).stat().st_size for name in names)) as advance:

@@ -51,6 +51,8 @@ _TOP = READ | INERT | {"architectures", "block_size", "num_target_layers", KEY, 
 _TOP |= {"mlp_bias", "layer_types", "sliding_window", "use_sliding_window"}
 _INSIDE = {"target_layer_ids", "enable_anchor_bias_logits", "anchor_bias_rank", "anchored", "block_size"}
 _INSIDE |= {"mask_token_id"}
+#: Of the body's geometry, the fields that need not be the target's.
+_OWN = ("num_hidden_layers", "max_position_embeddings")
 _FROM_RELEASE = {
     f"anchor_bias_mlp.{index}.{part}": f"calibration.{layer}.{part}"
     for index, layer in ((0, "inner"), (2, "outer"))
@@ -154,18 +156,12 @@ def check_flex(config: FlexConfig, target: DecoderConfig, role: DrafterRole, blo
             where=where / "config.json",
             fix="name it as drafters.first, and no second one",
         )
-    deep, target_body = config.body, target.body
+    sizes, expected = geometry_fields(config.body), geometry_fields(target.body)
     pairs: list[tuple[str, object, object]] = [
-        ("model_type", config.family, target.family),
-        ("num_target_layers", config.num_target_layers, target_body.num_layers),
+        ("model_type", config.family, target.family),  # which says where else there are biases
+        ("num_target_layers", config.num_target_layers, target.body.num_layers),
         ("vocab_size", config.vocab_size, target.vocab_size),
-        ("hidden_size", deep.hidden_size, target_body.hidden_size),
-        ("intermediate_size", deep.intermediate_size, target_body.intermediate_size),
-        ("num_attention_heads", deep.num_heads, target_body.num_heads),
-        ("num_key_value_heads", deep.num_kv_heads, target_body.num_kv_heads),
-        ("head_dim", deep.head_dim, target_body.head_dim),
-        ("rms_norm_eps", deep.rms_norm_eps, target_body.rms_norm_eps),
-        ("attention_bias", (deep.qkv_bias, deep.o_bias), (target_body.qkv_bias, target_body.o_bias)),
+        *((key, size, expected[key]) for key, size in sizes.items() if key not in _OWN),
     ]
     check_geometry(pairs, config, target, where)
     if config.block_size != block_size:

@@ -72,7 +72,9 @@ class Run:
                 for key in keys:
                     self._cell(key, repeat)
                     advance(1)
-        cells = [self._median(key) for key in keys]
+        repeats = [[self._saved(key, repeat)[0] for repeat in range(self.repeat)] for key in keys]
+        # the one with the median time; the counts are the same in all
+        cells = [sorted(some, key=lambda cell: cell.wall_seconds)[(len(some) - 1) // 2] for some in repeats]
         result = Result(
             provenance=provenance(_identity(self.bundle), self.device, self.backend),
             settings=self.settings,
@@ -103,12 +105,6 @@ class Run:
         path = self._path(key, repeat)
         saved = read_model(_Saved, path, error=ResultError, what="finished cell", fix="delete it")
         return saved.cell, saved.answers
-
-    def _median(self, key: Key) -> Cell:
-        """The repeat with the median time; the counts are the same in all."""
-        cells = [self._saved(key, repeat)[0] for repeat in range(self.repeat)]
-        cells.sort(key=lambda cell: cell.wall_seconds)
-        return cells[(len(cells) - 1) // 2]
 
     def _cell(self, key: Key, repeat: int) -> None:
         path = self._path(key, repeat)

@@ -62,7 +62,9 @@ class EngineBuild:
     def run(self, common: Mapping[str, object], models: Mapping[str, str]) -> tuple[dict[str, str], Built]:
         """Run all stages; `models` and the result map a file to its hash. Also returns a description of the engines."""
         recipe, size = self.plan.recipe, self.plan.graph_bytes
-        aux_layer_ids = self._aux_layer_ids()
+        # that drafters read; all that read features read the same
+        layers = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
+        aux_layer_ids = next(filter(None, layers), ())
         inputs = dict(common) | {
             "models": list(models.items()),
             "tools": self.tools,
@@ -95,11 +97,6 @@ class EngineBuild:
             plugins=plugins,
         )
         return files, built
-
-    def _aux_layer_ids(self) -> tuple[int, ...]:
-        """Target layers that drafters read; all that read features read the same."""
-        layer_ids = (part.draft_config.target_layer_ids for part in self.plan.drafters.values())
-        return next(filter(None, layer_ids), ())
 
     def _export(self, folder: Path, aux_layer_ids: tuple[int, ...]) -> None:
         recipe = self.plan.recipe

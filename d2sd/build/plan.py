@@ -16,7 +16,7 @@ from d2sd.build.vocabulary import narrowed
 from d2sd.calibration import CalibrationFile, load_calibration
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.gguf import read_gguf_config
-from d2sd.convert.checkpoint.headers import ITEMSIZES, Shapes, has_weights
+from d2sd.convert.checkpoint.headers import ITEMSIZES, has_weights
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.lora import read_adapters
 from d2sd.convert.checkpoint.quantization import Quantization, read_quantization
@@ -365,8 +365,10 @@ def _drafter(
     if recipe.fp8 is not None and recipe.fp8.drafters:
         _refuse_fp8_twice(quantization, str(folder), "drafters")
         rounded = kind.fp8_layers(config)
-    sizes = _sizes(recipe, kind.shapes(config), shapes, rounded)
-    token = _kv_bytes(config.body, ITEMSIZES[recipe.precision]) if config.target_layer_ids else 0
+    plain, itemsize = kind.shapes(config), ITEMSIZES[recipe.precision]
+    saved = sum(math.prod(plain[f"{layer}.weight"]) * (itemsize - 1) - _SCALES for layer in rounded)
+    sizes = numbers_of(plain), bytes_of(shapes, itemsize) - saved
+    token = _kv_bytes(config.body, itemsize) if config.target_layer_ids else 0
     stored = bytes_of(shapes, _STORED)
     licence = _licence(source, folder)
     sized = *sizes, token, weights_present
@@ -387,13 +389,6 @@ def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) 
             where=source,
             fix=f"set fp8.{key} to false: it is kept as it is",
         )
-
-
-def _sizes(recipe: Recipe, plain: Shapes, shapes: Shapes, rounded: Collection[str]) -> tuple[int, int]:
-    """Parameters, and bytes in memory of a drafter of tensors `shapes`; `rounded` layers are FP8 there alone."""
-    itemsize = ITEMSIZES[recipe.precision]
-    saved = sum(math.prod(plain[f"{layer}.weight"]) * (itemsize - 1) - _SCALES for layer in rounded)
-    return numbers_of(plain), bytes_of(shapes, itemsize) - saved
 
 
 def _kv_bytes(body: BodyConfig, size: int) -> int:

@@ -22,7 +22,7 @@ from typing import Any
 
 from d2sd.bundle.files import output_path, publish
 from d2sd.errors import D2SDError
-from d2sd.io import claim, digest, disk_space, exclusive, hash_files, list_files, read_json, remove, write_json
+from d2sd.io import claim, digest, disk_space, exclusive, hash_files, read_json, remove, write_json
 from d2sd.progress import Progress
 
 #: Writes a stage's folder and returns figures to keep in its marker.
@@ -122,5 +122,5 @@ class StageCache:
         return marker if marker.inputs == inputs and marker.files == self._hashes(root, name) else None
 
     def _hashes(self, root: Path, name: str) -> dict[str, str]:
-        files = [f"{name}/{file}" for file in list_files(root / name)]
+        files = sorted(file.relative_to(root).as_posix() for file in (root / name).rglob("*") if not file.is_dir())
         return hash_files(root, files, self.progress)

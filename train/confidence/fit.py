@@ -235,9 +235,13 @@ def fit_calibration(
                 if facts.forecast_by == watched and facts.first_pass is not FirstPass.CARRIED:
                     tau[key][policy] = _gain(steps, tree=facts.grows)
             some = [step for step in steps if step.sequence.id % _BRANCHED == 0]
-            for count in _fewer_branches(bundle, watched):
+            own = policy_of_tree(bundle.recipe.tree, watched, _NODE_BUDGET, bundle.drafters).num_branches
+            for count in [count for count in AUTO_BRANCHES if count < own]:  # none without a second pass
                 few = watch(bundle, watched, requests[::_BRANCHED], temperature, device, branches=count)
-                tau[key][with_branches(watched, count)] = _in_ratio(tau[key][watched], _gain(some), _gain(few))
+                # changed as that of some requests changes; more rows never make it lower
+                curves = zip(tau[key][watched], _gain(some), _gain(few), strict=True)
+                ratio = accumulate((round(one * after / before, 4) for one, before, after in curves), max)
+                tau[key][with_branches(watched, count)] = list(ratio)
             _add(nodes, uses, watched, steps)
         for branched in [name for name, facts in FACTS.items() if facts.second_use not in (None, *uses)]:
             if can_run(bundle.draft_configs, branched):
@@ -322,17 +326,6 @@ def _errors(
             errors[f"{name}, before"] = round(error_of(nodes, use), 4)
             errors[f"{name}, after"] = round(error_of(calibrated(nodes, fitted, warm), use), 4)
     return errors
-
-
-def _fewer_branches(bundle: Bundle, policy: PolicyName) -> list[int]:
-    """Numbers of branches that `auto` compares besides the recipe's; none of a policy without a second pass."""
-    own = policy_of_tree(bundle.recipe.tree, policy, _NODE_BUDGET, bundle.drafters).num_branches
-    return [count for count in AUTO_BRANCHES if count < own]
-
-
-def _in_ratio(curve: list[float], before: list[float], after: list[float]) -> list[float]:
-    """The curve of all requests, changed as that of some of them changes; more rows never make it lower."""
-    return list(accumulate((round(one * b / a, 4) for one, a, b in zip(curve, before, after, strict=True)), max))
 
 
 def _gain(observations: list[StepObservation], *, tree: bool = True) -> list[float]:

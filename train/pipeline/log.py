@@ -81,21 +81,17 @@ class TrainLog:
         self._clock = time.monotonic()
 
     def _add(self, row: dict[str, Any]) -> None:
-        if not self._begun:
-            self._begin(row)
+        if not self._begun:  # remove this row and later ones, logged by an interrupted run
+            order = row["step"], "cells" in row
+            lines, rows = whole_lines(self._path), _rows(self._path, _LogLine)
+            earlier = [line for line, logged in zip(lines, rows, strict=True) if logged.order < order]
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(self._path) as partial:
+                partial.write_bytes(b"".join(line + b"\n" for line in earlier))
+            self._begun = True
         seconds, self._clock = time.monotonic() - self._clock, time.monotonic()
         with self._path.open("a", encoding="utf-8") as out:
             out.write(json.dumps(row | {"seconds": round(seconds, 4)}) + "\n")
-
-    def _begin(self, row: dict[str, Any]) -> None:
-        """Remove this row and later ones, logged by an interrupted run."""
-        order = row["step"], "cells" in row
-        lines, rows = whole_lines(self._path), _rows(self._path, _LogLine)
-        earlier = [line for line, logged in zip(lines, rows, strict=True) if logged.order < order]
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(self._path) as partial:
-            partial.write_bytes(b"".join(line + b"\n" for line in earlier))
-        self._begun = True
 
 
 def read_log(work: Path, name: DrafterName) -> Curve:

@@ -114,11 +114,6 @@ def _check_ready(
         )
 
 
-def load_ready(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
-    """A pretrained drafter in fp32 on the CPU, without gradients. Call `check_geometry` first."""
-    return DFLASH.load(obtained(recipe, recipe.ready[role]), torch.float32)
-
-
 def load_start(recipe: TrainRecipe) -> Drafter:
     """The drafter that the first one starts from: fp32, CPU, full vocabulary, the recipe's blocks. Call
     `check_geometry` first.

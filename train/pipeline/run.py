@@ -13,6 +13,7 @@ from typing import cast
 
 import torch
 
+from d2sd.build.sources import obtained
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.calibration import NAME as CALIBRATION
 from d2sd.convert.kinds import DFLASH, KINDS
@@ -35,7 +36,7 @@ from d2sd.train.pair_head import PairTrainer, with_pair_head
 from d2sd.train.pipeline.evaluate import Evaluator, as_written
 from d2sd.train.pipeline.finish import finish, weights_digest
 from d2sd.train.pipeline.log import Say, TrainLog, paced, read_log, seconds_each
-from d2sd.train.pipeline.models import check_geometry, load_ready, load_start, pinned_target
+from d2sd.train.pipeline.models import check_geometry, load_start, pinned_target
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train.rejections import keep, kept, kept_steps, matched
 from d2sd.train_recipe import (
@@ -104,8 +105,8 @@ class Run:
             unseen, data = data.split(self.recipe.head.unseen, "head.unseen")
         evaluator = Evaluator(self.recipe, bundle, responses[: len(held_out)], self.dist.device, self.progress)
         drafters: dict[DrafterRole, DraftModel] = {}
-        for role in self.recipe.ready:
-            drafters[role] = load_ready(self.recipe, role).to(self.dist.device)
+        for role, source in self.recipe.ready.items():  # in fp32, without gradients
+            drafters[role] = DFLASH.load(obtained(self.recipe, source), torch.float32).to(self.dist.device)
             KINDS[drafters[role].config.kind].attach(drafters[role], bundle.target)
             self._write(role, drafters[role], drafters[role].config.draft_vocabulary)
         ready = drafters.get(DrafterRole.FIRST)
