@@ -48,7 +48,7 @@ class Need(NamedTuple):
 
     @property
     def expected(self) -> str:
-        """What the table says of it."""
+        """The table's word for it."""
         if self.parameters is not None:
             return f"({self.parameters})"
         if self.fields:
