@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 Family = Literal[
     "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
-    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2",
+    "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe",
 ]  # fmt: skip
 Role = Literal["first", "variable_prefix"]
 
@@ -50,6 +50,8 @@ class ExpertsConfig:
     limit: float | None = None  # of what enters the SwiGLU, whose second factor is then up + 1 (gpt-oss)
     #: Width of an MLP that every row enters as well, and whose output has a gate of its own; None: there is none.
     shared_size: int | None = None
+    #: Each expert is weighted by its own sigmoid, and chosen by that and a bias that is not weighed (LFM2).
+    sigmoid: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ from d2sd.plugins.dispatch import use_grouped_products
 GATHERED = 1 << 28
 #: gpt-oss: the sigmoid's factor in its SwiGLU.
 ALPHA = 1.702
+#: LFM2: added to the sum by which the weights of the chosen experts are divided.
+_LEAST_SUM = 1e-6
 
 
 class Router(nn.Module):
@@ -39,18 +41,25 @@ class Router(nn.Module):
         self._config = config
         self.weight = nn.Parameter(torch.empty(config.count, hidden))
         self.bias = nn.Parameter(torch.empty(config.count)) if config.bias else None
+        self.choice_bias = nn.Parameter(torch.empty(config.count)) if config.sigmoid else None
 
     def forward(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """rows [R, E] -> chosen experts [R, k], best first, and their weights [R, k] in fp32."""
-        return choose(F.linear(rows, self.weight, self.bias), self._config)
+        return choose(F.linear(rows, self.weight, self.bias), self._config, self.choice_bias)
 
 
-def choose(logits: Tensor, config: ExpertsConfig) -> tuple[Tensor, Tensor]:
+def choose(logits: Tensor, config: ExpertsConfig, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits [R, X] -> the `config.chosen` best experts [R, k] and their weights [R, k] in fp32.
 
-    `topk` may order equal logits by how many rows there are; a stable sort does not.
+    `bias` [X] counts in the choice alone. `topk` may order equal logits by how many rows there are; a stable sort does
+    not.
     """
     logits = logits.float()
+    if bias is not None:
+        scores = sigmoid(logits)
+        experts = (scores + bias.float()).sort(dim=-1, descending=True, stable=True)[1][:, : config.chosen]
+        weights = scores.gather(-1, experts)
+        return experts, weights / (weights.sum(-1, keepdim=True) + _LEAST_SUM) if config.normalized else weights
     ordered, experts = logits.sort(dim=-1, descending=True, stable=True)
     best = ordered[:, : config.chosen]
     if config.normalized:  # the softmax over all, divided by the sum of the chosen ones
@@ -170,7 +179,7 @@ class PackedExperts(nn.Module):
         self.config = experts.config
 
         router = experts.router
-        self._router = product(router.weight, router.bias)
+        self._router, self._choice_bias = product(router.weight, router.bias), router.choice_bias
         stacked = (experts.gate_up, experts.gate_up_bias), (experts.down, experts.down_bias)
         self._experts = [
             [product(weight[number], _of(bias, number)) for weight, bias in stacked]
@@ -185,7 +194,7 @@ class PackedExperts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.flatten(0, -2)
-        chosen, weights = choose(self._router(rows), self.config)
+        chosen, weights = choose(self._router(rows), self.config, self._choice_bias)
 
         def expert(number: int, own: Tensor) -> Tensor:
             gate_up, down = self._experts[number]

@@ -136,6 +136,8 @@ def _experts(hidden: int, config: ExpertsConfig) -> Parts:
     }
     if config.bias:
         parts |= {"router.bias": (count,), "gate_up_bias": (count, 2 * inner), "down_bias": (count, hidden)}
+    if config.sigmoid:
+        parts["router.choice_bias"] = (count,)
     if config.shared_size is not None:
         parts |= below("shared_expert", _mlp(hidden, config.shared_size))
         parts["shared_expert_gate"] = LinearShape(hidden, 1)

@@ -58,9 +58,13 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | {"experts": _SHARED, "intermediate_size": 24},  # no layer has an MLP
     "lfm2": {"qk_norm": True},
+    "lfm2_moe": {
+        "qk_norm": True,
+        "experts": ExpertsConfig(6, 2, intermediate_size=24, normalized=True, dense_layers=(0,), sigmoid=True),
+    },
 }
 #: Families some of whose layers have a recurrent state.
-HYBRIDS: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2")
+HYBRIDS: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe")
 #: Windows of its layers in turns.
 FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead)
@@ -113,7 +117,7 @@ def tiny_decoder(
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
     if "output_gate" in FAMILY_BODIES[family]:
         changes = {"recurrent": tiny_delta(layers, joined=family == "qwen3_next")} | changes
-    if family == "lfm2":
+    if family.startswith("lfm2"):
         changes = {"recurrent": ShortConvConfig(recurrent_layers(layers), hidden, taps=3)} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
     scale = hidden**0.5 if family == "gemma3_text" else 1.0

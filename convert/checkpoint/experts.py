@@ -6,6 +6,7 @@ of a checkpoint are checked, read and written under its own names; they are plac
     stacked         mlp.router.{weight,bias} · mlp.experts.gate_up_proj [X, E, 2I], gates and ups in turns, and its bias
                     [X, 2I] · mlp.experts.down_proj [X, I, E] and its bias [X, E]
     per expert      mlp.gate.weight [X, E] · mlp.experts.{i}.{gate,up}_proj.weight [I, E] · down_proj.weight [E, I]
+                    mlp.expert_bias [X], where it counts in the choice
     joined          mlp.gate.weight [X, E] · mlp.experts.gate_up_proj [X, 2I, E] · mlp.experts.down_proj [X, E, I]
 """
 
@@ -43,10 +44,12 @@ ExpertTensors = Callable[[ExpertsConfig, int], "dict[str, StoredPart]"]
 
 
 def per_expert(config: ExpertsConfig, hidden: int) -> dict[str, StoredPart]:
-    """Qwen's layout."""
+    """Qwen's layout, and LFM2's under its names."""
     inner = config.intermediate_size
     gates, ups = slice(inner), slice(inner, None)
     parts = {"mlp.gate.weight": StoredPart("mlp.router.weight", (config.count, hidden), _all)}
+    if config.sigmoid:
+        parts["mlp.expert_bias"] = StoredPart("mlp.router.choice_bias", (config.count,), _all)
     for i in range(config.count):
         name = f"mlp.experts.{i}"
         for kind, rows in (("gate", gates), ("up", ups)):

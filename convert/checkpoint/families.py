@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from d2sd.convert.checkpoint.experts import ExpertTensors, expert_counts, per_expert, qwen_experts, stacked
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.convert.checkpoint.hybrids import hybrid, hybrid_moe, hybrid_rope, qwen3_next
-from d2sd.convert.checkpoint.lfm2 import lfm2, llama_name
+from d2sd.convert.checkpoint.lfm2 import lfm2, lfm2_moe, llama_name
 from d2sd.convert.checkpoint.nested import NESTED, text_config, text_name
 from d2sd.modeling.config import BodyConfig, DecoderConfig, ExpertsConfig, Family, RopeConfig
 
@@ -157,6 +157,9 @@ FAMILIES: dict[str, TargetFamily] = {
             width="moe_intermediate_size",
         ),
         TargetFamily("lfm2", "Lfm2ForCausalLM", lfm2, rename=llama_name, tied=True, eps="norm_eps"),
+        TargetFamily(
+            "lfm2_moe", "Lfm2MoeForCausalLM", lfm2_moe, rename=llama_name, experts=per_expert, tied=True, eps="norm_eps"
+        ),
     )
 }
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from d2sd.convert.checkpoint.experts import expert_counts
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
-from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.config import BodyConfig, ExpertsConfig
 from d2sd.modeling.mixers.configs import ShortConvConfig
 
 _CONVOLUTION, _FULL = "conv", "full_attention"
@@ -19,12 +20,13 @@ NAMES = {
     "embedding_norm": "norm",
     "operator_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
-    "feed_forward.w1": "mlp.gate_proj",
-    "feed_forward.w2": "mlp.down_proj",
-    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward": "mlp",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
     "self_attn.out_proj": "self_attn.o_proj",
-    "self_attn.q_layernorm": "self_attn.q_norm",
-    "self_attn.k_layernorm": "self_attn.k_norm",
+    "q_layernorm": "q_norm",
+    "k_layernorm": "k_norm",
 }
 _NAME = re.compile(rf"(?<=\.)({'|'.join(map(re.escape, NAMES))})(?=\.)")
 
@@ -48,6 +50,20 @@ def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
             bias=config.get("conv_bias", bool, False),
         ),
     )
+
+
+def lfm2_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
+    """LFM2 with experts in all layers but the first few."""
+    config.only("use_expert_bias", True, None)
+    config.only("routed_scaling_factor", 1.0, 1, None)
+    experts = ExpertsConfig(
+        *expert_counts(config),
+        intermediate_size=config.size("moe_intermediate_size"),
+        normalized=config.get("norm_topk_prob", bool, True),
+        dense_layers=tuple(range(config.get("num_dense_layers", int, 2))),
+        sigmoid=True,
+    )
+    return replace(lfm2(config, body), intermediate_size=config.size("intermediate_size"), experts=experts)
 
 
 def llama_name(name: str) -> str:

@@ -40,6 +40,7 @@ _ARCHITECTURES = {
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
 }
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
@@ -138,8 +139,11 @@ def _expert_fields(body: BodyConfig) -> dict[str, Any]:
         "num_experts_per_tok": experts.chosen,
         "moe_intermediate_size": experts.intermediate_size,
         "norm_topk_prob": experts.normalized,
-        "mlp_only_layers": list(experts.dense_layers),
-        "decoder_sparse_step": 1,
+        **(
+            {"num_dense_layers": len(experts.dense_layers), "use_expert_bias": True}
+            if experts.sigmoid
+            else {"mlp_only_layers": list(experts.dense_layers), "decoder_sparse_step": 1}
+        ),
         **({} if experts.shared_size is None else {"shared_expert_intermediate_size": experts.shared_size}),
     }
 
@@ -148,7 +152,7 @@ def hf_tensors(decoder: Decoder) -> dict[str, Tensor]:
     """The decoder's tensors under Hugging Face's names."""
     tensors = ExpertMap(decoder.config.body, FAMILIES[decoder.config.family].experts).taken(decoder.state_dict())
     found = {n if n.startswith("lm_head") else f"model.{n}": t.contiguous() for n, t in tensors}
-    return {_lfm2_name(n): t for n, t in found.items()} if decoder.config.family == "lfm2" else found
+    return {_lfm2_name(n): t for n, t in found.items()} if decoder.config.family.startswith("lfm2") else found
 
 
 def _lfm2_name(name: str) -> str:

@@ -57,6 +57,17 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         _BODY | {"intermediate_size": 48, "linear_value_head_dim": 24},
     ),
     "LFM2": ("lfm2", _LFM2),
+    "LFM2 MoE": (
+        "lfm2_moe",
+        _LFM2
+        | {
+            "intermediate_size": 48,
+            "moe_intermediate_size": 24,
+            "num_experts": 6,
+            "num_experts_per_tok": 2,
+            "num_dense_layers": 1,
+        },
+    ),
     "LFM2, with biases and widths as written": (
         "lfm2",
         _LFM2 | {"conv_bias": True, "conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
@@ -86,13 +97,16 @@ def theirs(case: str) -> Any:
                 parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise - 1)
-            elif kind == "lfm2" and "norm" in name:
+            elif kind.startswith("lfm2") and "norm" in name:
                 parameter.copy_(1 + 0.3 * noise)
             elif parameter.dim() == 1:  # norms of 1 + weight, dt_bias
                 parameter.copy_(0.3 * noise)
             else:
                 gain = 3.0 if name.startswith("model.embed") else 1.0
                 parameter.copy_(gain * noise * parameter.shape[-1] ** -0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("expert_bias"):
+                buffer.copy_(0.1 * torch.randn_like(buffer))
     return model
 
 

@@ -99,6 +99,6 @@ def test_experts_that_no_row_chose_are_not_read(way: str, monkeypatch: pytest.Mo
 def test_equal_logits_choose_the_lower_number_beside_any_rows() -> None:
     logits = torch.tensor([[1.0, 3.0, 3.0, 0.0, 3.0, 1.0]])
     for count in (1, 2, 300):
-        experts, weights = choose(logits.expand(count, -1), ExpertsConfig(6, 4, 1, normalized=True))
+        experts, weights = choose(logits.expand(count, -1), ExpertsConfig(6, 4, 1, normalized=True), None)
         assert experts.tolist() == [[1, 2, 4, 0]] * count
         assert weights.sum(-1).tolist() == pytest.approx([1.0] * count)

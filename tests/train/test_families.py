@@ -14,14 +14,12 @@ from d2sd.train.data.features import cache_features, online_features
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import first_drafter, second_drafter
 from d2sd.train.loop import Trainer
-from tests.tiny import greedy_text, random_tokens, tiny_decoder
+from tests.tiny import HYBRIDS, greedy_text, random_tokens, tiny_decoder
 from tests.train.helpers import BLOCK, GEOMETRY, TAPS, settings
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize(
-    "family", ["qwen3_moe", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2"]
-)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", *HYBRIDS])
 def test_a_first_and_a_second_drafter(family: Family, tmp_path: Path) -> None:
     target = tiny_decoder(family, tie=False)
     prompts = random_tokens(target, 3, 5, seed=3).tolist()
