@@ -175,7 +175,7 @@ class Misled:
 
     def __getitem__(self, grid: Any) -> Any:
         def run(*given: Any, **options: Any) -> None:
-            given[10].mul_(self.factor)
+            given[8].mul_(self.factor)
             filtered_kernel[grid](*given, **options)
 
         return run
