@@ -113,7 +113,7 @@ NAMED: list[tuple[str, Any, list[object]]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "call", "wrong"), [(*one, value) for *one, all in NAMED for value in all], ids=str)
+@pytest.mark.parametrize(("name", "call", "wrong"), [(*one, value) for *one, all in NAMED for value in all])
 def test_a_wrong_argument_of_a_call_is_named(llm: LLM, name: str, call: Any, wrong: object) -> None:
     with pytest.raises(RequestError, match=name):
         call(llm, wrong)
