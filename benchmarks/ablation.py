@@ -93,8 +93,7 @@ class Ablation:
     @cached_property
     def parts(self) -> tuple[TrainingData, TrainingData]:
         """Held-out responses, and those to train on."""
-        target = load_bundle(self.work / "target", verify=False)  # an engine repacks its weights
-        answers = ResponseGenerator(self.recipe, target, self.work, self.dist, bar, click.echo).all()
+        answers = ResponseGenerator(self.recipe, self.bundle, self.work, self.dist, bar, click.echo).all()
         aux_layer_ids = self.recipe.shape.aux_layer_ids(self.bundle.target.config.body.num_layers)
         with bar("features", len(answers)) as advance:
             if self.recipe.data.features == "device":
@@ -160,10 +159,9 @@ class Ablation:
         return found
 
     def _measured(self, name: str, prompt_set: str, drafter: DraftModel) -> Cell:
-        target = load_bundle(self.work / "target", verify=False)  # engines repack the weights
-        dtype = target.target.embed_tokens.weight.dtype
+        dtype = self.bundle.target.embed_tokens.weight.dtype
         size = self.recipe.block_size
-        bundle = replace(target, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
+        bundle = replace(self.bundle, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
         flight = min(8 if self.dist.device == "cpu" else 64, self.per_set)
         asked = [
             (key, chat_request(bundle, text, SamplingParams(), self.tokens))

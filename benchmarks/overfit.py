@@ -17,7 +17,6 @@ from typing import cast
 
 import click
 
-from d2sd.bundle.load import load_bundle
 from d2sd.cli.report import Reporting
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
@@ -95,11 +94,11 @@ def main(recipe: Path, steps: int, out: Path) -> None:
     if loaded.ready_first is not None:
         raise D2SDError("needs a recipe that trains its first drafter", where=recipe)
     folder = out / "target"
-    answers = ResponseGenerator(loaded, pinned_target(loaded, folder, bar), out, Dist(), bar, click.echo).all()
+    target = (bundle := pinned_target(loaded, folder, bar)).target
+    answers = ResponseGenerator(loaded, bundle, out, Dist(), bar, click.echo).all()
     chosen = [answer for answer in answers if len(answer.response_ids) >= TOKENS][:SEQUENCES]
     if len(chosen) < SEQUENCES:
         raise D2SDError("too few responses", where=out, found=len(chosen), expected=f"{SEQUENCES} of {TOKENS} tokens")
-    target = (bundle := load_bundle(folder, verify=False)).target  # reloaded, since engines repack weights
     with bar("features", SEQUENCES) as advance:
         layers = loaded.shape.aux_layer_ids(target.config.body.num_layers)
         data = cache_features(target, layers, chosen, out / "features.bf16", advance)

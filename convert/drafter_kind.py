@@ -46,7 +46,7 @@ class Code(Generic[Model]):
     model: type[Model]
     #: The part that is exported, of a drafter that is attached to its target.
     graph_body: Callable[[Model], nn.Module]
-    #: Takes what a drafter shares with the target, whose layers are not packed yet; comes before any pass.
+    #: Takes what a drafter shares with the target, which is whole; comes before any pass.
     attach: Callable[[Model, Decoder], None]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.inference import InferenceLayers, input_of
+from d2sd.modeling.inference import ServedModel, input_of
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
-from d2sd.modeling.layers import CosSin, KeysValues, Layer, Rotary, layer_of, norm_of
-from d2sd.modeling.state_pool import StateRows
+from d2sd.modeling.layers import CosSin, KeysValues, Rotary, layer_of, norm_of
+from d2sd.modeling.state_pool import StatePass, StateRows
 from d2sd.modeling.tensor_parallel import SharedHead
 from d2sd.modeling.where import Where
 
@@ -60,7 +60,7 @@ def embedding_of(config: DecoderConfig) -> nn.Embedding:
     return nn.Embedding(*size) if scale == 1 else Embedding(*size, scale)
 
 
-class TargetModel(nn.Module):
+class TargetModel(ServedModel):
     """A target that the runtime can run. The layers are a `Decoder`'s, or an exported graph; tables are PyTorch's."""
 
     config: DecoderConfig
@@ -110,8 +110,6 @@ class TargetModel(nn.Module):
 class Decoder(TargetModel):
     """Parameter names equal Hugging Face's without their leading `model.`."""
 
-    compiled: InferenceLayers | None
-
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
@@ -122,7 +120,6 @@ class Decoder(TargetModel):
         self.rotary = Rotary(body.rope, body.rotary_dim or body.head_dim)
         self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self.packed_head = None
-        self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         if not config.tie_word_embeddings:
             self.lm_head = nn.Linear(body.hidden_size, config.vocab_size, bias=False)
 
@@ -135,10 +132,10 @@ class Decoder(TargetModel):
         x = self.embed_tokens(tokens)
         angles = self.angles(rows.positions, x.dtype)
         attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
-        memories = attend, None if pool.states is None else pool.states.of(rows)
+        memories = attend, None if pool.states is None else StatePass(pool.states, rows)
         aux_outputs: dict[int, Tensor] = {}
         committable = list[KeysValues](), list[StateRows]()
-        for index, layer in enumerate(cast("Iterable[Layer]", self.layers)):
+        for index, layer in enumerate(self.own_layers):
             own = cast("list[Any]", committable[layer.mixer.recurrent])
             x, of_rows = layer(x, angles[index], len(own), memories[layer.mixer.recurrent])
             own.append(of_rows)

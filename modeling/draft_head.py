@@ -13,7 +13,7 @@ from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.layers import RMSNorm
-from d2sd.modeling.native import PackedFp8Linear, packed_product
+from d2sd.modeling.native import PackedLinear, packed_product
 from d2sd.modeling.product import Product
 from d2sd.plugins.shared.fp8 import LARGEST
 
@@ -71,5 +71,5 @@ def reduced_head(target: TargetModel, ids: Tensor, largest: Tensor | None = None
     scale = weight.detach().abs().max().float() / LARGEST
     layer = Fp8Linear.of(whole, largest / LARGEST, scale)
     if weight.device.type == "cpu":
-        return PackedFp8Linear(layer, weight.dtype) if on_cpu else layer
+        return PackedLinear.of(layer, weight.dtype) if on_cpu else layer
     return Product([layer], weight.dtype)

@@ -97,8 +97,8 @@ class Experts(FeedForward):
     def packed(self, product: PackProduct) -> nn.Module:
         """Takes the weights out of this module, so that no more than a layer's are held twice."""
         made = PackedExperts(self, product)
-        for stacked in (self.gate_up, self.down):
-            stacked.data = stacked.data.new_empty(0)
+        for name in ("gate_up", "down"):
+            setattr(self, name, nn.Parameter(getattr(self, name).new_empty(0), requires_grad=False))
         return made
 
     def _one_by_one(self, rows: Tensor, chosen: Tensor) -> Tensor:

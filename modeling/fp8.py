@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from torch.nn import functional as F
 from d2sd.modeling.quantized import QuantizedLinear, carrier, make_quantized
 from d2sd.plugins.dispatch import use_fp8_gemm
 from d2sd.plugins.shared.fp8 import LARGEST, from_pages, to_pages
+
+if TYPE_CHECKING:
+    from d2sd.modeling.inference import ServedModel
 
 #: Ends of the names of layers that are computed as one product, and so have one scale of weights each.
 _JOINED = re.compile(r"\.([qkv]|gate|up)_proj$")
@@ -108,14 +111,13 @@ def make_fp8(model: nn.Module, linears: Collection[str], *, cache: bool = False)
 
 def make_fp8_cache(model: nn.Module) -> None:
     """Make the K/V of a model on the meta device FP8."""
-    for attention in _attentions(model):
+    for attention in _attentions(cast("ServedModel", model)):
         attention.k_cache, attention.v_cache = Fp8Cache(), Fp8Cache()
 
 
-def _attentions(model: nn.Module) -> list[Any]:
+def _attentions(model: ServedModel) -> list[Any]:
     """Attentions of the layers that attend."""
-    layers = getattr(model, "layers", ())
-    return [layer.mixer for layer in layers if not layer.mixer.recurrent]
+    return [layer.mixer for layer in model.own_layers if not layer.mixer.recurrent]
 
 
 def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
@@ -135,16 +137,14 @@ def round_to_fp8(model: nn.Module, input_scales: Mapping[str, float]) -> None:
         setattr(model, IN_FP8, True)
 
 
-def kv_scales(model: nn.Module) -> tuple[Tensor, Tensor] | None:
+def kv_scales(model: ServedModel) -> tuple[Tensor, Tensor] | None:
     """Scales of the FP8 pages of a model's K/V, (k, v), [L] fp32 each, of the layers that attend; None where its K/V
     are not FP8.
 
     An exported graph has no layers, so its pages have the type of the graph's inputs.
     """
-    compiled = getattr(model, "compiled", None)  # in place of the layers
-    if compiled is not None:
-        scales: tuple[Tensor, Tensor] | None = compiled.kv_scales
-        return scales
+    if model.compiled is not None:
+        return model.compiled.kv_scales
     attentions = _attentions(model)
     if not attentions or not isinstance(attentions[0].k_cache, Fp8Cache):
         return None

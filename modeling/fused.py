@@ -56,11 +56,12 @@ from d2sd.modeling.fused_context import ContextProduct
 from d2sd.modeling.fused_layer import FusedLayer
 from d2sd.modeling.fused_mixer import FusedAttention
 from d2sd.modeling.fused_pass import Pass, PassWithContext, Shared, numbers
-from d2sd.modeling.inference import LayerOutputs, plain, replace_layers
+from d2sd.modeling.inference import ContextLayers, LayerOutputs
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Linear, Product, unjoinable
 from d2sd.modeling.quantized import ComputedLinear, QuantizedLinear
+from d2sd.modeling.state_pool import StatePass
 from d2sd.plugins import dispatch
 from d2sd.plugins.layer_ops import Front, add_rms_norm, embed_norm_rope, linear
 
@@ -69,7 +70,7 @@ from d2sd.plugins.layer_ops import Front, add_rms_norm, embed_norm_rope, linear
 
 
 def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, exact: bool = False) -> None:
-    """Replace the layers of a CUDA model in place. Fusing twice is fine.
+    """Replace the layers of a CUDA model: a step of `prepare_for_inference`. Fusing twice is fine.
 
     `target` lends its MLPs to a drafter that borrows them, and is fused before; if it is not, nor is the drafter.
     `exact`, of a target: products, the head's too, and attention are batch-invariant.
@@ -78,20 +79,19 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     or these layers cannot be fused, they stay, after a warning.
     Raises `D2SDError` instead of that warning under `D2SD_NO_FALLBACK=1`, or if `exact`.
     """
-    eager = plain(model)
-    if eager is None:
+    if not model.is_plain:
         return
     compiled = target.compiled if isinstance(target, Decoder) else None
     shared = compiled if isinstance(compiled, FusedLayers) else None
     if target is not None and shared is None:
         return
     quantized = [module for module in model.modules() if isinstance(module, QuantizedLinear | Fp8Cache)]
-    weight, context = eager.norm.weight, isinstance(model, Drafter)
+    body, weight, context = model.config.body, model.norm.weight, isinstance(model, Drafter)
     for module in quantized:
         if isinstance(module, ComputedLinear):
             module.prepare()
-    unlike = _unlike(eager.config.body, eager.layers, context=context, exact=exact)
-    if not dispatch.use_fused_layers(weight, eager.config.body.head_dim, fp8=bool(quantized), unlike=unlike):
+    unlike = _unlike(body, model.own_layers, context=context, exact=exact)
+    if not dispatch.use_fused_layers(weight, body.head_dim, fp8=bool(quantized), unlike=unlike):
         if exact:
             raise D2SDError(
                 "A batch-invariant step needs fused layers, which this GPU or model does not have.",
@@ -99,8 +99,8 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
                 fix="a line on stderr says what is missing; serve it on a CPU, or build it without `exact`",
             )
         return
-    layers = FusedLayers(eager.config.body, eager.layers, eager.norm, context=context, target=shared, exact=exact)
-    replace_layers(eager, layers)
+    layers = FusedLayers(body, model.own_layers, model.norm, context=context, target=shared, exact=exact)
+    model.replace_layers(layers)
     if isinstance(model, Drafter):
         fc = cast("Linear", model.fc)
         model.fc = Product([fc], weight.dtype, has_room=isinstance(fc, Fp8Linear))  # type: ignore[assignment]
@@ -110,13 +110,13 @@ def fuse(model: TargetModel | DraftModel, target: TargetModel | None = None, *, 
     torch.cuda.empty_cache()  # the parts that were joined
 
 
-def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bool) -> str | None:
+def _unlike(body: BodyConfig, layers: Sequence[Layer], *, context: bool, exact: bool) -> str | None:
     """Reason the projections cannot be fused: other layers, foreign modules, mixed linear types, scales that do not
     allow it, or experts that have to be exact.
     """
     if body.beyond_fused:
         return " and ".join(body.beyond_fused)
-    for layer in cast("Sequence[Layer]", layers):
+    for layer in layers:
         if exact and not layer.mlp.products():
             return "products of experts are not batch-invariant"
         for group in (*layer.mixer.groups(exact=exact), *layer.mlp.products()):
@@ -125,9 +125,9 @@ def _unlike(body: BodyConfig, layers: nn.ModuleList, *, context: bool, exact: bo
     return None
 
 
-def _share_input_scale(layers: nn.ModuleList) -> None:
+def _share_input_scale(layers: Sequence[Layer]) -> None:
     """One scale, the largest, for the inputs of the FP8 qkv products of all layers: a context is quantized once."""
-    attentions = [layer.self_attn for layer in cast("Sequence[Layer]", layers)]
+    attentions = [layer.self_attn for layer in layers]
     parts: list[nn.Module] = [part for attn in attentions for part in (attn.q_proj, attn.k_proj, attn.v_proj)]
     quantized = [part for part in parts if isinstance(part, Fp8Linear)]
     if quantized:
@@ -136,7 +136,7 @@ def _share_input_scale(layers: nn.ModuleList) -> None:
             part.input_scale = largest
 
 
-class FusedLayers(nn.Module):
+class FusedLayers(ContextLayers):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
     takes_tokens = True
@@ -144,7 +144,7 @@ class FusedLayers(nn.Module):
     def __init__(
         self,
         body: BodyConfig,
-        layers: nn.ModuleList,
+        layers: Sequence[Layer],
         norm: RMSNorm,
         *,
         context: bool = False,
@@ -162,7 +162,7 @@ class FusedLayers(nn.Module):
         self._dtype, self._norm = norm.weight.dtype, norm.weight.detach()
         self._layers: list[FusedLayer] = []
         shared = [None] * len(layers) if target is None else target._layers[-len(layers) :]
-        for layer, of_target in zip(cast("Sequence[Layer]", layers), shared, strict=True):
+        for layer, of_target in zip(layers, shared, strict=True):
             self._layers.append(FusedLayer(layer, body, self._dtype, of_target, exact=exact))
         kinds = [type(layer.mixer) for layer in self._layers]
         self._places = [kinds[:index].count(kind) for index, kind in enumerate(kinds)]  # among layers of their kind
@@ -239,7 +239,7 @@ class FusedLayers(nn.Module):
         x, normed, cos, sin = self._begin(out, given, rotary, rows)
         if pool.states is not None:
             mask = windowed(rows, None, counters=pool.counters)
-            states = pool.states.of(rows, exact=exact, mask=mask)
+            states = StatePass(pool.states, rows, exact=exact, mask=mask)
         shared = Shared(cos, sin, pool.attend(rows, exact=exact, mask=mask), states)
         buffer, branch = torch.empty_like(x), None
         for index, layer in enumerate(self._layers):

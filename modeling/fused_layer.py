@@ -30,7 +30,7 @@ class FusedLayer:
         self.post_norm = layer.post_attention_layernorm.weight.detach()
         self.mixer: FusedMixer
         if body.recurrent is not None and layer.mixer.recurrent:
-            self.mixer = body.recurrent.fused(layer.mixer, dtype, exact=exact)
+            self.mixer = body.recurrent.code.fused(layer.mixer, body.recurrent, dtype, exact=exact)
         else:
             self.mixer = FusedAttention(layer.self_attn, body, dtype, exact=exact)
         shared = None if target is None else target.feed_forward

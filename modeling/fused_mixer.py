@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -18,29 +18,32 @@ from d2sd.plugins.layer_ops import Heads
 # Shape letters: R rows, E hidden.
 
 
-class FusedMixer(Protocol):
+class FusedMixer:
     """Attention, or a mixer with a recurrent state."""
 
-    @property
-    def joint(self) -> Product:
-        """The product of the input."""
+    joint: Product  # of the input
+    out: Product
 
     @property
     def products(self) -> list[Product]:
         """The mixer's products, in the order in which a pass computes them."""
+        return [self.joint, self.out]
 
     @property
     def input_scale(self) -> Tensor | None:
         """The scale with which the norm before quantizes, if it does."""
+        return self.joint.input_scale
 
     def room(self, rows: int) -> Tensor | None:
         """See `Product.room`."""
+        return self.joint.room(rows)
 
     def __call__(self, index: int, normed: Tensor, out: Pass, shared: Shared) -> Tensor:
         """normed [R, E], unless `out` has those with its context -> what mixer `index` of its kind adds [R, E]."""
+        raise NotImplementedError
 
 
-class FusedAttention:
+class FusedAttention(FusedMixer):
     """A layer's attention. Its kernels are in `d2sd.modeling.fused`."""
 
     def __init__(self, attention: Attention, body: BodyConfig, dtype: torch.dtype, *, exact: bool) -> None:
@@ -65,17 +68,6 @@ class FusedAttention:
             gated=body.output_gate,
             norm_offset=body.norm_offset,
         )
-
-    @property
-    def products(self) -> list[Product]:
-        return [self.joint, self.out]
-
-    @property
-    def input_scale(self) -> Tensor | None:
-        return self.joint.input_scale
-
-    def room(self, rows: int) -> Tensor | None:
-        return self.joint.room(rows)
 
     def __call__(self, index: int, normed: Tensor, out: Pass, shared: Shared) -> Tensor:
         product = self.joint(normed if out.joint is None else out.joint)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.kv_pool import Attend, Chunks, CommittedRows, KVPool, Rows
+from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import TokenRows
 from d2sd.modeling.product import Product
 from d2sd.modeling.state_pool import StatePass, StateRows
@@ -30,7 +31,7 @@ class Shared:
 
     cos: Tensor  # [R, D/2], or half of what rotates
     sin: Tensor
-    attend: Attend
+    attend: Callable[..., Tensor]  # `KVPool.attend`
     states: StatePass | None
 
 
@@ -54,7 +55,7 @@ class Pass:
         self._is_tree = isinstance(rows, Rows)  # chunks are committed layer by layer, so one layer's rows are enough
         if body.recurrent is not None:
             count = len(body.recurrent.layers) if self._is_tree else 1
-            self._written = body.recurrent.rows((count, *shape), x)
+            self._written = body.recurrent.code.rows.empty(body.recurrent.rows, (count, *shape), x)
 
     @property
     def front(self) -> Front | None:

@@ -1,49 +1,64 @@
-"""The interface of the layers that a model serves with: compiled CPU kernels or fused CUDA ones.
+"""Models that serve, and the layers they serve with: compiled CPU kernels or fused CUDA ones.
 
-They replace a model's PyTorch layers, from which they are made.
+Such layers replace a model's PyTorch layers, from which they are made.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, Protocol, cast, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, cast
 
 from torch import Tensor, nn
 
-from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
-from d2sd.modeling.layers import RMSNorm, Rotary, TokenRows
+from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Product
 from d2sd.modeling.state_pool import StateRows
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
 
-#: The fields of `DecoderOutput`.
-LayerOutputs = tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, StateRows | None]
+#: The fields of `DecoderOutput`; of a drafter's graph the first alone.
+LayerOutputs = (
+    tuple[Tensor] | tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, StateRows | None]
+)
 
 
-class InferenceLayers(Protocol):
+class InferenceLayers(nn.Module):
     """All layers of a model and its last norm."""
+
+    #: Look the embeddings of tokens up themselves.
+    takes_tokens: ClassVar[bool] = False
+    #: Read pages by one page table: graphs take no second.
+    one_page_table: ClassVar[bool] = False
+    #: Products and attention are batch-invariant on CUDA.
+    exact: bool = False
+
+    @property
+    def products(self) -> Sequence[Product]:
+        """The products for which a form can be chosen."""
+        return ()
 
     @property
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
         """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
+        return None
 
-    def __call__(
+    def forward(
         self, x: Any, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> LayerOutputs:
         """x [B, T, E], of chunks [1, N, E], as `input_of` gives it -> the fields of `DecoderOutput`."""
+        raise NotImplementedError
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:
         """projected [B, C, E], before `norm` -> rotated keys and values of every layer [L, B, C, Hkv, D].
 
         Drafters' layers only.
         """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class ContextLayers(InferenceLayers, Protocol):
+class ContextLayers(InferenceLayers):
     """Layers of a drafter whose products take rows of context together with those of a draft."""
 
     def with_context(
@@ -65,50 +80,49 @@ class ContextLayers(InferenceLayers, Protocol):
         tokens -> hidden states [A, U, E]. With `block`, all but the first of each `block` rows; with `head`, as that
         product takes its input: in FP8, where it is.
         """
+        raise NotImplementedError
 
 
-def input_of(layers: InferenceLayers | None, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
+class ServedModel(nn.Module):
+    """A target or a drafter. Whole as it is loaded; one that serves has its layers packed or fused, or a graph."""
+
+    compiled: InferenceLayers | None  # in place of `layers`
+    layers: nn.ModuleList  # of PyTorch's modules; a graph has none
+    norm: RMSNorm  # the last one
+    #: Reads pages by one page table, as `InferenceLayers.one_page_table`.
+    one_page_table: ClassVar[bool] = False
+    #: Prepared for inference (`d2sd.modeling.prepare`): it can only serve.
+    served: bool = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register_module("compiled", None)
+
+    @property
+    def own_layers(self) -> Sequence[Layer]:
+        """PyTorch's layers; none of a graph, or where compiled ones have replaced them."""
+        return cast("Sequence[Layer]", self._modules.get("layers") or ())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has PyTorch's layers alone, and compiled ones can replace them."""
+        return self.compiled is None and len(self.own_layers) > 0 and all(layer.compiles for layer in self.own_layers)
+
+    @property
+    def keeps_layers(self) -> bool:
+        """Whether its PyTorch layers stay when it has compiled ones."""
+        return False
+
+    def replace_layers(self, layers: InferenceLayers) -> None:
+        """Put `layers` in place of the model's own, which go unless the model `keeps_layers`."""
+        self.compiled = layers
+        if not self.keeps_layers:
+            self.layers = nn.ModuleList()
+
+
+def input_of(layers: InferenceLayers, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
     """The input of `layers` for tokens [B, T]: those and the table, where they look embeddings up; else embeddings."""
     # Subclasses of nn.Embedding do more than look up.
-    if getattr(layers, "takes_tokens", False) and type(embed) is nn.Embedding:
+    if layers.takes_tokens and type(embed) is nn.Embedding:
         return TokenRows(tokens, embed.weight.detach())
     return embed(tokens)
-
-
-def takes_one_table(model: nn.Module) -> bool:
-    """Whether all layers of the model must have the pages of one table: graphs take no second."""
-    forms = model, getattr(model, "compiled", None)
-    return any(getattr(form, "one_page_table", False) for form in forms)
-
-
-class _HasBody(Protocol):
-    @property
-    def body(self) -> BodyConfig:
-        """Geometry of the layers."""
-
-
-class PlainModel(Protocol):
-    """A target or drafter whose layers are PyTorch's."""
-
-    config: _HasBody
-    layers: nn.ModuleList
-    norm: RMSNorm
-    compiled: InferenceLayers | None
-
-    def modules(self) -> Iterator[nn.Module]:
-        """All modules below it, and itself."""
-
-
-def plain(model: nn.Module) -> PlainModel | None:
-    """The model, if it has PyTorch layers that nothing replaces yet, and that compiled ones can replace."""
-    layers = getattr(model, "layers", ())
-    is_plain = len(layers) > 0 and getattr(model, "compiled", None) is None
-    compiles = all(getattr(layer, "compiles", True) for layer in layers)
-    return cast("PlainModel", model) if is_plain and compiles else None
-
-
-def replace_layers(model: PlainModel, layers: InferenceLayers) -> None:
-    """Put `layers` in place of the model's own, which go unless the model `keeps_layers`."""
-    model.compiled = layers
-    if not getattr(model, "keeps_layers", False):
-        model.layers = nn.ModuleList()

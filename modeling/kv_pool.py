@@ -6,11 +6,11 @@ Rows have positions, a committed context in pages (`Where`), and a mask among th
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -163,25 +163,6 @@ class CommittedRows:
         return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages)
 
 
-class Attend(Protocol):
-    """Attends in a layer: q [B, T, Hq, D], k, v [B, T, Hkv, D] -> [B, T, Hq, D]; with `scale`, 0-dim fp32, in FP8.
-
-    `out`, of the result's type, receives it. `sinks` [Hq] are the layer's, if it has any.
-    """
-
-    def __call__(
-        self,
-        index: int,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        scale: Tensor | None = None,
-        out: Tensor | None = None,
-        *,
-        sinks: Tensor | None = None,
-    ) -> Tensor: ...
-
-
 @dataclass(frozen=True, slots=True)
 class PoolSizes:
     """How much the pools of all models hold."""
@@ -319,8 +300,11 @@ class KVPool:
             table = pages[part.table][:, None]
             part.write(k[:, :, None], v[:, :, None], table, in_page, table > 0)
 
-    def attend(self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None) -> Attend:
-        """The attention of `rows` over this pool, layer by layer; `exact` as of `cascade_attention`.
+    def attend(
+        self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None
+    ) -> Callable[..., Tensor]:
+        """The attention of `rows` over this pool, layer by layer: `d2sd.modeling.layers.Attend`, which scales queries
+        and writes to `out` as `cascade_attention` does, whose `exact` it has.
 
         `mask`: that of layers whose rows see all tokens, which something else reads as well; None: it is made here.
         """

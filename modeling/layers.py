@@ -263,6 +263,8 @@ class GatedAttention(Attention):
 class Layer(nn.Module):
     """Pre-norm transformer layer around a mixer whose memory the caller supplies."""
 
+    #: Compiled layers can replace it.
+    compiles: ClassVar[bool] = True
     #: The mixer's, as in checkpoints.
     mixer_name = "self_attn"
     self_attn: Attention  # of layers that attend
@@ -274,7 +276,7 @@ class Layer(nn.Module):
         super().__init__()
         if config.recurrent is not None and index in config.recurrent.layers:
             self.mixer_name = config.recurrent.module
-            self.add_module(self.mixer_name, config.recurrent.mixer(config))
+            self.add_module(self.mixer_name, config.recurrent.code.mixer(config.recurrent, config))
         else:
             self.self_attn = GatedAttention(config) if config.output_gate else Attention(config)
         self.mlp = feed_forward(config, index)

@@ -25,7 +25,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Linear, carried_product
-from d2sd.modeling.inference import plain, replace_layers
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.quantized import ComputedLinear, carrier
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 # n auxiliary layers.
 
 
-def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype) -> bool:
+def supported(body: BodyConfig, layers: Iterable[Layer], dtype: torch.dtype) -> bool:
     """Whether the kernels take layers of this geometry and type on this machine."""
     size = body.head_dim
     fits = size % library.HEAD_STEP == 0 and size <= library.LARGEST_HEAD
@@ -47,16 +47,15 @@ def supported(body: BodyConfig, layers: Iterable[nn.Module], dtype: torch.dtype)
     return runs and all(map(_is_plain, layers)) and library.available()
 
 
-def _is_plain(layer: nn.Module) -> bool:
+def _is_plain(layer: Layer) -> bool:
     """True if every projection is a plain nn.Linear (not FP8, not a ModelOpt wrapper) and no cache is quantized."""
-    layer = cast("Layer", layer)
     products = [part for group in layer.mlp.products() for part in group]
     parts = *(layer.get_submodule(f"self_attn.{part}_proj") for part in "qkvo"), *products
     plain = all(type(part) is nn.Linear for part in parts) and type(layer.self_attn.k_cache) is nn.Identity
     return plain and layer.reduce is None
 
 
-class NativeLayers(nn.Module):
+class NativeLayers(InferenceLayers):
     """Copies of a model's layers and last norm, packed. They hold no parameters: they can only serve.
 
     Feed-forward networks without `products` are the model's own, packed; the library stops in front of each.
@@ -143,11 +142,6 @@ class NativeLayers(nn.Module):
         wide = weight.detach().float().contiguous()
         self._kept.append(wide)
         return address(wide)
-
-    @property
-    def kv_scales(self) -> tuple[Tensor, Tensor] | None:
-        """None: these layers are not FP8."""
-        return None
 
     def forward(
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
@@ -286,42 +280,29 @@ def packed_product(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Te
 
 
 class PackedLinear(nn.Module):
-    """y = x Wᵀ + b with packed W; holds no parameters, so it cannot be trained or saved."""
+    """A linear layer by a product of packed or converted weights; holds no parameters, so it can only serve."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, product: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
-        self._product = packed_product(weight.detach(), None if bias is None else bias.detach())
+        self._product = product
+
+    @classmethod
+    def of(cls, layer: nn.Linear | Fp8Linear | ComputedLinear, dtype: torch.dtype) -> PackedLinear:
+        """Convert the weights of a layer once, for a model of `dtype`."""
+        if isinstance(layer, ComputedLinear):
+            return cls(layer.carried(dtype, partial(packed_product, bias=None)))
+        bias = None if layer.bias is None else layer.bias.detach()
+        if not isinstance(layer, Fp8Linear):
+            return cls(packed_product(layer.weight.detach(), bias))
+        given = layer.weight.to(carrier(dtype)), layer.input_scale, layer.weight_scale, bias
+        return cls(lambda x: carried_product(x, *given))
 
     def forward(self, x: Tensor) -> Tensor:
         return self._product(x).to(x.dtype)
 
 
-class PackedFp8Linear(nn.Module):
-    """An FP8 layer whose weight is converted once, for a model of `dtype`."""
-
-    def __init__(self, layer: Fp8Linear, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._weight = layer.weight.to(carrier(dtype))
-        self._scales = layer.input_scale, layer.weight_scale
-        self._bias = None if layer.bias is None else layer.bias.detach()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return carried_product(x, self._weight, *self._scales, self._bias)
-
-
-class PackedQuantizedLinear(nn.Module):
-    """A layer of another scheme whose values are converted once, for a model of `dtype`."""
-
-    def __init__(self, layer: ComputedLinear, dtype: torch.dtype) -> None:
-        super().__init__()
-        self._product = layer.carried(dtype, partial(packed_product, bias=None))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self._product(x)
-
-
 def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> None:
-    """Replace the layers of a CPU model in place, and give a target's head a packed copy.
+    """Replace the layers of a CPU model, and give a target's head a packed copy: a step of `prepare_for_inference`.
 
     `target` lends its MLPs to a drafter that borrows them, and is packed before.
 
@@ -330,22 +311,17 @@ def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> 
     weight = next((parameter for parameter in model.parameters() if parameter.dtype != torch.float8_e4m3fn), None)
     if weight is None:
         return
-    eager = plain(model)
-    if eager is not None and supported(eager.config.body, eager.layers, weight.dtype):
+    if model.is_plain and supported(body := model.config.body, model.own_layers, weight.dtype):
         shared = target.compiled if isinstance(target, Decoder) else None
         assert shared is None or isinstance(shared, NativeLayers)
-        layers, context = cast("Sequence[Layer]", eager.layers), isinstance(model, Drafter)
-        replace_layers(eager, NativeLayers(eager.config.body, layers, eager.norm, context=context, target=shared))
+        context = isinstance(model, Drafter)
+        model.replace_layers(NativeLayers(body, model.own_layers, model.norm, context=context, target=shared))
     elif not library.available():
         _say_why(str(library.load()))
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, Fp8Linear):
-                setattr(parent, name, PackedFp8Linear(child, weight.dtype))
-            elif isinstance(child, ComputedLinear):
-                setattr(parent, name, PackedQuantizedLinear(child, weight.dtype))
-            elif type(child) is nn.Linear and name != "lm_head":
-                setattr(parent, name, PackedLinear(child.weight, child.bias))
+            if isinstance(child, Fp8Linear | ComputedLinear) or (type(child) is nn.Linear and name != "lm_head"):
+                setattr(parent, name, PackedLinear.of(child, weight.dtype))
             elif isinstance(child, FeedForward):
                 setattr(parent, name, child.packed(packed_product))
     if isinstance(model, TargetModel) and model.packed_head is None:

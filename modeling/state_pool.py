@@ -7,8 +7,9 @@ and padding has it. Rows of a tree leave the states as they are, and return what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,20 +20,31 @@ from d2sd.plugins.delta_rule import last_rows
 
 if TYPE_CHECKING:
     from d2sd.modeling.kv_pool import Chunks, Rows
-    from d2sd.modeling.mixers.configs import RecurrentConfig
+    from d2sd.modeling.mixers.configs import RecurrentConfig, StateShape
 
 # Shape letters: B requests, T rows of each, L layers with a state, P states, G longest path.
 
 
-class StateRows(Protocol):
+@dataclass(frozen=True)
+class StateRows:
     """Rows that may be committed, as they change the states of one layer [B, T, ...], or of all [L, B, T, ...]."""
+
+    tensors: tuple[Tensor, ...]  # of `RecurrentConfig.rows`
+
+    @classmethod
+    def empty(cls, shapes: Iterable[StateShape], rows: Sequence[int], like: Tensor) -> Self:
+        """Room for rows [...] of this shape, in the type and on the device of a tensor."""
+        fp32 = torch.float32
+        return cls(tuple(like.new_empty(*rows, *size, dtype=fp32 if wide else like.dtype) for size, wide in shapes))
 
     @classmethod
     def stack(cls, layers: Sequence[Self]) -> Self:
         """Join the rows of each layer into those of all."""
+        return cls(tuple(map(torch.stack, zip(*(layer.tensors for layer in layers), strict=True))))
 
     def layer(self, index: int) -> Self:
         """A view of one layer's of all."""
+        return type(self)(tuple(tensor[index] for tensor in self.tensors))
 
     def commit(self, pool: StatePool, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
         """Advance the states of all layers along each request's accepted path.
@@ -41,6 +53,7 @@ class StateRows(Protocol):
         `d2sd.plugins.delta_rule.commit_delta_rule`. The bits depend on the tokens alone, not on how many are committed
         at once.
         """
+        raise NotImplementedError
 
 
 class StatePool:
@@ -49,39 +62,25 @@ class StatePool:
     def __init__(self, config: RecurrentConfig, count: int, dtype: torch.dtype, device: str) -> None:
         #: All memory: a tensor [L, P, ...] for each part of `RecurrentConfig.states`.
         self.tensors = [
-            torch.zeros(
-                len(config.layers), count, *state.shape, dtype=torch.float32 if state.wide else dtype, device=device
-            )
-            for state in config.states
+            torch.zeros(len(config.layers), count, *size, dtype=torch.float32 if wide else dtype, device=device)
+            for size, wide in config.states
         ]
-
-    @property
-    def count(self) -> int:
-        """Number of states, state 0 included."""
-        return self.tensors[0].shape[1]
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of a request's state in all layers."""
-        return sum(tensor[:, 0].nbytes for tensor in self.tensors)
 
     def copy(self, source: Tensor, target: Tensor) -> None:
         """Overwrite the states `target` [N] by `source` [N]; from state 0, a request begins."""
         for states in self.tensors:
             states[:, target] = states[:, source]
 
-    def of(self, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None) -> StatePass:
-        """The states for a pass over `rows`; `exact` as of `d2sd.plugins.delta_rule.tree_delta_rule`.
-
-        `mask`: theirs, which attention reads as well; None: it is made here.
-        """
-        return StatePass(self, rows, exact=exact, mask=mask)
-
 
 class StatePass:
     """The states of all layers as the rows of one pass read them."""
 
-    def __init__(self, pool: StatePool, rows: Rows | Chunks, *, exact: bool, mask: AttnMask | ChunkMask | None) -> None:
+    def __init__(
+        self, pool: StatePool, rows: Rows | Chunks, *, exact: bool = False, mask: AttnMask | ChunkMask | None = None
+    ) -> None:
+        """`exact` as of `d2sd.plugins.delta_rule.tree_delta_rule`. `mask`: that of the rows, which attention reads as
+        well; None: it is made here.
+        """
         self._pool, own = pool, rows.attn_mask
         self.mask = mask or (own if isinstance(own, ChunkMask) else AttnMask(own))
         where = rows.where

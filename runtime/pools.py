@@ -10,7 +10,6 @@ import torch
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import kv_scales
-from d2sd.modeling.inference import takes_one_table
 from d2sd.modeling.kv_pool import KVPool, PoolSizes
 
 
@@ -55,4 +54,5 @@ class PoolLayout:
         """Whether the layers of a model that have a window can have pages of their own."""
         windows = model.config.body.windows
         readers = [drafter for drafter in self.drafters if model is self.target and not drafter.has_context]
-        return None not in windows or not any(takes_one_table(reader) for reader in (model, *readers))
+        forms = (form for reader in (model, *readers) for form in (reader, reader.compiled))
+        return None not in windows or not any(form is not None and form.one_page_table for form in forms)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, ProductShape, Weights, forms
@@ -43,8 +43,7 @@ def products_of(runner: ModelRunner) -> list[Product]:
     """The products of a runner's models and heads for which a form can be chosen, each once, in one order."""
     found: list[object] = [tables.head for tables in runner.tables.values()]
     for model in (runner.target, *runner.drafters.values()):
-        found += getattr(getattr(model, "compiled", None), "products", [])
-        found += model.modules() if isinstance(model, nn.Module) else []
+        found += [*(() if model.compiled is None else model.compiled.products), *model.modules()]
     unique = {id(product): product for product in found if isinstance(product, Product)}
     return [product for product in unique.values() if product.weights is not None]
 

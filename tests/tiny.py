@@ -243,8 +243,7 @@ def prepared(
     for drafter in drafters.values():
         if isinstance(drafter, DFlashModel):
             drafter.join(target)
-    prepare_for_inference(target, drafters.values(), exact=exact)
-    return target, drafters
+    return prepare_for_inference(target, drafters, exact=exact)
 
 
 def runner_of(

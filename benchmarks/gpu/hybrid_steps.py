@@ -51,8 +51,7 @@ def count_hybrid(one: HybridStep) -> list[Launch]:
     with without_gpu(meter):
         target, drafter = _models(one.kind)
         chosen = dict.fromkeys(FACTS[one.policy].drafters, drafter)
-        prepare_for_inference(target, chosen.values())
-        runner = ModelRunner(target, chosen, block_size=BLOCK_SIZE)
+        runner = ModelRunner(*prepare_for_inference(target, chosen), block_size=BLOCK_SIZE)
         runner.allocate(PoolSizes(1 + batch * columns(), PAGE_SIZE, states=1 + batch))
     dummy = Batch.dummy(Where.scratch(batch, columns(), CONTEXT, states=True), VOCABULARY, runner.device)
     policy = make_policy(one.policy, block_size=BLOCK_SIZE, branches=BRANCHES, row_budget=ROWS)

@@ -251,8 +251,7 @@ def made(one: Step, device: str = "cuda") -> ModelRunner:
     target, *pair, head = models(one.kind, one.drafted, device, one.exact)
     every = [head] if one.policy.startswith("flex") else pair
     drafters = {role: every[role] for role in one.roles}
-    prepare_for_inference(target, drafters.values(), exact=one.exact)
-    runner = ModelRunner(target, drafters, block_size=BLOCK_SIZE)
+    runner = ModelRunner(*prepare_for_inference(target, drafters, exact=one.exact), block_size=BLOCK_SIZE)
     runner.allocate(PoolSizes(1 + one.batch * columns(), PAGE_SIZE))
     return runner
 

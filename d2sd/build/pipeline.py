@@ -152,7 +152,7 @@ def _stages(plan: Plan, work: StageCache, validate: bool, fit: Fit | None) -> Ma
     unproven = unproven.model_copy(update={"files": files})
 
     def check(folder: Path) -> dict[str, Any]:
-        bundle = assemble(work.bundle, unproven)
+        bundle = replace(assemble(work.bundle, unproven), keep=False)
         if not validate:
             return {}
         return check_bundle(bundle, work.progress) | ({"fp8": fp8.compare(bundle)} if fp8 is not None else {})

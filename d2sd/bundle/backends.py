@@ -24,7 +24,6 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
     TensorRT is not installed.
     """
     from d2sd.bundle.product_times import choose_products
-    from d2sd.modeling.prepare import prepare_for_inference
     from d2sd.runtime.model_runner import ModelRunner
 
     if bundle.target.shared_head is not None and name != "torch":
@@ -35,11 +34,10 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
             expected="torch",
             fix="choose torch for {executor}",
         )
-    drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     if name == "torch":
         check_device(device)
-        target, drafters = bundle.target.to(device), {role: drafter.to(device) for role, drafter in drafters.items()}
-        prepare_for_inference(target, drafters.values(), exact=bundle.recipe.exact)
+        bundle = bundle.serving(roles, device)
+        target, drafters = bundle.target, bundle.drafters
         block_size = bundle.recipe.tree.depth
         if bundle.ranks is None:
             runner = ModelRunner(target, drafters, block_size=block_size)
@@ -49,6 +47,7 @@ def make_runner(bundle: Bundle, roles: Collection[DrafterRole], name: BackendNam
             runner = LeadingRunner(target, drafters, block_size, bundle.ranks)
         choose_products(runner, None if target.shared_head is None else target.shared_head.group)
         return runner
+    drafters = {role: drafter for role, drafter in bundle.drafters.items() if role in roles}
     built = bundle.manifest.engines
     if built is None:
         raise BundleError(
@@ -84,8 +83,7 @@ def _onnx(bundle: Bundle, drafters: Mapping[DrafterRole, DraftModel]) -> ModelRu
         role: graph_drafter(drafter, OnnxSession(folder / f"{role.folder}.onnx"), recipe.limits.page_size)
         for role, drafter in drafters.items()
     }
-    prepare_for_inference(target, graphs.values())
-    return ModelRunner(target, graphs, block_size=recipe.tree.depth)
+    return ModelRunner(*prepare_for_inference(target, graphs), block_size=recipe.tree.depth)
 
 
 def aux_layer_ids(bundle: Bundle) -> tuple[int, ...]:

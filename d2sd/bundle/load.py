@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from d2sd.manifest import Manifest, load_manifest
 from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.shard import Shard, check_divisible
 from d2sd.modeling.tensor_parallel import connect
 from d2sd.policies import DrafterRole
@@ -46,6 +47,8 @@ class Bundle:
     stop_token_ids: tuple[int, ...]
     calibration: CalibrationFile | None
     ranks: Ranks | None = None  # the processes that have the other parts of `target`; None: it is whole
+    #: Models that serve are made of these, which stay whole; else these serve themselves, and no weight is held twice.
+    keep: bool = True
 
     @property
     def recipe(self) -> Recipe:
@@ -55,6 +58,16 @@ class Bundle:
     def draft_configs(self) -> dict[DrafterRole, DraftConfig]:
         """The drafters' configs."""
         return {role: drafter.config for role, drafter in self.drafters.items()}
+
+    def serving(self, roles: Collection[DrafterRole], device: str = "cpu") -> Bundle:
+        """The bundle with its target and drafters of `roles` prepared for inference on `device`, to which they move.
+
+        Engines that are made of it share them.
+        """
+        target = self.target.to(device)
+        drafters = {role: drafter.to(device) for role, drafter in self.drafters.items() if role in roles}
+        target, drafters = prepare_for_inference(target, drafters, exact=self.recipe.exact, keep=self.keep)
+        return replace(self, target=target, drafters=drafters)
 
 
 def load_bundle(

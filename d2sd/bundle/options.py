@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -59,12 +60,12 @@ class EngineOptions(Closed):
             raise D2SDError(what, where=where, found=found, expected=first["msg"]) from None
 
     def load(self, path: Path, *, verify: bool = True, progress: Progress = silent) -> Bundle:
-        """Open a bundle for these options, as `load_bundle` does; `make_engine` then makes the engine."""
+        """Open a bundle that is to serve alone with these options; `make_engine` then makes the engine."""
         from d2sd.bundle.load import load_bundle  # here, so that a command's help needs no torch
 
-        return load_bundle(
-            path, verify=verify, progress=progress, tensor_parallel=self.tensor_parallel, device=self.device
-        )
+        ranks, device = self.tensor_parallel, self.device
+        bundle = load_bundle(path, verify=verify, progress=progress, tensor_parallel=ranks, device=device)
+        return replace(bundle, keep=False)
 
 
 class ServiceOptions(Closed):

@@ -14,6 +14,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -48,7 +49,7 @@ def _serve(lines: SimpleQueue[dict[str, Any]]) -> None:
     torch.set_num_threads(settings["threads"])  # of rank 0: products of drafters have the same bits on every rank
     shard = Shard(settings["rank"], settings["size"])
     path = Path(settings["bundle"])
-    bundle = assemble(path, load_manifest(path), shard)
+    bundle = replace(assemble(path, load_manifest(path), shard), keep=False)
     group = join(shard, Path(sys.argv[1]), settings["device"])
     connect(bundle.target, group)
     while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -93,7 +94,7 @@ def bench(
         return
     if bundle is None:
         raise click.UsageError("name a bundle, or two results with --compare")
-    loaded = load_bundle(bundle, progress=bar)
+    loaded = replace(load_bundle(bundle, progress=bar), keep=False)
     tree = loaded.recipe.tree
     sets = read_sets(prompts, per_set)
     device = {"torch": device, "onnx": "cpu", "tensorrt": "cuda"}[backend]

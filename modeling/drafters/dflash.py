@@ -21,7 +21,7 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.heads import Head, conditioned
 from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.inference import ContextLayers, InferenceLayers, input_of
+from d2sd.modeling.inference import ContextLayers, input_of
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Product
@@ -92,8 +92,6 @@ class DFlashModel(DraftModel):
 class Drafter(DFlashModel):
     """Parameter names equal the z-lab checkpoint layout."""
 
-    compiled: InferenceLayers | None
-
     def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.config = config
@@ -106,7 +104,6 @@ class Drafter(DFlashModel):
         own = nn.Parameter(torch.zeros(body.hidden_size)) if config.mask_embedding else None
         self.register_parameter("mask_embedding", own)
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("compiled", None)  # in place of `layers`, see native.py and fused.py
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
@@ -139,32 +136,13 @@ class Drafter(DFlashModel):
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.compiled is not None:
-            out = self.compiled(x, self.rotary, rows, pool)
-            return out[0]
-        hidden: Tensor = self(x, rows.positions, pool.attend(rows))
+            hidden: Tensor = self.compiled(x, self.rotary, rows, pool)[0]
+        else:
+            hidden = self(x, rows.positions, pool.attend(rows))
         return hidden
 
     def inject_and_draft(
-        self, context: CommittedRows, tokens: Tensor, embed: Callable[[Tensor], Tensor], rows: Rows, pool: KVPool
-    ) -> Tensor:
-        if not isinstance(self.compiled, ContextLayers):
-            return super().inject_and_draft(context, tokens, embed, rows, pool)
-        return self._together(self.compiled, context, tokens, embed, rows, pool)
-
-    def draft_hidden(
-        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
-    ) -> Tensor:
-        if context is None or not isinstance(self.compiled, ContextLayers):
-            return super().draft_hidden(blocks, rows, pool, context, tables)
-        block = 0 if self.config.sample_from_anchor else blocks.shape[2]
-        head = tables.head if isinstance(tables.head, Product) and not self.pool else None  # `conditioned` reads them
-        given = self.compiled, context, blocks.flatten(1), tables.embed, rows, pool
-        hidden = self._together(*given, block=block, head=head)
-        return hidden.view(*blocks.shape[:2], -1, hidden.shape[-1])
-
-    def _together(
         self,
-        layers: ContextLayers,
         context: CommittedRows,
         tokens: Tensor,
         embed: Callable[[Tensor], Tensor],
@@ -174,9 +152,23 @@ class Drafter(DFlashModel):
         block: int = 0,
         head: Product | None = None,
     ) -> Tensor:
-        """`inject_and_draft` by layers that take both."""
+        """See `DFlashModel`; `block` and `head` of layers that take context and draft together, as `ContextLayers`."""
+        layers = self.compiled
+        if not isinstance(layers, ContextLayers):
+            return super().inject_and_draft(context, tokens, embed, rows, pool)
         own = self.mask_embedding is not None
         x = self.embedded(tokens, embed) if own else input_of(layers, tokens, embed)
         projected = self.fc(context.features.flatten(0, 1))
         given = context, projected, self.hidden_norm, x, self.rotary, rows, pool
         return layers.with_context(*given, block=block, head=head)
+
+    def draft_hidden(
+        self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables
+    ) -> Tensor:
+        if context is None or not isinstance(self.compiled, ContextLayers):
+            return super().draft_hidden(blocks, rows, pool, context, tables)
+        block = 0 if self.config.sample_from_anchor else blocks.shape[2]
+        head = tables.head if isinstance(tables.head, Product) and not self.pool else None  # `conditioned` reads them
+        given = context, blocks.flatten(1), tables.embed, rows, pool
+        hidden = self.inject_and_draft(*given, block=block, head=head)
+        return hidden.view(*blocks.shape[:2], -1, hidden.shape[-1])

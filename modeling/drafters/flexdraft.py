@@ -28,7 +28,6 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.feed_forward import FeedForward
-from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Attention, Layer, RMSNorm, Rotary
 
@@ -70,10 +69,8 @@ class FlexHead(DraftModel):
     """The tensors that FlexDraft adds to a target: `state_dict` holds no others. `join` comes before any pass."""
 
     config: FlexConfig
-    compiled: InferenceLayers | None
     mask_token_id = 0  # never embedded: masks have an embedding of their own
     has_context = False
-    norm: RMSNorm
 
     def __init__(self, config: FlexConfig) -> None:
         super().__init__()
@@ -86,17 +83,16 @@ class FlexHead(DraftModel):
         self.calibration = AnchorCalibration(body.hidden_size, config.calibration_size, outputs)
         self.anchor_projection = nn.Linear(body.hidden_size, body.hidden_size, bias=False) if config.anchored else None
         self.rotary = Rotary(body.rope, body.head_dim)
-        self.register_module("compiled", None)  # in place of `layers`, see d2sd.modeling.native
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
     @property
     def keeps_layers(self) -> bool:
-        """Whether its PyTorch layers stay when it has compiled ones: parallel mode runs them."""
+        """Parallel mode runs them."""
         return not self.config.anchored
 
     def join(self, target: Decoder) -> None:
-        """Take the target's layer norms, MLPs and last norm: the same modules, not copies. The target is not packed."""
+        """Take the layer norms, MLPs and last norm of a whole target: the same modules, not copies."""
         deep = cast("list[DraftLayer]", list(self.layers))
         sources = cast("list[Layer]", list(target.layers)[self.config.split_layer :])
         for layer, source in zip(deep, sources, strict=True):
@@ -121,9 +117,9 @@ class FlexHead(DraftModel):
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """`forward` over the committed context in `pool`: the target's from the split layer, `KVPool.from_layer`."""
         if self.compiled is not None:
-            out = self.compiled(x, self.rotary, rows, pool)
-            return out[0]
-        hidden: Tensor = self(x, rows.positions, pool.attend(rows))
+            hidden: Tensor = self.compiled(x, self.rotary, rows, pool)[0]
+        else:
+            hidden = self(x, rows.positions, pool.attend(rows))
         return hidden
 
     def draft_hidden(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from d2sd.modeling.config import DraftConfig
+from d2sd.modeling.inference import ServedModel
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
 
@@ -28,7 +29,7 @@ class Tables(NamedTuple):
     head: Callable[[Tensor], Tensor]  # [..., E] -> [..., V or Vd], over the draft vocabulary
 
 
-class DraftModel(nn.Module):
+class DraftModel(ServedModel):
     """A drafter that the runtime can run: PyTorch's, or an exported graph."""
 
     config: DraftConfig

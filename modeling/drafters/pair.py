@@ -36,7 +36,7 @@ class PairHead(Head):
     def __init__(self, config: PairConfig, hidden_size: int) -> None:
         super().__init__()
         self.pool, self._scale = config.candidates, config.rank**-0.5
-        # no layers: what is packed for inference could not be joined to a target again
+        # no layers, which would be packed for inference: no pass uses them
         self.predecessor_projection = nn.Parameter(torch.empty(config.rank, hidden_size))
         self.successor_projection = nn.Parameter(torch.empty(config.rank, hidden_size))
         self.hidden_projection = nn.Linear(hidden_size, config.rank, bias=False)

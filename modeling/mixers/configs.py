@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from d2sd.modeling.shapes import LinearShape, Parts
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
     from d2sd.modeling.config import BodyConfig
     from d2sd.modeling.fused_mixer import FusedMixer
     from d2sd.modeling.layers import Mixer
-    from d2sd.modeling.mixers.delta_net import DeltaNet
-    from d2sd.modeling.mixers.short_conv import ShortConv
     from d2sd.modeling.state_pool import StateRows
 
 
@@ -30,6 +25,14 @@ class StateShape(NamedTuple):
 
     shape: tuple[int, ...]
     wide: bool = False  # fp32, not the model's type
+
+
+class Mixing(NamedTuple):
+    """The modules of a kind of mixer."""
+
+    mixer: Callable[[Any, BodyConfig], Mixer]  # of a layer, by its config
+    rows: type[StateRows]
+    fused: Callable[..., FusedMixer]  # on CUDA, of a mixer and its config, as `FusedAttention`; its weights are views
 
 
 class RecurrentConfig(ABC):
@@ -53,19 +56,17 @@ class RecurrentConfig(ABC):
 
     def state_bytes(self, itemsize: int) -> int:
         """Bytes of a request's states in all layers, of a model whose numbers have `itemsize` bytes."""
-        return len(self.layers) * sum(math.prod(state.shape) * (4 if state.wide else itemsize) for state in self.states)
+        return len(self.layers) * sum(math.prod(shape) * (4 if wide else itemsize) for shape, wide in self.states)
 
+    @property
     @abstractmethod
-    def mixer(self, body: BodyConfig) -> Mixer:
-        """The module of a layer."""
+    def rows(self) -> tuple[StateShape, ...]:
+        """The tensors of the mixer's `StateRows`: each row's part in a state of one layer."""
 
+    @property
     @abstractmethod
-    def rows(self, shape: Sequence[int], like: Tensor) -> StateRows:
-        """Room for what rows [...] of this shape write into states, in the type and on the device of a tensor."""
-
-    @abstractmethod
-    def fused(self, mixer: Mixer, dtype: torch.dtype, *, exact: bool) -> FusedMixer:
-        """A mixer on CUDA; its weights become views."""
+    def code(self) -> Mixing:
+        """The modules, which need PyTorch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,20 +109,17 @@ class DeltaConfig(RecurrentConfig):
         recurrent = StateShape((self.value_heads, self.key_size, self.value_size), wide=True)
         return recurrent, StateShape((self.channels, self.taps - 1))
 
-    def mixer(self, body: BodyConfig) -> Mixer:
-        from d2sd.modeling.mixers.delta_net import DeltaNet, JoinedDeltaNet
+    @property
+    def rows(self) -> tuple[StateShape, ...]:
+        """The input of the convolution, then k, v, g and β of `DeltaRows`."""
+        k, v, heads = (self.key_heads, self.key_size), (self.value_heads, self.value_size), (self.value_heads,)
+        return *map(StateShape, ((self.channels,), k, v)), StateShape(heads, wide=True), StateShape(heads)
 
-        return (JoinedDeltaNet if self.joined else DeltaNet)(body.hidden_size, self, body.rms_norm_eps)
+    @property
+    def code(self) -> Mixing:
+        from d2sd.modeling.mixers.delta_net import DeltaNet, DeltaStateRows, FusedDeltaNet, JoinedDeltaNet
 
-    def rows(self, shape: Sequence[int], like: Tensor) -> StateRows:
-        from d2sd.modeling.mixers.delta_net import DeltaStateRows
-
-        return DeltaStateRows.empty(self, shape, like)
-
-    def fused(self, mixer: Mixer, dtype: torch.dtype, *, exact: bool) -> FusedMixer:
-        from d2sd.modeling.mixers.delta_net import FusedDeltaNet
-
-        return FusedDeltaNet(cast("DeltaNet", mixer), self, dtype, exact=exact)
+        return Mixing(JoinedDeltaNet if self.joined else DeltaNet, DeltaStateRows, FusedDeltaNet)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,20 +146,16 @@ class ShortConvConfig(RecurrentConfig):
         """The last inputs of the convolution."""
         return (StateShape((self.channels, self.taps - 1)),)
 
-    def mixer(self, body: BodyConfig) -> Mixer:
-        from d2sd.modeling.mixers.short_conv import ShortConv
+    @property
+    def rows(self) -> tuple[StateShape, ...]:
+        """The input of the convolution."""
+        return (StateShape((self.channels,)),)
 
-        return ShortConv(body.hidden_size, self)
+    @property
+    def code(self) -> Mixing:
+        from d2sd.modeling.mixers.short_conv import ConvolutionRows, FusedShortConv, ShortConv
 
-    def rows(self, shape: Sequence[int], like: Tensor) -> StateRows:
-        from d2sd.modeling.mixers.short_conv import ConvolutionRows
-
-        return ConvolutionRows(like.new_empty(*shape, self.channels))
-
-    def fused(self, mixer: Mixer, dtype: torch.dtype, *, exact: bool) -> FusedMixer:
-        from d2sd.modeling.mixers.short_conv import FusedShortConv
-
-        return FusedShortConv(cast("ShortConv", mixer), dtype, exact=exact)
+        return Mixing(ShortConv, ConvolutionRows, FusedShortConv)
 
 
 #: All kinds.

@@ -14,7 +14,6 @@ The op and its formula are `d2sd.plugins.delta_rule`. Parameter names are those 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.feed_forward import sigmoid
+from d2sd.modeling.fused_mixer import FusedMixer
 from d2sd.modeling.layers import CosSin, Mixer, RMSNorm
 from d2sd.modeling.product import Linear, Product, unjoinable
-from d2sd.modeling.state_pool import StatePass, StatePool
+from d2sd.modeling.state_pool import StatePass, StatePool, StateRows
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
 from d2sd.plugins.delta_rule import (
     DeltaRows,
@@ -39,6 +39,7 @@ from d2sd.plugins.delta_rule import (
 from d2sd.plugins.gated_layers import DeltaHeads, delta_inputs, gated_norm
 
 if TYPE_CHECKING:
+    from d2sd.modeling.config import BodyConfig
     from d2sd.modeling.fused_pass import Pass, Shared
     from d2sd.modeling.mixers.configs import DeltaConfig
 
@@ -46,40 +47,23 @@ if TYPE_CHECKING:
 # Dk/Dv their sizes, C channels and W taps of the convolution.
 
 
-@dataclass(frozen=True, slots=True)
-class DeltaStateRows:
-    """See `StateRows`."""
+class DeltaStateRows(StateRows):
+    """The inputs of the convolution [B, T, C], and `DeltaRows`."""
 
-    inputs: Tensor  # of the convolution, [B, T, C]
-    delta: DeltaRows
+    @property
+    def inputs(self) -> Tensor:
+        """The inputs of the convolution."""
+        return self.tensors[0]
 
-    @classmethod
-    def stack(cls, layers: Sequence[DeltaStateRows]) -> DeltaStateRows:
-        return cls._of([torch.stack(field) for field in zip(*(layer._fields for layer in layers), strict=True)])
-
-    @staticmethod
-    def empty(config: DeltaConfig, shape: Sequence[int], like: Tensor) -> DeltaStateRows:
-        """See `RecurrentConfig.rows`."""
-        k, v = (config.key_heads, config.key_size), (config.value_heads, config.value_size)
-        inputs, new_k, new_v, beta = (like.new_empty(*shape, *size) for size in ((config.channels,), k, v, v[:1]))
-        return DeltaStateRows(inputs, DeltaRows(new_k, new_v, torch.empty_like(beta, dtype=torch.float32), beta))
-
-    def layer(self, index: int) -> DeltaStateRows:
-        return self._of([field[index] for field in self._fields])
+    @property
+    def delta(self) -> DeltaRows:
+        """The rows of the delta rule."""
+        return DeltaRows(*self.tensors[1:])
 
     def commit(self, pool: StatePool, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
         recurrent, convolution = pool.tensors
         commit_delta_rule(self.delta, recurrent, state_ids, path, count)
         commit_convolution(self.inputs, convolution, state_ids, path, count)
-
-    @property
-    def _fields(self) -> tuple[Tensor, ...]:
-        return self.inputs, self.delta.k, self.delta.v, self.delta.g, self.delta.beta
-
-    @staticmethod
-    def _of(fields: Sequence[Tensor]) -> DeltaStateRows:
-        inputs, *delta = fields
-        return DeltaStateRows(inputs, DeltaRows(*delta))
 
 
 def delta_outputs(states: StatePass, layer: int, q: Tensor, rows: DeltaRows) -> Tensor:
@@ -103,15 +87,15 @@ class DeltaNet(Mixer):
 
     recurrent = True
 
-    def __init__(self, hidden: int, config: DeltaConfig, eps: float) -> None:
+    def __init__(self, config: DeltaConfig, body: BodyConfig) -> None:
         super().__init__()
-        self._config = config
+        self._config, hidden = config, body.hidden_size
         values = config.value_heads * config.value_size
         self._add_projections(hidden, config)
         self.conv1d = ShortConvolution(config.channels, config.taps)
         self.A_log = nn.Parameter(torch.empty(config.value_heads))
         self.dt_bias = nn.Parameter(torch.empty(config.value_heads))
-        self.norm = RMSNorm(config.value_size, eps)
+        self.norm = RMSNorm(config.value_size, body.rms_norm_eps)
         self.out_proj = nn.Linear(values, hidden, bias=False)
 
     def _add_projections(self, hidden: int, config: DeltaConfig) -> None:
@@ -146,7 +130,8 @@ class DeltaNet(Mixer):
         rows = DeltaRows(k.view(of_keys), v.view(of_values), self._gates(a), sigmoid(b))
         out = self.norm(delta_outputs(memory, index, q.view(of_keys), rows))
         z = z.reshape(of_values).float()
-        return self.out_proj((out * (z * sigmoid(z))).to(x.dtype).flatten(-2)), DeltaStateRows(inputs, rows)
+        written = DeltaStateRows((inputs, rows.k, rows.v, rows.g, rows.beta))
+        return self.out_proj((out * (z * sigmoid(z))).to(x.dtype).flatten(-2)), written
 
     def _convolved(self, x: Tensor, index: int, states: StatePass) -> Tensor:
         """silu of the convolution of x [B, T, C], of chunks [1, N, C]."""
@@ -188,8 +173,8 @@ class JoinedDeltaNet(DeltaNet):
         return torch.cat((q, k, v), -1), z, b, a
 
 
-class FusedDeltaNet:
-    """A gated delta net on CUDA, as a `FusedMixer`.
+class FusedDeltaNet(FusedMixer):
+    """A gated delta net on CUDA.
 
     Where b and a are not in the type of the other projections, they are a product of their own, and the joint one
     quantizes its input itself.
@@ -227,7 +212,7 @@ class FusedDeltaNet:
 
     @property
     def products(self) -> list[Product]:
-        return [self.joint, *([] if self._gates is None else [self._gates]), self.out]
+        return [product for product in (self.joint, self._gates, self.out) if product is not None]
 
     @property
     def input_scale(self) -> Tensor | None:

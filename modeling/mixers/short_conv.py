@@ -10,41 +10,31 @@ The convolution is causal, of each channel by itself, over a row and its nearest
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
+from d2sd.modeling.fused_mixer import FusedMixer
 from d2sd.modeling.layers import CosSin, Mixer
 from d2sd.modeling.product import Linear, Product
-from d2sd.modeling.state_pool import StatePass, StatePool
+from d2sd.modeling.state_pool import StatePass, StatePool, StateRows
 from d2sd.plugins.cascade_attention import AttnMask
 from d2sd.plugins.delta_rule import chunk_convolution, commit_convolution, convolution
 
 if TYPE_CHECKING:
+    from d2sd.modeling.config import BodyConfig
     from d2sd.modeling.fused_pass import Pass, Shared
     from d2sd.modeling.mixers.configs import ShortConvConfig
 
 # Shape letters: B requests, T rows, E hidden, L layers, P states, C channels and W taps of the convolution.
 
 
-@dataclass(frozen=True, slots=True)
-class ConvolutionRows:
-    """See `StateRows`."""
-
-    inputs: Tensor  # of the convolution, [B, T, C]
-
-    @classmethod
-    def stack(cls, layers: Sequence[ConvolutionRows]) -> ConvolutionRows:
-        return cls(torch.stack([layer.inputs for layer in layers]))
-
-    def layer(self, index: int) -> ConvolutionRows:
-        return ConvolutionRows(self.inputs[index])
+class ConvolutionRows(StateRows):
+    """The inputs of the convolution, [B, T, C]."""
 
     def commit(self, pool: StatePool, state_ids: Tensor, path: Tensor, count: Tensor) -> None:
-        commit_convolution(self.inputs, pool.tensors[0], state_ids, path, count)
+        commit_convolution(self.tensors[0], pool.tensors[0], state_ids, path, count)
 
 
 class Convolution(nn.Module):
@@ -70,8 +60,9 @@ class ShortConv(Mixer):
 
     recurrent = True
 
-    def __init__(self, hidden: int, config: ShortConvConfig) -> None:
+    def __init__(self, config: ShortConvConfig, body: BodyConfig) -> None:
         super().__init__()
+        hidden = body.hidden_size
         self.in_proj = nn.Linear(hidden, 3 * config.channels, bias=config.bias)
         self.conv = Convolution(config)
         self.out_proj = nn.Linear(config.channels, hidden, bias=config.bias)
@@ -82,31 +73,20 @@ class ShortConv(Mixer):
     def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: StatePass) -> tuple[Tensor, ConvolutionRows]:
         b, c, u = self.in_proj(x).chunk(3, dim=-1)
         inputs = b * u
-        return self.out_proj(c * self.conv(inputs, index, memory)), ConvolutionRows(inputs)
+        return self.out_proj(c * self.conv(inputs, index, memory)), ConvolutionRows((inputs,))
 
 
-class FusedShortConv:
-    """A gated short convolution on CUDA, as a `FusedMixer`."""
+class FusedShortConv(FusedMixer):
+    """A gated short convolution on CUDA."""
 
-    def __init__(self, mixer: ShortConv, dtype: torch.dtype, *, exact: bool) -> None:
+    def __init__(self, mixer: ShortConv, config: ShortConvConfig, dtype: torch.dtype, *, exact: bool) -> None:
         (inner,), (out,) = mixer.groups(exact=exact)
         self.joint = Product.joint((inner,), dtype, exact=exact)
         self.out = Product([cast("Linear", out)], dtype, exact=exact, has_room=False)
         self._conv = mixer.conv
 
-    @property
-    def products(self) -> list[Product]:
-        return [self.joint, self.out]
-
-    @property
-    def input_scale(self) -> Tensor | None:
-        return self.joint.input_scale
-
-    def room(self, rows: int) -> Tensor | None:
-        return self.joint.room(rows)
-
     def __call__(self, index: int, normed: Tensor, out: Pass, shared: Shared) -> Tensor:
-        rows = cast("ConvolutionRows", out.state_rows(index)).inputs
+        rows = out.state_rows(index).tensors[0]
         assert shared.states is not None
         b, c, u = self.joint(normed).view(*rows.shape[:-1], -1).chunk(3, dim=-1)
         torch.mul(b, u, out=rows)

@@ -25,6 +25,7 @@ from d2sd.modeling.config import BodyConfig, DraftConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.inference import InferenceLayers
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows, windowed
 from d2sd.modeling.layers import Rotary
 from d2sd.modeling.where import Where
@@ -241,10 +242,9 @@ class GraphDrafter(DFlashModel):
         return out["k"], out["v"]
 
 
-class GraphLayers(nn.Module):
+class GraphLayers(InferenceLayers):
     """The layers of a drafter that reads the target's pages, in place of its compiled ones."""
 
-    kv_scales = None
     one_page_table = True
 
     def __init__(self, body: BodyConfig, session: Session) -> None:

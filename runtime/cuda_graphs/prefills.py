@@ -67,7 +67,7 @@ class PrefillGraphs:
         captures = self._runner.capture is not None and type(self._runner).prefill is ModelRunner.prefill
         if not captures or not isinstance(target, Decoder) or self._runner.state_bytes:
             return []
-        if getattr(target.compiled, "exact", False):
+        if target.compiled is not None and target.compiled.exact:
             return []
         return [partial(self._capture, rows) for rows in reversed(row_counts(self._most_rows))]
 

@@ -129,8 +129,7 @@ def runner(
     target, *drafting = models(layers, drafter_layers, **of_models)
     given = zip(DrafterRole, of_case(case, *drafting), strict=True)
     drafters = {role: drafter for role, drafter in given if drafter and role in roles}
-    prepare_for_inference(target, drafters.values(), exact=exact)
-    return ModelRunner(target, drafters, block_size=BLOCK)
+    return ModelRunner(*prepare_for_inference(target, drafters, exact=exact), block_size=BLOCK)
 
 
 def batch_of(size: int, kinds: tuple[SamplingParams, ...], *, states: bool = False) -> Batch:

@@ -12,7 +12,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.draft_head import draft_tables, largest_hidden, reduced_head
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.fp8 import Fp8Linear, linear_names, round_to_fp8
-from d2sd.modeling.native import PackedFp8Linear, pack
+from d2sd.modeling.native import PackedLinear, pack
 from d2sd.modeling.product import Product
 from tests.tiny import tiny_decoder, tiny_drafter
 
@@ -57,7 +57,7 @@ def test_logits_in_fp8_are_those_of_rounded_numbers(packed: bool) -> None:
     if packed:
         pack(target)
     head = reduced_head(target, ids, largest_hidden(drafter))
-    assert isinstance(head, PackedFp8Linear if packed else Fp8Linear)
+    assert isinstance(head, PackedLinear if packed else Fp8Linear)
     found = head(hidden)
     exact = hidden.double() @ whole.double().t()
     # Each factor is within 2⁻⁴ of itself, or within half of the least step where it is subnormal.

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear, linear_names, round_to_fp8
+from d2sd.modeling.inference import ServedModel
 from d2sd.modeling.native import pack
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter
@@ -84,10 +85,12 @@ def test_a_layer_is_the_sum_over_fp8_numbers(dtype: torch.dtype, within: float, 
     expected = oracle(layer, x.float())
     module: nn.Module = layer
     if packed:
-        holder = nn.Sequential(nn.Linear(1, 1).to(dtype), layer)
+        holder = ServedModel()
+        holder.add_module("first", nn.Linear(1, 1).to(dtype))
+        holder.add_module("second", layer)
         pack(holder)  # type: ignore[arg-type]
-        assert not isinstance(holder[1], Fp8Linear)
-        module = holder[1]
+        module = holder.get_submodule("second")
+        assert not isinstance(module, Fp8Linear)
     found = module(x)
     assert found.dtype == dtype
     assert (found.float() - expected).abs().max() <= within * expected.abs().max() * (2 if bias else 1)

@@ -17,7 +17,7 @@ from tests.tiny import tiny_decoder
 def test_a_packed_layer_is_the_same_map(rows: tuple[int, ...], bias: bool) -> None:
     plain = torch.nn.Linear(24, 40, bias=bias)
     x = torch.randn(*rows, 24)
-    torch.testing.assert_close(PackedLinear(plain.weight, plain.bias)(x), plain(x), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(PackedLinear.of(plain, plain.weight.dtype)(x), plain(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -64,7 +64,7 @@ HYBRID = "hybrid"
 
 @cache
 def models(windows: str = "none") -> Models:
-    """As they were made, for the oracle; executors repack the layers of what they are given, so they get `copies`."""
+    """Target, drafters and FlexDraft head, the same for all; who changes them gets `copies`."""
     of_target, of_first, of_second = WINDOWS.get(windows, WINDOWS["none"])
     # What the compiled kernels take, or two gated delta nets.
     dense: Callable[..., Decoder] = partial(tiny_decoder, "qwen3", layers=2, windows=of_target)

@@ -205,7 +205,7 @@ def calibrate(bundle: Bundle, texts: Sequence[str], max_new_tokens: int, device:
 
 
 def fingerprints(bundle: Bundle) -> dict[DrafterName, str]:
-    """Hashes of the weights to which a calibration is tied. Call it before an engine packs them.
+    """Hashes of the weights to which a calibration is tied.
 
     Raises D2SDError for a bundle without a drafter, and for weights that its precision has rounded.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -40,7 +39,7 @@ class Evaluator:
     def __init__(
         self, recipe: TrainRecipe, bundle: Bundle, held_out: Sequence[Response], device: str, progress: Progress
     ) -> None:
-        """`bundle` holds the target used in training; it is not modified."""
+        """`bundle` holds the target used in training."""
         tree = Tree(policy="off", block_size=recipe.block_size, branches=recipe.block_size - 1)
         described = bundle.manifest.model_copy(update={"recipe": bundle.recipe.model_copy(update={"tree": tree})})
         self._bundle = replace(bundle, manifest=described)
@@ -60,9 +59,9 @@ class Evaluator:
         return self._bundle.target.embed_tokens.weight.dtype
 
     def serving(self, drafters: Mapping[DrafterRole, DraftModel]) -> Bundle:
-        """The target with these drafters, which an engine may repack: pass copies of drafters in training."""
+        """The target, prepared for inference, with these drafters."""
         for drafter in drafters.values():
-            KINDS[drafter.config.kind].attach(drafter, self._bundle.target)  # whose layers no engine packs
+            KINDS[drafter.config.kind].attach(drafter, self._bundle.target)
         return replace(self._bundle, target=self._target, drafters=dict(drafters))
 
     def evaluate(self, method: PolicyName, drafters: Mapping[DrafterRole, DraftModel]) -> Evaluation:
@@ -93,9 +92,8 @@ class Evaluator:
 
     @cached_property
     def _target(self) -> Decoder:
-        """The target to serve: a copy on CPU, where engines repack weights."""
-        target = self._bundle.target
-        return target if self.device.startswith("cuda") else copy.deepcopy(target)
+        """The target that all engines share."""
+        return self._bundle.serving((), self.device).target
 
 
 def as_written(drafter: Model, vocabulary: tuple[int, ...] | None, dtype: torch.dtype = torch.bfloat16) -> Model:

@@ -16,7 +16,6 @@ from d2sd.calibration import NAME, CalibrationFile, write_calibration
 from d2sd.convert.kinds import KINDS, load_drafter
 from d2sd.errors import D2SDError
 from d2sd.io import digest, read_json, write_json, write_text
-from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.policies import DrafterRole
 from d2sd.train.confidence.fit import fit_calibration
 from d2sd.train.kinds import METHODS
@@ -42,17 +41,12 @@ def finish(
 
     Results are cached in `work` by the drafters' fingerprints; a run that was killed before caching measures again.
     """
-
-    def loaded(dtype: torch.dtype) -> dict[DrafterRole, DraftModel]:
-        """Load the drafters anew for each use, since engines repack weights."""
-        return {role: load_drafter(out / role.key, dtype) for role in roles}
-
-    drafted = loaded(torch.float32)
-    weights = {role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in drafted.items()}
+    written = {role: load_drafter(out / role.key, torch.float32) for role in roles}
+    weights = {role.key: KINDS[drafter.config.kind].fingerprint(drafter) for role, drafter in written.items()}
+    drafters = {role: load_drafter(out / role.key, evaluator.dtype) for role in roles}
     inputs = {"drafters": weights, "evaluation": recipe.evaluation.model_dump(), "precision": recipe.precision}
 
     def evaluated() -> dict[str, Any]:
-        drafters = loaded(evaluator.dtype)
         configs = {role: drafter.config for role, drafter in drafters.items()}
         names = [name for names in METHODS.values() for name in names if can_run(configs, name)]
         return {name: evaluator.evaluate(name, drafters).figures() for name in names}
@@ -60,7 +54,7 @@ def finish(
     def calibrated() -> dict[str, Any]:
         """Fit on the last of the held-out prompts; evaluations run the first ones, uncalibrated."""
         requests = list(evaluator.requests.values())[-_CALIBRATION_PROMPTS:]
-        bundle = evaluator.serving(loaded(evaluator.dtype))
+        bundle = evaluator.serving(drafters)
         return fit_calibration(bundle, weights, requests, evaluator.device).model_dump(mode="json", exclude_none=True)
 
     methods = _cached(work / "evaluation.json", inputs | {"prompts": evaluator.prompts}, evaluated)

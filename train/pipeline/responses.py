@@ -95,10 +95,7 @@ class ResponseGenerator:
     say: Say
 
     def all(self) -> list[Response]:
-        """Responses to every prompt that stays, in the order of the plan. Says how many were left out, and why.
-
-        An engine may repack the weights that it runs: afterwards the bundle's target can only serve.
-        """
+        """Responses to every prompt that stays, in the order of the plan. Says how many were left out, and why."""
         jobs, reasons = self._jobs()
         planned = len(jobs) + reasons.total()
         requests = self._requests(jobs)

@@ -93,11 +93,9 @@ class Run:
             self.dist.check(settings.batch, f"{role.key}.batch")
         if self.dist.is_main:
             self._begin()
-        if alone:
-            responses = self._responses(bundle).written()
-        else:
-            responses = self._responses(bundle).all()
-            bundle = load_bundle(self.work / "target", verify=False)  # the engine repacked the weights
+        maker = self._responses(bundle)
+        responses = maker.written() if alone else maker.all()
+        del maker  # and its engine
         bundle.target.to(self.dist.device)
         held_out, data = self._features(bundle, responses).split(self.recipe.data.held_out)
         unseen = data

@@ -33,6 +33,7 @@ from d2sd.io import MARKER, read_json
 from d2sd.manifest import FIT_RATIO
 from d2sd.modeling.config import BodyConfig, DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
@@ -319,8 +320,9 @@ def evaluate_configs(
             runner = _prefilled_runner(bundle, readers, plain)
             for role, reading in readings:
                 place = role, reading.config
-                if readers[place].head is not None:  # which asks what of a block is known
-                    readers[place].config = replace(reading.config, mask_token_id=reading.mask)
+                served = cast("Mapping[Place, Drafter]", runner.drafters)[place]
+                if served.head is not None:  # which asks what of a block is known
+                    served.config = replace(reading.config, mask_token_id=reading.mask)
                 predictions[role][reading] = _predictions(runner, place, reading.mask, common, plain, bundle)
                 advance(1)
     return predictions
@@ -328,7 +330,7 @@ def evaluate_configs(
 
 def _read_as(bundle: Bundle, role: DrafterRole, drafter: Drafter, config: DrafterConfig) -> Drafter:
     """The same weights under another config."""
-    if config.body != drafter.config.body:  # layers that are packed cannot be changed
+    if config.body != drafter.config.body:  # layers are made by it
         kind = KINDS[config.kind]
         read: Drafter = kind.load(bundle.path / role.folder, drafter.norm.weight.dtype, config)
         kind.attach(read, bundle.target)
@@ -342,8 +344,8 @@ def _read_as(bundle: Bundle, role: DrafterRole, drafter: Drafter, config: Drafte
 
 def _prefilled_runner(bundle: Bundle, drafters: Mapping[Place, Drafter], plain: SequenceOf[Sequence]) -> ModelRunner:
     """Make a runner with every text prefilled, one page per text, from page 1."""
-    prepare_for_inference(bundle.target, drafters.values())
-    runner = ModelRunner(bundle.target, cast("Mapping[DrafterRole, Drafter]", drafters))
+    target, served = prepare_for_inference(bundle.target, drafters)
+    runner = ModelRunner(target, cast("dict[DrafterRole, DraftModel]", served))
     runner.allocate(PoolSizes(1 + len(plain), max(len(sequence.tokens) for sequence in plain), states=2))
     state_ids = torch.tensor([1]) if runner.state_bytes else None
     chunk = bundle.recipe.limits.prefill_chunk

@@ -97,8 +97,9 @@ class TreeDrafters(nn.Module):
             if isinstance(drafter, DFlashModel):
                 drafter.join(tables)
             drafters[role] = drafter
-        prepare_for_inference(tables, drafters.values())
-        self.runner = ModelRunner(tables, drafters, block_size=self._manifest.recipe.tree.depth)
+        self.runner = ModelRunner(
+            *prepare_for_inference(tables, drafters, keep=False), block_size=self._manifest.recipe.tree.depth
+        )
         named = self._manifest.recipe.drafters
         file = load_calibration(self._bundle / CALIBRATION).among(named.sources) if named.calibration else None
         self.calibration = None if file is None else scores_of(file).to(self.runner.device)

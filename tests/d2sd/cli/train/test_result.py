@@ -140,7 +140,7 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_evaluation_leaves_the_target_as_it_is(finished: Path) -> None:
-    """Engines repack what they run, and packed layers round otherwise: online features would change on the way."""
+    """Packed layers round otherwise: online features would change on the way."""
     bundle = load_bundle(finished / "work" / "target")
     before = list(bundle.target.state_dict())
     recipe = load_train_recipe(finished / "train.yaml")
