@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationError
-from typing_extensions import Self
+from typing_extensions import Self, TypedDict
 
 from d2sd.bundle.devices import BackendName
 from d2sd.errors import D2SDError
@@ -66,6 +66,17 @@ class EngineOptions(Closed):
         ranks, device = self.tensor_parallel, self.device
         bundle = load_bundle(path, verify=verify, progress=progress, tensor_parallel=ranks, device=device)
         return replace(bundle, keep=False)
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The same options as keyword arguments, for type checkers."""
+
+    max_batch: int | None
+    prefix_cache: bool | None
+    policy: Method | None
+    device: str
+    tensor_parallel: int
+    backend: BackendName
 
 
 class ServiceOptions(Closed):

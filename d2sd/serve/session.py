@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Lock
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import WeakSet, finalize
 
+from typing_extensions import Unpack
+
 from d2sd.bundle.devices import check_device
-from d2sd.bundle.options import EngineOptions, naming_options
+from d2sd.bundle.options import EngineKeywords, EngineOptions, naming_options
 from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
@@ -40,7 +42,7 @@ class Opened:
     """The part that `LLM` and `AsyncLLM` share: their arguments, the session, and its counts."""
 
     @naming_options
-    def __init__(self, model: str | Path, *, verify: bool = True, **options: Any) -> None:
+    def __init__(self, model: str | Path, *, verify: bool = True, **options: Unpack[EngineKeywords]) -> None:
         of_engine = EngineOptions.of(options, WRONG_TYPE, strict=True)
         folder = Path(typed(model, str | Path, "model", D2SDError))
         self._session = Session(folder, of_engine, verify=typed(verify, bool, "verify", D2SDError))

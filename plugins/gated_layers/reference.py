@@ -13,8 +13,8 @@ from d2sd.plugins.cascade_attention import AttnMask, ChunkMask
 from d2sd.plugins.delta_rule import DeltaRows, convolution
 from d2sd.plugins.dispatch import op
 from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
-from d2sd.plugins.layer_ops.heads import Heads
 from d2sd.plugins.layer_ops.reference import OP, add_rms_norm
+from d2sd.plugins.layer_ops.types import Heads
 from d2sd.plugins.shared.fp8 import stored
 
 # Shape letters as in __init__.py.

@@ -19,7 +19,6 @@ may call them on CUDA is asked once, when it is loaded (`d2sd.plugins.dispatch.u
 
 from __future__ import annotations
 
-from d2sd.plugins.layer_ops.heads import Heads, PagedRows
 from d2sd.plugins.layer_ops.reference import (
     SPLIT_STEP,
     add_rms_norm,
@@ -31,7 +30,7 @@ from d2sd.plugins.layer_ops.reference import (
     silu_mul,
     split_linear,
 )
-from d2sd.plugins.layer_ops.rows import Behind, Front
+from d2sd.plugins.layer_ops.types import Behind, Front, Heads, PagedRows
 
 __all__ = [
     "SPLIT_STEP",

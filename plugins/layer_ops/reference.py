@@ -12,8 +12,7 @@ from torch.nn import functional as F
 from d2sd.plugins.cascade_attention.arguments import move_broken
 from d2sd.plugins.dispatch import op
 from d2sd.plugins.kv_pages import write_pages
-from d2sd.plugins.layer_ops.heads import Heads, PagedRows
-from d2sd.plugins.layer_ops.rows import Behind, Front
+from d2sd.plugins.layer_ops.types import Behind, Front, Heads, PagedRows
 from d2sd.plugins.shared.fp8 import from_pages, stored, to_pages
 
 # Shape letters as in __init__.py.

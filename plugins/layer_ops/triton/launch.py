@@ -18,8 +18,6 @@ import triton.language as tl
 from torch import Tensor
 from triton import next_power_of_2 as power
 
-from d2sd.plugins.layer_ops.heads import PagedRows
-from d2sd.plugins.layer_ops.rows import Behind
 from d2sd.plugins.layer_ops.triton.kernel import (
     add_rms_norm_kernel,
     embed_norm_rope_kernel,
@@ -28,6 +26,7 @@ from d2sd.plugins.layer_ops.triton.kernel import (
     rope_tables_kernel,
     silu_mul_kernel,
 )
+from d2sd.plugins.layer_ops.types import Behind, PagedRows
 
 # Shape letters as in d2sd/plugins/layer_ops/__init__.py.
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from d2sd import LLM, AsyncLLM
-from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.options import EngineKeywords, EngineOptions
 from d2sd.cli.serve import serve
 from d2sd.cli.worker import worker
 from d2sd.errors import D2SDError
@@ -93,3 +93,7 @@ def test_older_names_of_policies_are_read_and_not_shown(old: str, now: str) -> N
     assert isinstance(option.type, click.Choice)
     assert option.type.convert(old, option, None) == now
     assert old not in option.type.choices
+
+
+def test_type_checkers_know_every_option() -> None:
+    assert EngineKeywords.__annotations__.keys() == EngineOptions.model_fields.keys()

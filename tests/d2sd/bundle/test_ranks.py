@@ -136,7 +136,7 @@ def test_four_ranks(path: Path) -> None:
 def test_an_error_in_a_pass_of_rank_0_does_not_delay_the_end(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other waits for its sums with this one, which never come."""
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise RuntimeError("out of memory")
 
     with shared(path, 2) as bundle:

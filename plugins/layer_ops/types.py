@@ -1,10 +1,12 @@
-"""Parameters of the layers whose heads `qk_norm_rope` makes."""
+"""Arguments of these ops: parameters of layers whose heads `qk_norm_rope` makes, and rows of a pass."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from torch import Tensor
+
+# Shape letters: B requests, T rows of each, C rows of context, E hidden, L layers, Hq/Hkv heads, D head size.
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,3 +43,25 @@ class PagedRows:
     page_table: Tensor  # [B, M] int64
     positions: Tensor  # [B, T] int64, the token that each row is
     keep: Tensor  # [B, T] bool; no row is written where it is false or past the page table
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Positions that count from a start of each request: kernels add them as they read them."""
+
+    start: Tensor  # [B] int64
+    steps: Tensor  # [B, T] int64, may be broadcast over the requests
+
+    @property
+    def absolute(self) -> Tensor:
+        """[B, T] int64."""
+        return self.start[:, None] + self.steps
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Rows of context that a pass has before its own, which have a norm of their own and no embeddings."""
+
+    x: Tensor  # [C, E], contiguous
+    weight: Tensor  # [E], of their norm
+    positions: Tensor  # [...] int64, C of them
