@@ -49,7 +49,9 @@ def outputs(x: Drawn) -> Tensor:
     return torch.from_numpy(out)
 
 
-def convolved(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, parents: list[list[int]]) -> Tensor:
+def convolved(
+    x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, parents: list[list[int]], *, silu: bool = True
+) -> Tensor:
     """[B, T, C] fp64, row by row; a path continues backwards into the state's inputs."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     for request, row_parents in enumerate(parents):
@@ -60,7 +62,7 @@ def convolved(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, parents:
                 (a * b for a, b in zip(inputs[-weight.shape[1] :], weight.double().T, strict=True)),
                 torch.zeros(x.shape[2], dtype=torch.float64),
             )
-            out[request, row] = total / (1 + torch.exp(-total))
+            out[request, row] = total / (1 + torch.exp(-total)) if silu else total
     return out
 
 

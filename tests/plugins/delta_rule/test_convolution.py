@@ -32,6 +32,20 @@ def test_trees_equal_loops(nodes: int, dtype: torch.dtype) -> None:
     assert torch.equal(alone[0, 0], convolution(x, weight, states, slots, mask)[1, 0])
 
 
+@pytest.mark.parametrize("taps", [2, 3, 4])
+def test_random_trees_without_an_activation(taps: int) -> None:
+    """Gated short convolutions have none: two thousand trees in all, each row within 1e-5 of the loops."""
+    draw = torch.Generator().manual_seed(taps)
+    for seed in range(334):
+        nodes = 1 + seed % 12
+        parents = [tree(draw, nodes, 8, 0.5) for _ in range(2)]
+        mask, slots = torch.stack([mask_of(one) for one in parents]), torch.tensor([2, 1])
+        x, states, weight = inputs(seed, 2, nodes, 16), inputs(seed + 1, 3, 16, taps - 1), inputs(seed + 2, 16, taps)
+        found = convolution(x, weight, states, slots, mask, silu=False).double()
+        expected = convolved(x, weight, states, slots, parents, silu=False)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
 def test_a_bias_is_added_before_the_activation() -> None:
     x, states = inputs(1, 1, 1, 8), torch.zeros(2, 8, 3)
     bias, weight, itself = inputs(4, 8), torch.zeros(8, 4), torch.ones(1, 1, 1, dtype=torch.bool)

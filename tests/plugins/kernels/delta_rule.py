@@ -148,7 +148,8 @@ def numbers(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tenso
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("nodes", [1, 40])
-def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("silu", [True, False])
+def test_convolution(nodes: int, dtype: torch.dtype, silu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees and chunks, with channels of no power of two, and what is kept of a path and of the chunks."""
     run_kernels(monkeypatch, "delta_rule")
     draw, channels = torch.Generator().manual_seed(nodes), 48
@@ -168,11 +169,11 @@ def test_convolution(nodes: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyP
             there(y.clone()) if put else y.clone()
             for y in (x, states, weight, bias, row.to(dtype), mask, slots, path, count, chunks)
         )
-        out = [convolution(x_[0], weight_, states_[0], slots_, mask_, bias_)]
+        out = [convolution(x_[0], weight_, states_[0], slots_, mask_, bias_, silu=silu)]
         commit_convolution(x_, states_, slots_, path_, count_)
         out += [
             states_.clone(),
-            chunk_convolution(row_, weight_, states_[1], slots_, ChunkMask(lengths, chunks_)),
+            chunk_convolution(row_, weight_, states_[1], slots_, ChunkMask(lengths, chunks_), silu=silu),
             states_,
         ]
         return [y.cpu() for y in out]
