@@ -40,8 +40,9 @@ def test_the_sample_has_every_pair() -> None:
         assert {*others} <= {*FEATURES[other]}
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("number", range(len(sample())))
+@pytest.mark.parametrize(
+    "number", [pytest.param(n, marks=pytest.mark.slow if n % 5 else ()) for n in range(len(sample()))]
+)
 def test_requests_end_as_they_end_alone(number: int) -> None:
     episode = Episode(number, sample()[number]).run()
     assert not episode.differing
