@@ -38,8 +38,9 @@ PUBLISHED = {
     "qwen3.6-35b-a3b": (34_660_610_688, "69.32 GB"),
     "qwen3.8-27b": (26_895_998_464, "53.79 GB"),
     "lfm2.5-1.2b": (1_170_340_608, "2.34 GB"),
+    "lfm2.5-8b-a1b": (8_467_856_832, "16.94 GB"),
 }
-#: Reported GiB of published drafters; of the last its 1.92 billion numbers.
+#: Reported GiB of published drafters; of qwen3.8-27b its 1.92 billion numbers.
 DRAFTERS = {
     "gpt-oss-20b": 1.46,
     "qwen3-4b": 1.00,
@@ -50,6 +51,7 @@ DRAFTERS = {
     "qwen3.5-9b": 2.41,
     "qwen3.8-27b": 3.58,
     "lfm2.5-1.2b": 0.55,
+    "lfm2.5-8b-a1b": 0.61,
 }
 #: Bytes of recurrent state of a request: of each gated delta net 128 x 128 numbers of fp32 a value head, and three
 #: inputs of its convolution in bf16; of each short convolution alone two inputs.
@@ -60,6 +62,7 @@ STATES = {
     "qwen3.6-35b-a3b": 30 * (32 * 65_536 + 3 * 2 * 8_192),
     "qwen3.8-27b": 48 * (48 * 65_536 + 3 * 2 * 10_240),
     "lfm2.5-1.2b": 10 * 2 * 2 * 2_048,
+    "lfm2.5-8b-a1b": 18 * 2 * 2 * 2_048,
 }
 SMALL = [
     "limits.max_batch=2",
