@@ -1,4 +1,4 @@
-"""Which operators of PyTorch run something on the device."""
+"""Tell which operators of PyTorch run something on the device."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _has_functions(file: Path) -> bool:
 
 @dataclass
 class Kept:
-    """What is written in `FILE`: files by proof, and a hash by the name of a mutant."""
+    """Contents of `FILE`: files by proof, and a hash by the name of a mutant."""
 
     files: dict[str, list[str]] = field(default_factory=dict)
     mutants: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a mutant is, and the tests that can kill one."""
+"""Mutants, and the tests that can kill one."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _LINES = re.compile(r"^\s*(\.loc|\.file|//).*\n|^\s*\.section\s+\.debug_[^}]*}\n
 
 @dataclass(frozen=True)
 class Ended:
-    """What a launch left: bytes of each tensor, and the instructions that ran."""
+    """Results of a launch: bytes of each tensor, and the instructions that ran."""
 
     memory: list[Array]
     counts: Counter[str]
@@ -58,7 +58,7 @@ def key_of(ptx: str, placed: Sequence[Placed], *numbers: object) -> str:
 
 
 def kept(key: str, run: Callable[[], Ended], writable: Sequence[bool]) -> Ended:
-    """What `run` returns or raises, from the folder where it is there. `writable` [tensors]: which are read back.
+    """Return or raise as `run` does, from the folder where it is there. `writable` [tensors]: which are read back.
 
     Raises Fault as `run` does.
     """

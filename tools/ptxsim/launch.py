@@ -209,12 +209,12 @@ class _Region:
 
     @property
     def storage(self) -> int:
-        """Its address."""
+        """Address of the storage."""
         return next(iter(self.tensors.values())).untyped_storage().data_ptr()
 
     @property
     def shift(self) -> int:
-        """Its address modulo 256 on a GPU, where storages begin at multiples of it; Triton saw the host's modulo 16."""
+        """Address modulo 256 on a GPU, where storages begin at multiples of it; Triton saw the host's modulo 16."""
         return (self.start - self.storage + self.storage % 16) % 256
 
     def parts(self, sparse: Sparse) -> list[tuple[int, int]]:
@@ -239,7 +239,7 @@ class _Region:
         return Placed(" ".join(self.tensors), self.bytes().copy(), writable, self.shift, used)
 
     def bytes(self) -> Any:
-        """As a NumPy array of the same memory."""
+        """View as a NumPy array of the same memory."""
         storage = next(iter(self.tensors.values())).untyped_storage()
         found: np.ndarray[Any, Any] = torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
         return found[self.start - storage.data_ptr() : self.stop - storage.data_ptr()]

@@ -42,7 +42,7 @@ class Placed:
 
 @dataclass(frozen=True)
 class Lanes:
-    """Those that access memory together [lanes]."""
+    """Lanes that access memory together [lanes]."""
 
     block: Array
     warp: Array

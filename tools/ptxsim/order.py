@@ -1,4 +1,4 @@
-"""Who used each byte since the last barrier of its block.
+"""Record who used each byte since the last barrier of its block.
 
 Between two `bar.sync` (an epoch) warps run in any order. So within an epoch a byte that one warp writes must not be
 read or written by another, nor one that a warp reads be written by another.

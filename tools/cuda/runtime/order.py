@@ -12,7 +12,7 @@ from weakref import ref
 
 
 class Fault(AssertionError):
-    """What a GPU may do otherwise in another run."""
+    """An order that a GPU may change in another run."""
 
 
 @dataclass(eq=False)
@@ -30,7 +30,7 @@ class Actor:
         self.clock[self] += 1
 
     def join(self, clock: dict[Actor, int]) -> None:
-        """What happened before `clock` happened before all that it does from now on."""
+        """Order all that happened before `clock` before all that it does from now on."""
         for actor, time in clock.items():
             if time > self.clock.get(actor, -1):
                 self.clock[actor] = time

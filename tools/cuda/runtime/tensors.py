@@ -147,7 +147,7 @@ class Cuda(TorchDispatchMode):
         raise fault
 
     def begin(self, on_device: bool) -> Actor:
-        """Who does the next operator."""
+        """Name who does the next operator."""
         self.host.advance()
         if not on_device:
             return self.host
@@ -268,7 +268,7 @@ class Cuda(TorchDispatchMode):
     # -- copies between host and device --------------------------------------------------------------------------------
 
     def to_host(self, tensor: Held) -> Tensor:
-        """What the host reads: its numbers, after a wait where they are the device's."""
+        """Numbers that the host reads, after a wait where they are the device's."""
         with self.noted():
             on_device = tensor.memory.kind == "device"
             if on_device:
@@ -357,7 +357,7 @@ def tensors_in(*values: Any) -> list[Tensor]:
 
 
 def _is_mask(index: Tensor) -> bool:
-    """As an index it is `nonzero`."""
+    """Whether the index is a mask, which PyTorch turns into numbers by `nonzero`."""
     return index.dtype in (torch.bool, torch.uint8)
 
 

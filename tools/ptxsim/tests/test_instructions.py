@@ -223,7 +223,7 @@ def multiplied(kind: str) -> Callable[..., Any]:
 
 
 def packed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same of both halves."""
+    """Apply it to both halves."""
     return lambda *values: np.stack([function(*(value[half] for value in values)) for half in range(2)])
 
 

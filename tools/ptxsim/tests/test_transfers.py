@@ -167,7 +167,7 @@ def test_reductions(name: str, kind: str) -> None:
 
 
 def test_warps_that_take_no_part_name_nobody() -> None:
-    """Their register of members was never written."""
+    """Warps whose register of members was never written."""
     lines = """
         mov.u32 %r3, %tid.x; setp.ge.u32 %p1, %r3, 32; @%p1 bra $end;
         mov.b32 %r4, -1; redux.sync.max.u32 %r2, %r3, %r4; $end: ret;
