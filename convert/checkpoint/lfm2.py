@@ -36,7 +36,8 @@ def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
     for key in ("tie_embedding", "block_use_swiglu", "use_pos_enc"):
         config.only(key, True, None)
     types = config.get("layer_types", list, _types(config, body.num_layers))
-    if len(types) != body.num_layers or set(types) != {_CONVOLUTION, _FULL}:
+    counted = types.count(_CONVOLUTION), types.count(_FULL)
+    if len(types) != body.num_layers or sum(counted) != body.num_layers or 0 in counted:
         expected = f"{_CONVOLUTION} or {_FULL} of each of {body.num_layers} layers, and both"
         raise config.refuse("These layers are not supported.", "layer_types", expected)
     return replace(
@@ -56,11 +57,14 @@ def lfm2_moe(config: HFConfig, body: BodyConfig) -> BodyConfig:
     """LFM2 with experts in all layers but the first few."""
     config.only("use_expert_bias", True, None)
     config.only("routed_scaling_factor", 1.0, 1, None)
+    dense = config.get("num_dense_layers", int, 2)
+    if not 0 <= dense <= body.num_layers:
+        raise config.refuse("A number of layers is out of range.", "num_dense_layers", f"0 to {body.num_layers}")
     experts = ExpertsConfig(
         *expert_counts(config),
         intermediate_size=config.size("moe_intermediate_size"),
         normalized=config.get("norm_topk_prob", bool, True),
-        dense_layers=tuple(range(config.get("num_dense_layers", int, 2))),
+        dense_layers=tuple(range(dense)),
         sigmoid=True,
     )
     return replace(lfm2(config, body), intermediate_size=config.size("intermediate_size"), experts=experts)
@@ -82,10 +86,10 @@ def _width(config: HFConfig) -> int:
     width = config.size("block_ff_dim" if config.values.get("block_ff_dim") is not None else "intermediate_size")
     if not config.get("block_auto_adjust_ff_dim", bool, True):
         return width
-    width, multiple = int(2 * width / 3), config.size("block_multiple_of", 256)
+    scale, multiple = None, config.size("block_multiple_of", 256)
     if config.values.get("block_ffn_dim_multiplier") is not None:
-        width = int(config.get("block_ffn_dim_multiplier", float) * width)
-        width = multiple * -(-width // multiple)
-    if not 1 <= width <= MAX_SIZE:
+        scale = config.get("block_ffn_dim_multiplier", float)
+    scaled = int(2 * width / 3) * (1.0 if scale is None else scale)
+    if not 1 <= scaled <= MAX_SIZE:  # an infinite one too, and NaN
         raise config.refuse("A size is out of range.", "block_ffn_dim_multiplier", f"a width of 1 to {MAX_SIZE}")
-    return width
+    return int(scaled) if scale is None else multiple * -(-int(scaled) // multiple)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, ExpertsConfig, RopeConfig
+from d2sd.recipe import load_recipe
 from tests.convert.checkpoint.published import CONFIGS
 
 QWEN3_30B, GPT_OSS_20B, GEMMA_3_1B = (CONFIGS[name] for name in ("qwen3-30b-a3b", "gpt-oss-20b", "gemma-3-1b"))
+LFM2_8B = load_recipe(Path("lfm2.5-8b-a1b")).target.geometry or {}
 #: Parameters, and those that take part in a row.
 PUBLISHED = {
     "Qwen3-30B-A3B": (QWEN3_30B, 30_532_122_624, 3_353_032_704),
@@ -74,6 +77,14 @@ def test_what_the_keys_mean() -> None:
         (GEMMA_3_1B, {"rope_parameters": {"full_attention": 3}}, "full_attention"),
         (GEMMA_3_1B, {"model_type": "gemma3"}, "gemma3"),
         (GEMMA_3_1B, {"model_type": "gemma4_text"}, "heads of another size"),
+        (LFM2_8B, {"num_dense_layers": -1}, "num_dense_layers"),
+        (LFM2_8B, {"num_dense_layers": 10**12}, "num_dense_layers"),
+        (LFM2_8B, {"layer_types": [["conv"], *["full_attention"] * 23]}, "layer_types"),
+        (LFM2_8B, {"layer_types": ["conv"] * 24}, "layer_types"),
+        (LFM2_8B, {"layer_types": ["conv", "full_attention"]}, "layer_types"),
+        (LFM2_8B, {"block_ffn_dim_multiplier": math.inf}, "block_ffn_dim_multiplier"),
+        (LFM2_8B, {"block_ffn_dim_multiplier": math.nan}, "block_ffn_dim_multiplier"),
+        (LFM2_8B, {"block_ffn_dim_multiplier": -1.0}, "block_ffn_dim_multiplier"),
     ],
 )
 def test_what_is_not_modelled_is_refused_by_name(values: dict[str, Any], change: dict[str, Any], named: str) -> None:
