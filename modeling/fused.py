@@ -256,8 +256,7 @@ class FusedLayers(ContextLayers):
     def with_context(
         self,
         context: CommittedRows,
-        projected: Tensor,
-        norm: RMSNorm,
+        front: Front,
         x: Tensor | TokenRows,
         rotary: Rotary,
         rows: Rows,
@@ -267,14 +266,12 @@ class FusedLayers(ContextLayers):
         head: Product | None = None,
     ) -> Tensor:
         """See `ContextLayers.with_context`."""
-        assert norm.eps == self._config.rms_norm_eps
-        front = Front(projected, norm.weight, context.positions)
-        with torch.cuda.device_of(projected):  # type: ignore[no-untyped-call]
+        with torch.cuda.device_of(front.x):  # type: ignore[no-untyped-call]
             out = PassWithContext(self._config, x, context, front, pool, self._layers[0].mixer.joint)
             residual, branch = self._run(out, x, rotary, rows, pool)
             count = len(residual) - (len(residual) // block if block else 0)
             scale, room = (None, None) if head is None else (head.input_scale, head.room(count))
-            given = residual, branch, self._norm, norm.eps
+            given = residual, branch, self._norm, self._config.rms_norm_eps
             return add_rms_norm(*given, scale=scale, out=room, block=block).view(x.shape[0], -1, x.shape[2])
 
     def keys_values(self, projected: Tensor, norm: RMSNorm, rotary: Rotary, positions: Tensor) -> tuple[Tensor, Tensor]:

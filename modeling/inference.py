@@ -14,6 +14,7 @@ from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary, TokenRows
 from d2sd.modeling.product import Product
 from d2sd.modeling.state_pool import StateRows
+from d2sd.plugins.layer_ops import Front
 
 # Shape letters: B requests, T rows, N rows of chunks, C context rows, E hidden, L layers, Hkv K/V heads, D head size.
 
@@ -64,8 +65,7 @@ class ContextLayers(InferenceLayers):
     def with_context(
         self,
         context: CommittedRows,
-        projected: Tensor,
-        norm: RMSNorm,
+        front: Front,
         x: Tensor | TokenRows,
         rotary: Rotary,
         rows: Rows,
@@ -76,7 +76,7 @@ class ContextLayers(InferenceLayers):
     ) -> Tensor:
         """Write the keys and values of `context` to its pages, and draft over them; each weight is read once.
 
-        projected [B·T, E] are its features behind `fc`, before `norm`; x [A, U, E] at `rows`, of any requests, or its
+        `front` are its features behind `fc`; x [A, U, E] at `rows`, of any requests, or its
         tokens -> hidden states [A, U, E]. With `block`, all but the first of each `block` rows; with `head`, as that
         product takes its input: in FP8, where it is.
         """

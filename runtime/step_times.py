@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from math import inf
 from types import MappingProxyType
@@ -104,6 +104,56 @@ class RowTimes:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class StepTimer:
+    """Times decode steps as an engine serves them, with its calibration and its CUDA graphs.
+
+    The runner's pools must be allocated; only page 0 is written.
+    """
+
+    runner: ModelRunner
+    limits: Limits
+    steps: DecodeSteps
+    clock: Callable[[], float] = time.perf_counter
+    end: float = inf  # seconds of the clock, after which no run begins
+
+    @property
+    def late(self) -> bool:
+        return self.clock() >= self.end
+
+    def batch(self, size: int, context: int) -> Batch:
+        """Greedy requests with `context` tokens of context, or fewer if the limits are lower.
+
+        Their pages differ, as those of real requests: one page for all would stay in a GPU's cache.
+        """
+        runner, limits = self.runner, self.limits
+        pages = limits.pages_for(min(context, limits.max_context))
+        most = limits.pages_for(limits.max_context + runner.block_size)
+        where = runner.scratch(size, min(pages + 1, most), pages * limits.page_size)
+        page_ids = torch.arange(where.pages.numel()).view(where.pages.shape)
+        where = where.with_tables(page_ids % count for count in runner.page_counts)
+        return Batch.dummy(where, runner.vocab_size, runner.device)
+
+    def seconds(self, policy: Policy, batch: Batch, repeats: int) -> float | None:
+        """Least seconds of a step: other work on the machine only ever adds to it. The first run is a warm-up.
+
+        None if `end` passes before the last one: a few runs show less.
+        """
+        durations, together = [], 1
+        if self.runner.capture is not None:
+            repeats, together = min(repeats, _ROWS), _IN_A_ROW
+        for _ in range(1 + repeats):
+            if self.late:
+                return None
+            _wait(self.runner)
+            start = self.clock()
+            for _ in range(together):
+                self.steps.run(policy, batch, graph=self.steps.graph_for(policy, batch))
+            _wait(self.runner)
+            durations.append((self.clock() - start) / together)
+        return min(durations[1:])
+
+
 def measure_step_times(
     runner: ModelRunner,
     policies: Sequence[Policy],
@@ -114,18 +164,21 @@ def measure_step_times(
     known: StepTimes | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> StepTimes:
-    """The times of this machine; arguments as of `time_steps`. What is `known` is not measured again."""
-    steps, known = steps or DecodeSteps(runner, limits), known or StepTimes.of({})
-    begun, limit = clock(), inf if runner.device.startswith("cuda") else LIMIT
+    """The times of this machine; see `time_steps`. What is `known` is not measured again.
+
+    `steps` are those of the engine that will serve them; the default is a new one.
+    """
+    begun, limit, known = clock(), inf if runner.device.startswith("cuda") else LIMIT, known or StepTimes.of({})
+    steps = steps or DecodeSteps(runner, limits)
+    timer = StepTimer(runner, limits, steps, clock, begun + _STEPS * limit)
     pending, refused, measured = time_pending(runner), steps.refused, dict(known.seconds)
-    end = begun + _STEPS * limit
-    seconds = time_steps(runner, policies, forecast, limits, advance, steps, clock, end=end, measured=measured)
+    seconds = time_steps(timer, policies, forecast, measured, advance)
     if steps.refused and not refused:  # some of them were captured, and no step is any more
         measured = {}
-        seconds = time_steps(runner, policies, forecast, limits, steps=steps, measured=measured)
-    late = clock() >= end
-    context = time_context(runner, measured if late else seconds, limits, steps, clock, begun + limit, known.context)
-    if not late and clock() < begun + limit:
+        seconds = time_steps(StepTimer(runner, limits, steps), policies, forecast, measured)
+    late, timer = timer.late, replace(timer, end=begun + limit)
+    context = time_context(timer, measured if late else seconds, known.context)
+    if not late and not timer.late:
         return StepTimes(seconds, context, pending)
     guessed = frozenset(seconds.keys() - (measured.keys() & context.keys()))
     most, added = max(((p.num_nodes * size, more) for (p, size), more in context.items()), default=(1, 0.0))
@@ -134,50 +187,41 @@ def measure_step_times(
 
 
 def time_steps(
-    runner: ModelRunner,
+    timer: StepTimer,
     policies: Sequence[Policy],
     forecast: Forecast,
-    limits: Limits,
+    measured: dict[tuple[Policy, int], float],
     advance: Callable[[int], None] = lambda buckets: None,
-    steps: DecodeSteps | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    context: int = CONTEXT,
-    end: float = inf,
-    measured: dict[tuple[Policy, int], float] | None = None,
 ) -> dict[tuple[Policy, int], float]:
     """Seconds of a step of every policy that may pay, by batch bucket 1, 2, 3, 4, 6, … up to the limits' batch.
 
     `policies` are sorted by their nodes: once a tree costs more than its best forecast gains, larger trees of the same
-    policy with as many branches are skipped. The runner's pools must be allocated; only page 0 is written. `steps` are
-    those of the engine that will serve them, with its calibration and its CUDA graphs; the default is a new one.
-    `clock` gives seconds; `context` is in tokens a request. What is in `measured` is taken as it is, and what is
-    measured is added to it.
-    After `end` of the clock, nothing but plain decoding of the first batch is: then other batch sizes tell.
+    policy with as many branches are skipped. What is in `measured` is taken as it is, and what is measured is added.
+    After the timer's end nothing but plain decoding of the first batch is: then other batch sizes tell.
     """
-    steps, measured = steps or DecodeSteps(runner, limits), {} if measured is None else measured
     (off,) = (policy for policy in policies if isinstance(policy, Off))
     times: dict[tuple[Policy, int], float] = {}
-    sizes = buckets(limits.max_batch)
-    if end < inf:  # the powers of two first: others are interpolated between them if there is no time
+    sizes, endless = buckets(timer.limits.max_batch), timer.end == inf
+    if not endless:  # the powers of two first: others are interpolated between them if there is no time
         sizes.sort(key=lambda size: (size != power_of_two(size), size))
-    for bucket in sizes if end < inf else reversed(sizes):  # graphs of smaller batches fit in the memory of larger ones
-        batch = _dummy_batch(runner, limits, bucket, context)
+    for bucket in reversed(sizes) if endless else sizes:  # graphs of smaller batches fit in the memory of larger ones
+        batch = timer.batch(bucket, CONTEXT)
         pruned, fresh = list[Policy](), list[Policy]()
         for policy in (off, *(policy for policy in policies if policy is not off)):
             if any(one.name == policy.name and one.num_branches <= policy.num_branches for one in pruned):
                 continue
             if (policy, bucket) not in measured:
-                repeats = _REPEATS if end == inf else _FEW_REPEATS
-                found = _time(runner, policy, batch, steps, clock, repeats, end if measured else inf)
+                own = timer if measured else replace(timer, end=inf)
+                found = own.seconds(policy, batch, _REPEATS if endless else _FEW_REPEATS)
                 measured |= {} if found is None else {(policy, bucket): found}
                 fresh += [] if found is None else [policy]
             seconds = measured.get((policy, bucket)) or _guess(measured, policy, bucket)
             if seconds is not None:
                 times[policy, bucket] = seconds
-                if seconds > _most(policy, forecast, runner.block_size) * times[off, bucket]:
+                if seconds > _most(policy, forecast, timer.runner.block_size) * times[off, bucket]:
                     pruned.append(policy)
-        for policy in [] if end == inf else fresh * (_TURNS - 1):
-            found = _time(runner, policy, batch, steps, clock, _FEW_REPEATS, end)
+        for policy in [] if endless else fresh * (_TURNS - 1):
+            found = timer.seconds(policy, batch, _FEW_REPEATS)
             measured[policy, bucket] = times[policy, bucket] = min(found or inf, measured[policy, bucket])
         advance(1)
     return times
@@ -206,28 +250,21 @@ def curves_of(forecast: Forecast, policy: Policy, copies: str = "") -> tuple[Seq
 
 
 def time_context(
-    runner: ModelRunner,
-    seconds: Seconds,
-    limits: Limits,
-    steps: DecodeSteps | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-    end: float = inf,
-    known: Seconds = MappingProxyType({}),
+    timer: StepTimer, seconds: Seconds, known: Seconds = MappingProxyType({})
 ) -> dict[tuple[Policy, int], float]:
     """Seconds that a token more of context adds to a step, by policy and batch bucket; `seconds` of `time_steps`.
 
-    Nothing is begun after `end` of the clock, and then some steps are left out. What is `known` is taken over.
+    After the timer's end nothing is begun, and some steps are left out. What is `known` is taken over.
     """
-    length = min(_LONG_CONTEXT, limits.max_context)
+    length = min(_LONG_CONTEXT, timer.limits.max_context)
     if length <= CONTEXT:
         return {}
-    steps = steps or DecodeSteps(runner, limits)
     found = dict(known)
     for policy, size in seconds:
-        measured = next(one for one, _ in seconds if isinstance(one, Off)) if runner.static_shapes else policy
-        if (measured, size) not in found and clock() < end:
-            batch = _dummy_batch(runner, limits, size, length)
-            if (longer := _time(runner, measured, batch, steps, clock, _FEW_REPEATS, end)) is not None:
+        measured = next(one for one, _ in seconds if isinstance(one, Off)) if timer.runner.static_shapes else policy
+        if (measured, size) not in found and not timer.late:
+            longer = timer.seconds(measured, timer.batch(size, length), _FEW_REPEATS)
+            if longer is not None:
                 found[measured, size] = max(0.0, longer - seconds[measured, size]) / (length - CONTEXT)
         if (measured, size) in found:
             found[policy, size] = found[measured, size]
@@ -247,47 +284,6 @@ def time_pending(runner: ModelRunner) -> dict[DrafterRole, float]:
             durations.append(time.perf_counter() - start)
         row_seconds[role] = min(durations[1:]) / _PENDING
     return row_seconds
-
-
-def _time(
-    runner: ModelRunner,
-    policy: Policy,
-    batch: Batch,
-    steps: DecodeSteps,
-    clock: Callable[[], float],
-    repeats: int = _REPEATS,
-    end: float = inf,
-) -> float | None:
-    """Least seconds of a decode step as the engine serves it: other work on the machine only ever adds to it.
-
-    The first run is a warm-up. None if `end` of the clock passes before the last one: a few runs show less.
-    """
-    durations, together = [], 1
-    if runner.capture is not None:
-        repeats, together = min(repeats, _ROWS), _IN_A_ROW
-    for _ in range(1 + repeats):
-        if clock() >= end:
-            return None
-        _wait(runner)
-        start = clock()
-        for _ in range(together):
-            steps.run(policy, batch, graph=steps.graph_for(policy, batch))
-        _wait(runner)
-        durations.append((clock() - start) / together)
-    return min(durations[1:])
-
-
-def _dummy_batch(runner: ModelRunner, limits: Limits, size: int, context: int) -> Batch:
-    """Greedy requests with `context` tokens of context, or fewer if the limits are lower.
-
-    Their pages differ, as those of real requests: one page for all would stay in a GPU's cache. Nothing is written.
-    """
-    pages = limits.pages_for(min(context, limits.max_context))
-    most = limits.pages_for(limits.max_context + runner.block_size)
-    where = runner.scratch(size, min(pages + 1, most), pages * limits.page_size)
-    page_ids = torch.arange(where.pages.numel()).view(where.pages.shape)
-    where = where.with_tables(page_ids % count for count in runner.page_counts)
-    return Batch.dummy(where, runner.vocab_size, runner.device)
 
 
 def _wait(runner: ModelRunner) -> None:

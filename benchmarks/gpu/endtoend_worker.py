@@ -31,7 +31,7 @@ from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from d2sd.runtime.step_times import _dummy_batch
+from d2sd.runtime.step_times import StepTimer
 from d2sd.runtime.warm_up import warm_up
 
 #: Tokens of context of the steps that are timed on the device.
@@ -87,8 +87,9 @@ class Worker:
     def steps(self, sizes: Iterable[int]) -> dict[str, float]:
         """Milliseconds of a captured step by batch size, replayed in a row: what the device alone needs."""
         engine, found = self.engine, dict[str, float]()
+        timer = StepTimer(engine.runner, engine.limits, engine.steps)
         for size in sorted(sizes, reverse=True):
-            batch = _dummy_batch(engine.runner, engine.limits, size, _CONTEXT)
+            batch = timer.batch(size, _CONTEXT)
             graph = engine.steps.graph_for(engine.policy, batch)
             if graph is not None:
                 found[str(size)] = in_a_row(partial(engine.steps.run, engine.policy, batch, graph=graph))

@@ -25,6 +25,7 @@ from d2sd.modeling.inference import ContextLayers, input_of
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Product
+from d2sd.plugins.layer_ops import Front
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, T rows (first draft γ, second draft K·γ), C new context tokens, E hidden, n auxiliary
@@ -158,9 +159,8 @@ class Drafter(DFlashModel):
             return super().inject_and_draft(context, tokens, embed, rows, pool)
         own = self.mask_embedding is not None
         x = self.embedded(tokens, embed) if own else input_of(layers, tokens, embed)
-        projected = self.fc(context.features.flatten(0, 1))
-        given = context, projected, self.hidden_norm, x, self.rotary, rows, pool
-        return layers.with_context(*given, block=block, head=head)
+        front = Front(self.fc(context.features.flatten(0, 1)), self.hidden_norm.weight, context.positions)
+        return layers.with_context(context, front, x, self.rotary, rows, pool, block=block, head=head)
 
     def draft_hidden(
         self, blocks: Tensor, rows: Rows, pool: KVPool, context: CommittedRows | None, tables: Tables

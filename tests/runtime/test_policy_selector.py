@@ -31,7 +31,7 @@ from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.served_times import Choice, StepKind
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
-from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimes, measure_step_times, time_context, time_steps
+from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimer, StepTimes, measure_step_times, time_context, time_steps
 from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
 from tests.runtime.recorded_graphs import RecordedGraphs
 
@@ -474,8 +474,14 @@ def measured(
     max_batch: int = 1,
     advance: Callable[[int], None] = lambda count: None,
 ) -> dict[tuple[Policy, int], float]:
-    limits = Limits(max_batch, 64, 4, 16)
-    return time_steps(cast(ModelRunner, runner), policies, forecast, limits, advance, clock=lambda: runner.now)
+    return time_steps(timer_of(runner, max_batch), policies, forecast, {}, advance)
+
+
+def timer_of(runner: Scripted | ModelRunner, max_batch: int, max_context: int = 64, **when: Any) -> StepTimer:
+    model, limits = cast(ModelRunner, runner), Limits(max_batch, max_context, 4, 16)
+    if isinstance(runner, Scripted):
+        when = {"clock": lambda: runner.now, **when}
+    return StepTimer(model, limits, DecodeSteps(model, limits), **when)
 
 
 def test_costs_are_those_of_whole_steps() -> None:
@@ -514,26 +520,20 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
     """On a CPU to that of every policy; a GPU reads it once for all rows, which plain decoding shows."""
     timed: list[tuple[Policy, int]] = []
 
-    def _time(
-        runner: Any, policy: Policy, batch: Batch, calibration: Any, clock: Any, repeats: int = 5, end: float = 0
-    ) -> float:
+    def seconds_of(timer: StepTimer, policy: Policy, batch: Batch, repeats: int) -> float:
         timed.append((policy, int(batch.where.context_len[0])))
         return 1.0 + len(batch.anchor) * policy.num_nodes * int(batch.where.context_len[0])
 
-    monkeypatch.setattr("d2sd.runtime.step_times._time", _time)
-    limits, runner = Limits(2, 512, 4, 16), cast(ModelRunner, Scripted(lambda rows, size: 1.0))
-    seconds = time_steps(runner, (OFF, CHAIN), {"chain": ([9999.0], [9999.0])}, limits)
+    monkeypatch.setattr(StepTimer, "seconds", seconds_of)
+    runner = Scripted(lambda rows, size: 1.0)
+    timer = timer_of(runner, 2, 512)
+    seconds = time_steps(timer, (OFF, CHAIN), {"chain": ([9999.0], [9999.0])}, {})
     runner.static_shapes = on_gpu
     rows = 1 if on_gpu else CHAIN.num_nodes
-    assert time_context(runner, seconds, limits) == {
-        (OFF, 1): 1.0,
-        (CHAIN, 1): rows,
-        (OFF, 2): 2.0,
-        (CHAIN, 2): 2.0 * rows,
-    }
+    assert time_context(timer, seconds) == {(OFF, 1): 1.0, (CHAIN, 1): rows, (OFF, 2): 2.0, (CHAIN, 2): 2.0 * rows}
     longer = [(OFF, 512), (CHAIN, 512)] if not on_gpu else [(OFF, 512)]
     assert timed == [(policy, 64) for policy in (OFF, CHAIN)] * 2 + longer * 2
-    assert time_context(runner, seconds, Limits(2, 64, 4, 16)) == {}
+    assert time_context(timer_of(runner, 2), seconds) == {}
 
 
 def measured_within(runner: Scripted, max_batch: int = 8, known: StepTimes | None = None) -> StepTimes:
@@ -561,11 +561,11 @@ def test_what_was_not_measured_lies_on_the_line_of_what_was() -> None:
     """Steps take 1 s and 0.5 s a row of each request: at sizes 1 and 2 both are seen, at 8 the line says 5 s."""
     known: dict[tuple[Policy, int], float] = {(OFF, 1): 1.5, (OFF, 2): 2.0, (CHAIN, 1): 3.0, (CHAIN, 2): 5.0}
     known[SMALL, 1] = 3.0
-    runner, limits = cast(ModelRunner, Scripted(lambda rows, size: 1.0)), Limits(8, 64, 4, 16)
+    timer = timer_of(Scripted(lambda rows, size: 1.0), 8, end=0.0)
 
     def told(forecast: Any, more: dict[tuple[Policy, int], float]) -> dict[tuple[Policy, int], float]:
         """Without a second to measure."""
-        return time_steps(runner, POLICIES, forecast, limits, clock=lambda: 1.0, end=0.0, measured=known | more)
+        return time_steps(timer, POLICIES, forecast, known | more)
 
     promising = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
     whole = told(promising, {})
@@ -590,9 +590,8 @@ def test_a_later_start_measures_what_the_first_left_out() -> None:
         assert times.seconds.items() >= kept.items()
         assert runner.verified.total() > verified.total()
     assert 1 < starts < 6
-    sizes = Limits(8, 1024, 4, 16)
     forecast: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
-    alone = time_steps(cast(ModelRunner, whole), POLICIES, forecast, sizes, clock=lambda: whole.now)
+    alone = time_steps(timer_of(whole, 8, 1024), POLICIES, forecast, {})
     assert times.seconds == pytest.approx(alone)
 
 
@@ -601,8 +600,9 @@ def test_a_gpu_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch, device: s
     """Its steps must be compiled and captured anyway."""
     runner, ends = Scripted(lambda rows, size: 1.0, device=device, now=5.0), list[float]()
 
-    def timed(*_: object, end: float, measured: dict[tuple[Policy, int], float]) -> dict[tuple[Policy, int], float]:
-        ends.append(end)
+    def timed(timer: StepTimer, *given: Any) -> dict[tuple[Policy, int], float]:
+        ends.append(timer.end)
+        *_, measured, _ = given
         measured[OFF, 1] = 1.0
         return dict(measured)
 
@@ -640,14 +640,7 @@ def test_what_slows_one_turn_on_a_cpu_is_not_measured(turn: int) -> None:
     """A second of other work, in which all steps of a batch are timed once; each has three runs in a turn."""
     slow = frozenset(range(6 * turn, 6 * (turn + 1)))
     runner = Scripted(lambda rows, size: 1.0, slow=slow)
-    found = time_steps(
-        cast(ModelRunner, runner),
-        (OFF, CHAIN),
-        {"chain": ([2.0], [2.0])},
-        Limits(1, 64, 4, 16),
-        clock=lambda: runner.now,
-        end=1e6,
-    )
+    found = time_steps(timer_of(runner, 1, end=1e6), (OFF, CHAIN), {"chain": ([2.0], [2.0])}, {})
     assert found == {(OFF, 1): 1.25, (CHAIN, 1): 2.25}
     assert runner.verified.total() == 12
 
@@ -682,7 +675,8 @@ def test_real_models_are_measured_on_page_0_alone(page_size: int) -> None:
     runner = honest()
     engine = make_engine(runner, "off", page_size=page_size)
     trees = CHAIN, DDTree(8), Hybrid(8, BRANCHES)
-    found = time_steps(runner, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, engine.limits)
+    timer = StepTimer(runner, engine.limits, engine.steps)
+    found = time_steps(timer, (OFF, *trees), {p.name: ([99.0], [99.0]) for p in trees}, {})
     assert found.keys() == {(policy, size) for policy in (OFF, *trees) for size in (1, 2, 3, 4)}
     assert min(found.values()) > 0
     for pool in runner.pools:
