@@ -34,6 +34,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link, StaticInputs
 from d2sd.runtime.decode import Committed
 from d2sd.runtime.engine import Engine, Launched, Prepared
+from d2sd.runtime.memory import PoolBytes
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request, bucket, power_of_two
 from d2sd.runtime.speculation.policy import DDTree, Off, Policy
@@ -58,16 +59,18 @@ class Idle:
     vocab_size: int = VOCABULARY
     block_size: int = BLOCK
     static_shapes: bool = True
-    state_bytes: int = 0
     capture: None = None
-    longest_window: None = None
     text_pages: None = None
     context: Any = field(
         default_factory=lambda: SimpleNamespace(pending_of=lambda sequences: dict.fromkeys(DrafterRole, 0))
     )
 
-    def page_bytes(self, page_size: int) -> int:
-        return page_size
+    @property
+    def layout(self) -> Idle:
+        return self
+
+    def bytes_of(self, page_size: int) -> PoolBytes:
+        return PoolBytes(page_size)
 
     def allocate(self, sizes: PoolSizes) -> None:
         pass

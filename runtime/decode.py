@@ -126,7 +126,7 @@ def draft_trees(
     first, branches, second = None, None, None
     if policy.first_pass is FirstPass.DRAFTER:
         with timer("draft_first"):
-            first = runner.draft_first(batch, offered)
+            first = runner.drafts.first(batch, offered)
         first = calibrated(guided(first), batch, policy.first_use)
     elif policy.first_pass is FirstPass.PROMPT_LOOKUP:
         first = guided(_copied(runner, batch, None, calibration, timer).draft)
@@ -138,7 +138,7 @@ def draft_trees(
         with timer("pick_boundaries"):
             branches = _boundaries(runner, policy, policy.second_pass, batch, first)
         with timer("draft_second"):
-            second = runner.draft_second(batch, branches, policy.second_pass, offered)
+            second = runner.drafts.second(batch, branches, policy.second_pass, offered)
         second = calibrated(guided(second, branches), batch, policy.second_use, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
@@ -147,7 +147,7 @@ def draft_trees(
 
 def _boundaries(runner: ModelRunner, policy: Policy, drafter: DrafterRole, batch: Batch, first: Draft) -> Branches:
     """Restart points of the second pass: where its block, which may be smaller than the first's, has a slot left."""
-    drafts, slots = runner.blocks[drafter].drafts, runner.block_size - 1
+    drafts, slots = runner.drafts.blocks[drafter].drafts, runner.block_size - 1
     if drafts == slots:
         return policy.branches(batch, first)
     branches = policy.branches(batch, first.cut(drafts))
@@ -188,7 +188,7 @@ def _copied(
     scores = None if calibration is None else calibration.copies
     with timer("lookup"):
         scores = scores or default_scores(runner.block_size - 1, runner.device)
-        return find_copy(runner.text(batch), first or runner.no_draft(batch), scores, batch.sampling.temperature)
+        return find_copy(runner.text(batch), first or runner.drafts.nothing(batch), scores, batch.sampling.temperature)
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:

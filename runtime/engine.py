@@ -16,7 +16,7 @@ from d2sd.runtime.cuda_graphs.inputs import Link
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps, Graph
 from d2sd.runtime.decode import Committed, StepResult, StepTrace
 from d2sd.runtime.kv_cache import KVCacheManager
-from d2sd.runtime.memory import WindowedLayers, plan_kv_memory
+from d2sd.runtime.memory import plan_kv_memory
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.runtime.request import Limits, Request, bucket, buckets
@@ -80,19 +80,15 @@ class Engine:
         self._launched: Launched | None = None  # by the last `step`, which did not read its tokens
         self._prefilled = self._interrupted = False  # prompts were prefilled since the last launch, the last retirement
         self._decode, self._next_id = decode, 0
-        free, size = None, limits.page_size
-        if isinstance(limits.kv_memory, float):
-            free = max(0, runner.free_memory() - runner.context_bytes(bucket(limits.max_batch)))
-        window = runner.longest_window
-        windowed = None if window is None else WindowedLayers(window, runner.windowed_page_bytes(size))
-        self.memory = plan_kv_memory(
-            limits, runner.block_size, runner.page_bytes(size), free, windowed, runner.state_bytes
-        )
+        size, each = limits.page_size, runner.layout.bytes_of(limits.page_size)
+        free = runner.free_memory(bucket(limits.max_batch)) if isinstance(limits.kv_memory, float) else None
+        self.memory = plan_kv_memory(limits, runner.block_size, each, free)
         sizes = PoolSizes(self.memory.pool_pages, size, self.memory.windowed_pool_pages, self.memory.states)
         runner.allocate(sizes)
         self.allow([policy])
         self.steps = make_steps(runner, limits, self.calibration)
         pages = self.memory.pool_pages, self.memory.windowed_pool_pages or 0
+        window = None if each.windowed is None else each.windowed.window
         kv_cache = KVCacheManager(limits, runner.block_size, *pages, window, self.memory.states)
         self.scheduler = Scheduler(limits, kv_cache)
 

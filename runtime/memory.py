@@ -64,26 +64,28 @@ class WindowedLayers:
         return min(limits.pages_for(limits.max_context + block_size), limits.pages_within(self.window, block_size))
 
 
-def plan_kv_memory(
-    limits: Limits,
-    block_size: int,
-    page_bytes: int,
-    free_bytes: int | None = None,
-    windowed: WindowedLayers | None = None,
-    state_bytes: int = 0,
-) -> KVMemory:
+@dataclass(frozen=True, slots=True)
+class PoolBytes:
+    """Bytes that all models together have in their pools."""
+
+    page: int  # K and V of one page
+    windowed: WindowedLayers | None = None  # whose part of a page can be in pages of their own
+    state: int = 0  # recurrent state of one request; 0: there is none
+
+
+def plan_kv_memory(limits: Limits, block_size: int, each: PoolBytes, free_bytes: int | None = None) -> KVMemory:
     """Turn limits into a number of pages; `block_size` is the most tokens that a step adds to a request.
 
-    Of `page_bytes`, those of the `windowed` layers are for pages of their own: as many as max_batch requests have, and
-    never more than of the other layers, of which a request has as many at least. A recurrent state of `state_bytes` a
-    request is there for each of max_batch requests, and with the prefix cache for up to as many snapshots.
+    Of a page, the part of layers with a window is in pages of their own: as many as max_batch requests have, and never
+    more than of the other layers, of which a request has as many at least. A recurrent state is there for each of
+    max_batch requests, and with the prefix cache for up to as many snapshots.
 
     A share in `limits.kv_memory` is multiplied by `free_bytes`; without it a share is ignored, so the result is an
     upper bound. With fewer pages than requests need, the scheduler preempts the newest request and recomputes it later.
     Raises RecipeError if `limits.kv_memory` does not hold one step of one request, and the states of max_batch.
     """
     full = limits.max_batch * limits.pages_for(limits.max_context + block_size)
-    within, most = 0, 0
+    windowed, page_bytes, state_bytes, within, most = each.windowed, each.page, each.state, 0, 0
     if windowed is not None:
         within, most = windowed.page_bytes, limits.max_batch * windowed.pages(limits, block_size)
     whole = page_bytes - within

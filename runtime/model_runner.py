@@ -1,7 +1,7 @@
 """Runs the target and the drafters of one bundle over paged K/V pools, with the same code on CPU and CUDA.
 
-Every method takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
-value back to the host, so a decode step from `draft_first` to `commit` can be captured in a CUDA graph. On a CPU, where
+Every pass takes and returns tensors of shapes that depend only on the batch bucket and the policy, and none reads a
+value back to the host, so that a CUDA graph can hold a decode step from the first draft to `commit`. On a CPU, where
 each row costs its full price, `verify` leaves the padding of trees out.
 """
 
@@ -9,36 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from d2sd.errors import CheckpointError, D2SDError, RecipeError
-from d2sd.modeling.config import DraftConfig, block_rows
+from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
-from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, PoolSizes, Rows, first_rows
 from d2sd.modeling.where import Where
-from d2sd.plugins import choice, handover, lookup, trees
-from d2sd.plugins.choice import candidates
+from d2sd.plugins import choice, handover, lookup
 from d2sd.plugins.layer_ops import Behind
 from d2sd.plugins.lookup import Text
-from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
+from d2sd.plugins.trees import Accepted, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch, Prefilled
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
-from d2sd.runtime.drafting.blocks import BlockTables
 from d2sd.runtime.drafting.context import DrafterContext
-from d2sd.runtime.drafting.window import Window
+from d2sd.runtime.drafting.passes import DraftPasses
 from d2sd.runtime.memory import context_bytes, free_memory
 from d2sd.runtime.pools import PoolLayout
 from d2sd.runtime.speculation.flex_parallel import parallel_mode
 from d2sd.runtime.staging import Staging
 
-# Shape letters: B requests, M pages a request (both padded), G most tokens of a step, S = G - 1
-# slots, R rows of a drafter's block, K branches, N nodes, E hidden, V tokens, Vd of them in a draft vocabulary.
+# Shape letters: B requests, M pages a request (both padded), G most tokens of a step, N nodes, E hidden, V tokens.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +50,6 @@ class Verified:
     def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
         """The logits [..., V] at nodes [...]."""
         return self.logits[request, node] if self.places is None else self.logits[self.places[request, node]]
-
-
-class Block(NamedTuple):
-    """The size of a drafter's blocks in rows, and the tokens that each proposes."""
-
-    rows: int
-    drafts: int
 
 
 class ModelRunner:
@@ -84,10 +73,7 @@ class ModelRunner:
         self.vocab_size = target.config.vocab_size
         configs = {role: drafter.config for role, drafter in self.drafters.items()}
         self.block_size = block_size or 1 + max((config.drafts for config in configs.values()), default=0)
-        self.blocks = {
-            role: Block(block_rows(config, self.block_size), min(config.drafts, self.block_size - 1))
-            for role, config in configs.items()
-        }
+        self.drafts = DraftPasses(target, self.drafters, self.block_size)
         with_context = {role: config for role, config in configs.items() if self.drafters[role].has_context}
         self.aux_layer_ids: tuple[int, ...] = _common("target_layer_ids", with_context) or ()
         weight = target.embed_tokens.weight
@@ -98,45 +84,36 @@ class ModelRunner:
         #: Copies the inputs of a prefill to the device; None: they are where they are computed on.
         self.staging = None if self.capture is None else Staging(self.device, self.capture.mark)
         self.text_pages: Tensor | None = None  # [P, Z] int64, the tokens whose K/V the pages hold; see `keep_text`
-        self.window: Window | None = None  # of the context that drafters read; None: all of it
         #: Pages of each pool by page table, the scratch page 0 among them; set by `allocate`.
         self.page_counts: tuple[int, ...] = ()
-        self._layout = PoolLayout(target, self.drafters.values(), self._dtype)
-        self.tables = draft_tables(target, self.drafters)
-        # Most candidates that a slot can have in every draft, because several become one tree.
-        sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
-        self._widest = min([self.vocab_size, *sizes])
-        # Constants, built once: every op is a kernel launch on CUDA.
-        of_blocks = {block.rows for block in self.blocks.values()}
-        self._block_tables = {size: BlockTables(size, self.device, in_bits=self.static_shapes) for size in of_blocks}
-        nothing = torch.full((1, self.block_size - 1, 1), float("-inf"), device=self.device)
-        self._nothing = torch.full_like(nothing, -1, dtype=torch.long), nothing
-        self._masks = {
-            role: torch.full((self.blocks[role].rows - 1,), drafter.mask_token_id, device=self.device)
-            for role, drafter in self.drafters.items()
-        }
+        self.layout = PoolLayout(target, self.drafters.values(), self._dtype)
 
     def allocate(self, sizes: PoolSizes) -> None:
         """Allocate the K/V pools. Raises RecipeError if they do not fit in the device's memory."""
         try:
-            self.pools = self._layout.make(sizes, self.device)
+            self.pools = self.layout.make(sizes, self.device)
         except RuntimeError:  # raised by PyTorch's allocators; on CUDA a subclass of it
             raise RecipeError(
                 "The K/V pools do not fit in memory.",
                 where="limits",
-                found=f"{sizes.pages:,} pages of {self.page_bytes(sizes.page_size):,} bytes",
+                found=f"{sizes.pages:,} pages of {self.layout.bytes_of(sizes.page_size).page:,} bytes",
                 fix="set limits.kv_memory, such as 0.8, or lower limits.max_batch or limits.max_context",
             ) from None
         self.text_pages, self.page_counts = None, sizes.counts
         self.target_pool, *pools = self.pools
-        own = [role for role, drafter in self.drafters.items() if drafter.has_context]
-        self._own_pools = dict(zip(own, pools, strict=True))
-        self.context = DrafterContext({role: self.drafters[role] for role in own}, self._own_pools, self._dtype)
+        with_context = {role: drafter for role, drafter in self.drafters.items() if drafter.has_context}
+        own = dict(zip(with_context, pools, strict=True))
+        self.context = DrafterContext(with_context, own, self._dtype)
+        self.drafts.read_from(self.target_pool, own, self.context)
         self.parallel = parallel_mode(self)
 
-    def free_memory(self) -> int:
-        """Bytes that can be allocated where the models are. Raises RecipeError if the system does not report it."""
-        return free_memory(self.device)
+    def free_memory(self, requests: int) -> int:
+        """Bytes that pools may take where the models are: what is free, less the drafters' context of so many requests,
+        which is not planned on a CPU. Raises RecipeError if the system does not report it.
+        """
+        width = len(self.aux_layer_ids) * self.target.config.body.hidden_size if self.static_shapes else 0
+        waiting = context_bytes(width * self._dtype.itemsize, requests * self.block_size)
+        return max(0, free_memory(self.device) - waiting)
 
     def drop(self, *pages: Sequence[int]) -> None:
         """Give up the K/V of these pages, of each page table; call it before they are written again."""
@@ -144,7 +121,7 @@ class ModelRunner:
 
     def scratch(self, requests: int, columns: int, context_len: int = 0) -> Where:
         """See `Where.scratch`; with the page tables and states of these pools."""
-        windowed, states = len(self.page_counts) > 1, self.state_bytes > 0
+        windowed, states = len(self.page_counts) > 1, self.layout.state_bytes > 0
         return Where.scratch(requests, columns, context_len, windowed=windowed, states=states)
 
     def fetch(self, tensor: Tensor) -> Callable[[], Tensor]:
@@ -166,24 +143,6 @@ class ModelRunner:
     def close(self) -> None:
         """Free what other processes have for it."""
 
-    def context_bytes(self, requests: int) -> int:
-        """Bytes that the drafters' context takes before it is in the pools; those of a CPU are not planned."""
-        width = len(self.aux_layer_ids) * self.target.config.body.hidden_size if self.static_shapes else 0
-        return context_bytes(width * self._dtype.itemsize, requests * self.block_size)
-
-    def page_bytes(self, page_size: int) -> int:
-        """Bytes of one page of `page_size` tokens, in the pools of all models."""
-        return self._layout.bytes(PoolSizes(1, page_size))
-
-    def windowed_page_bytes(self, page_size: int) -> int:
-        """The part of `page_bytes` in the layers whose pages `allocate` can keep apart."""
-        return self._layout.bytes(PoolSizes(0, page_size, 1))
-
-    @property
-    def state_bytes(self) -> int:
-        """Bytes of one request's recurrent state; 0: the target has none."""
-        return self._layout.state_bytes
-
     @torch.inference_mode()
     def copy_states(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy recurrent states, from id to id, all at once; state 0 is that of a request without tokens."""
@@ -192,11 +151,6 @@ class ModelRunner:
             if self.staging is not None:
                 (pairs,) = self.staging([pairs])
             self.target_pool.states.copy(*pairs.unbind(1))
-
-    @property
-    def longest_window(self) -> int | None:
-        """Most tokens that a row sees in the layers whose pages `allocate` can keep apart; None: there are none."""
-        return self._layout.longest_window
 
     @torch.inference_mode()
     def prefill(
@@ -228,25 +182,6 @@ class ModelRunner:
         if self.text_pages is not None:
             self.text_pages[rows.pages[0], rows.positions % self.target_pool.page_size] = tokens
         self.context.add(rows._replace(pages=rows.pages[: self.context.tables]))
-
-    @torch.inference_mode()
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        """One block of the first drafter per request: [B, S, M] with M = `width`."""
-        role = DrafterRole.FIRST
-        masks = self._masks[role].expand(len(batch.anchor), 1, -1)
-        blocks = torch.cat([batch.anchor[:, None, None], masks], dim=-1)
-        logits, hidden = self._draft(role, batch, blocks)
-        return self._candidates(role, batch, logits, width, hidden, blocks).part(slice(None), 0)
-
-    @torch.inference_mode()
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
-        """K branches per request: [B, K, S, M]."""
-        drafter = self.drafters[role]
-        blocks = trees.restart_blocks(branches, batch.anchor, drafter.mask_token_id)
-        if self.blocks[role].rows < self.block_size:
-            blocks = blocks[..., : self.blocks[role].rows]
-        logits, hidden = self._draft(role, batch, blocks)
-        return self._candidates(role, batch, logits, width, hidden, blocks, branches)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
@@ -286,68 +221,6 @@ class ModelRunner:
         """The requests' text so far; `keep_text` was called before any of it."""
         assert self.text_pages is not None
         return Text(self.text_pages, batch.where.pages, batch.where.context_len, batch.anchor)
-
-    def no_draft(self, batch: Batch) -> Draft:
-        """A first draft [B, S, 1] that proposes nothing."""
-        return Draft(
-            self._nothing[0].expand(len(batch.anchor), -1, -1), self._nothing[1].expand(len(batch.anchor), -1, -1)
-        )
-
-    @property
-    def constants(self) -> list[Tensor]:
-        """Tensors that no step changes, or that it leaves as they were."""
-        tables = [table for tables in self._block_tables.values() for table in tables.tensors]
-        counters = [pool.counters for pool in self.pools]
-        return [*tables, *self._nothing, *self._masks.values(), *counters]
-
-    @torch.inference_mode()
-    def compute_context(self, role: DrafterRole, rows: int) -> None:
-        """The context K/V of some rows, to time it; nothing is written."""
-        model = self.drafters[role]
-        width = len(model.config.target_layer_ids) * model.config.body.hidden_size
-        features = torch.zeros(1, rows, width, dtype=self._dtype, device=self.device)
-        model.context_keys_values(features, torch.arange(rows, device=self.device)[None])
-
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """blocks [B, K, R], masked from each other -> logits [B, K, drafts, V or Vd] of their slots, in fp32, or in the
-        head's own type where kernels read them; and their hidden states [B, K, drafts, E].
-        """
-        own = self._own_pools.get(role)
-        context = None if own is None else self.context.take(role)
-        places, *masks = self._block_tables[blocks.shape[2]].of(blocks.shape[1])
-        attn_mask, packed = (None if mask is None else mask.expand(len(blocks), -1, -1) for mask in masks)
-        assert attn_mask is not None
-        pool = self.target_pool if own is None else own
-        placed = Behind(batch.where.context_len, places.expand(len(blocks), -1))
-        rows = Rows(placed, attn_mask, batch.where, packed=packed)
-        if self.window is not None:
-            rows = self.window.cut(rows, pool.page_size)
-        drafter, tables = self.drafters[role], self.tables[role]
-        hidden = drafter.draft_hidden(blocks, rows, pool, context, tables)
-        logits = drafter.logits(hidden, blocks[:, :, 0], tables)
-        return logits if choice.reads_any_type(logits) else logits.float(), hidden
-
-    def _candidates(
-        self,
-        role: DrafterRole,
-        batch: Batch,
-        logits: Tensor,
-        width: int,
-        hidden: Tensor,
-        blocks: Tensor,
-        branches: Branches | None = None,
-    ) -> Draft:
-        """Candidates [B, K, S, M] of `blocks [B, K, R]`, of which one of masks alone has its anchor at least."""
-        drafter, sampling = self.drafters[role], batch.sampling
-        most = self.width(max(width, drafter.pool))
-        draft = candidates(logits, batch.where.context_len, sampling, most, drafter.draft_ids, branches)
-        if drafter.pool:
-            draft = drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
-        return draft.padded(self.block_size - 1, drafter.mask_token_id)
-
-    def width(self, most: int) -> int:
-        """Candidates that every slot of a draft has, if a policy takes up to `most`."""
-        return min(most, self._widest)
 
 
 def _nodes(tree: Tree) -> tuple[int, ...] | None:

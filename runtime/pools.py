@@ -11,6 +11,7 @@ from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.kv_pool import KVPool, PoolSizes
+from d2sd.runtime.memory import PoolBytes, WindowedLayers
 
 
 @dataclass(frozen=True)
@@ -29,22 +30,22 @@ class PoolLayout:
             pools.append(KVPool(model.config.body, own, self.dtype, device, kv_scales(model)))
         return pools
 
-    def bytes(self, sizes: PoolSizes) -> int:
-        """Bytes of the pages of these pools."""
-        return sum(tensor.nbytes for pool in self.make(sizes, "meta") for tensor in pool.tensors)
+    def bytes_of(self, page_size: int) -> PoolBytes:
+        """Bytes of a page of `page_size` tokens and of a state, in the pools of all models."""
+        layers = [
+            window for model in self._with_pools if self._keeps_apart(model) for window in model.config.body.windows
+        ]
+        longest = max((window for window in layers if window is not None), default=None)
+        windowed = None if longest is None else WindowedLayers(longest, self._bytes(PoolSizes(0, page_size, 1)))
+        return PoolBytes(self._bytes(PoolSizes(1, page_size)), windowed, self.state_bytes)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one request's recurrent state."""
         return self.target.config.body.state_bytes(self.dtype.itemsize)
 
-    @property
-    def longest_window(self) -> int | None:
-        """Most tokens that a row sees in the layers that can have pages of their own; None: there are none."""
-        windows = [
-            window for model in self._with_pools if self._keeps_apart(model) for window in model.config.body.windows
-        ]
-        return max((window for window in windows if window is not None), default=None)
+    def _bytes(self, sizes: PoolSizes) -> int:
+        return sum(tensor.nbytes for pool in self.make(sizes, "meta") for tensor in pool.tensors)
 
     @property
     def _with_pools(self) -> list[TargetModel | DraftModel]:

@@ -41,7 +41,7 @@ Times = dict[tuple[ProductShape, int], dict[str, float]]
 
 def products_of(runner: ModelRunner) -> list[Product]:
     """The products of a runner's models and heads for which a form can be chosen, each once, in one order."""
-    found: list[object] = [tables.head for tables in runner.tables.values()]
+    found: list[object] = [tables.head for tables in runner.drafts.tables.values()]
     for model in (runner.target, *runner.drafters.values()):
         found += [*(() if model.compiled is None else model.compiled.products), *model.modules()]
     unique = {id(product): product for product in found if isinstance(product, Product)}

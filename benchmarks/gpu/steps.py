@@ -237,7 +237,7 @@ def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch)
         batch = batch.to("meta")
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        meter.known(ACTIVATIONS, *_tensors(batch, link), handover._state, *runner.constants)
+        meter.known(ACTIVATIONS, *_tensors(batch, link), handover._state, *runner.drafts.constants)
         rows, pages = batch.where.pages.shape
         runner.context.reserve(rows, pages, runner.block_size)
         meter.known(ACTIVATIONS, *runner.context.memory)

@@ -97,7 +97,7 @@ class Book:
             torch.tensor([[len(ask.kept)] for ask in asks]),
             torch.tensor([[ask.rejected] for ask in asks]),
         )
-        draft = straight = runner.draft_second(batch, branches, asks[0].role, 1)
+        draft = straight = runner.drafts.second(batch, branches, asks[0].role, 1)
         if self._calibration is not None:
             straight = self._calibration.apply(draft, batch, use, branches)
         columns = draft.top1[:, 0], draft.confidence[:, 0], straight.confidence[:, 0]

@@ -17,7 +17,7 @@ from d2sd.errors import D2SDError
 from d2sd.manifest import NAME, load_manifest
 from d2sd.policies import FACTS, parse_method
 from d2sd.recipe import Drafters, Method, Policy, load_recipe
-from d2sd.runtime.memory import plan_kv_memory
+from d2sd.runtime.memory import PoolBytes, plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.schema import Closed
 
@@ -215,6 +215,6 @@ def fitting_pages(plan: Plan, gpu: str, limits: Limits) -> int:
             expected=f"at most {GPUS[gpu] * 0.8 / 1e9:.0f} GB, four fifths of its memory",
             fix="choose a larger GPU, fp8, or a lower limits.max_context",
         )
-    state = plan.state_bytes
-    fitting = plan_kv_memory(replace(limits, kv_memory=free), block, page, windowed=windowed, state_bytes=state)
-    return min(fitting.pages, plan_kv_memory(limits, block, page, free, windowed, state).pages)
+    each = PoolBytes(page, windowed, plan.state_bytes)
+    fitting = plan_kv_memory(replace(limits, kv_memory=free), block, each)
+    return min(fitting.pages, plan_kv_memory(limits, block, each, free).pages)

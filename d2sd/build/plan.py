@@ -31,7 +31,7 @@ from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
 from d2sd.policies import FACTS, DrafterRole
 from d2sd.prompts import read_prompts
 from d2sd.recipe import FP8, Recipe, Source
-from d2sd.runtime.memory import KVMemory, WindowedLayers, plan_kv_memory
+from d2sd.runtime.memory import KVMemory, PoolBytes, WindowedLayers, plan_kv_memory
 from d2sd.runtime.request import Limits
 from d2sd.tensorrt_env import ALIGNMENT
 
@@ -124,10 +124,8 @@ class Plan:
         that it may be.
         """
         limits, token = self.recipe.limits, sum(part.kv_token_bytes for part in self.parts)
-        block, page_bytes = self.recipe.tree.depth, limits.page_size * token
-        return plan_kv_memory(
-            Limits.of(limits), block, page_bytes, windowed=self.windowed, state_bytes=self.state_bytes
-        )
+        each = PoolBytes(limits.page_size * token, self.windowed, self.state_bytes)
+        return plan_kv_memory(Limits.of(limits), self.recipe.tree.depth, each)
 
     @property
     def state_bytes(self) -> int:

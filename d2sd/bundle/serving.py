@@ -81,7 +81,7 @@ def make_engine(
         ranks.begin_engine({"roles": sorted(roles), "max_batch": max_batch, "calibrated": calibrated})
     runner = make_runner(bundle, roles, backend, device)
     if recipe.drafters.window is not None:
-        runner.window = Window.of(recipe.drafters.window, limits.page_size)
+        runner.drafts.window = Window.of(recipe.drafters.window, limits.page_size)
     engine = Engine(
         runner,
         candidates[-1],
@@ -116,7 +116,7 @@ def follow_engine(
     limits = Limits.of(recipe.limits, max_batch)
     runner = make_runner(bundle, [DrafterRole(role) for role in roles], "torch", device)
     if recipe.drafters.window is not None:
-        runner.window = Window.of(recipe.drafters.window, limits.page_size)
+        runner.drafts.window = Window.of(recipe.drafters.window, limits.page_size)
     scores = scores_of(file).to(device) if file and calibrated else None
     Follower(runner, DecodeSteps(runner, limits, scores), group).run()
 

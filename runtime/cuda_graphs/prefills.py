@@ -65,7 +65,7 @@ class PrefillGraphs:
         """The work that captures all graphs, the largest first; nothing where passes have none."""
         target = self._runner.target
         captures = self._runner.capture is not None and type(self._runner).prefill is ModelRunner.prefill
-        if not captures or not isinstance(target, Decoder) or self._runner.state_bytes:
+        if not captures or not isinstance(target, Decoder) or self._runner.layout.state_bytes:
             return []
         if target.compiled is not None and target.compiled.exact:
             return []

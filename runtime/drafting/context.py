@@ -121,7 +121,7 @@ class DrafterContext:
         """Rows that the pass of a drafter must inject: of its first pass in a captured step; otherwise None."""
         if self._to_inject is not None:
             return self._to_inject.pop(drafter, None)
-        assert drafter in self._ready or not self._queues[drafter].rows, "call inject first"
+        assert drafter in self._ready or not self.pending_rows.get(drafter), "call inject first"
         assert self._left is None, "call inject first"
         return None
 

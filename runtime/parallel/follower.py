@@ -41,8 +41,8 @@ class Follower:
             action: Callable[..., Any] = getattr(self, f"on_{kind}")
             action(*values)
 
-    def on_free_memory(self) -> None:
-        self._group.least(self._runner.free_memory())
+    def on_free_memory(self, requests: int) -> None:
+        self._group.least(self._runner.free_memory(requests))
 
     def on_allocate(self, sizes: PoolSizes) -> None:
         self._runner.allocate(sizes)

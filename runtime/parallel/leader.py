@@ -59,14 +59,14 @@ class LeadingRunner(ModelRunner):
         send(self.group, kind, *values)
 
     def allocate(self, sizes: PoolSizes) -> None:
-        assert not self.state_bytes, "recurrent state is on one GPU"
+        assert not self.layout.state_bytes, "recurrent state is on one GPU"
         self.send("allocate", sizes)
         super().allocate(sizes)
 
-    def free_memory(self) -> int:
+    def free_memory(self, requests: int) -> int:
         """The least of all ranks'."""
-        self.send("free_memory")
-        return self.group.least(super().free_memory())
+        self.send("free_memory", requests)
+        return self.group.least(super().free_memory(requests))
 
     def keep_text(self) -> None:
         self.send("keep_text")

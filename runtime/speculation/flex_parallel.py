@@ -46,8 +46,8 @@ def parallel_mode(runner: ModelRunner) -> ParallelMode | None:
     head = runner.drafters.get(role)
     if not isinstance(head, FlexHead) or head.config.anchored:
         return None
-    shape = runner.page_counts[0], runner.block_size - 1, runner.width(WIDTH)
-    return ParallelMode(head, runner.tables[role], runner.target_pool, shape)
+    shape = runner.page_counts[0], runner.block_size - 1, runner.drafts.width(WIDTH)
+    return ParallelMode(head, runner.drafts.tables[role], runner.target_pool, shape)
 
 
 class ParallelMode:

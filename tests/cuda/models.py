@@ -166,14 +166,14 @@ def steps(
         policy, calibration = policy_of(name, lookup=lookup), None
         made = runner(layers, drafter_layers, fp8=fp8, exact=exact, roles=policy.drafters, case=name, **changes)
         made.allocate(PoolSizes(64, 16, states=1 + size))
-        made.window = window
+        made.drafts.window = window
         if policy.copies:
             made.keep_text()
         if calibrated:
             shape = 2, len(DraftUse), BLOCK - 1, 2
             slope, offset = torch.ones(shape), torch.zeros(shape)
             calibration = Calibration(slope, offset).to(made.device)
-        batch = batch_of(size, kinds, states=made.state_bytes > 0)
+        batch = batch_of(size, kinds, states=made.layout.state_bytes > 0)
         handover, packed = Handover(size, made.device), Link.pack([], size)
         link = Link(*(getattr(packed, field.name).to("cuda") for field in fields(Link)))
         requests, pages = batch.where.pages.shape

@@ -37,7 +37,7 @@ from torch import Tensor
 from d2sd.plugins.cpu import library
 from d2sd.plugins.lookup import Text
 from d2sd.plugins.trees import Accepted
-from d2sd.policies import DrafterRole, DraftUse
+from d2sd.policies import DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
 from d2sd.runtime.drafting import context
@@ -50,7 +50,7 @@ from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import Chain, DDTree, Lookup, Off, Policy, make_policy
 from d2sd.runtime.step_times import RowTimes, StepTimes
-from tests.runtime.cheating import Knowing
+from tests.runtime.cheating import Knowing, changing
 from tests.runtime.configurations import Configuration, any_of
 from tests.runtime.drawn_engines import Models, models, requests
 from tests.runtime.helpers import (
@@ -111,11 +111,11 @@ class Guarded(Kept, NaNScratch):
     def allocate(self, *sizes: Any) -> None:
         super().allocate(*sizes)
         poison_what_is_given_up(self)
+        changing(self.drafts, "_pass", self._checked)
 
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = super()._draft(role, batch, blocks)
-        assert not (self.healthy and logits.isnan().any()), "a drafter reads what nobody wrote"
-        return logits, hidden
+    def _checked(self, found: tuple[Tensor, Tensor], *_: object) -> tuple[Tensor, Tensor]:
+        assert not (self.healthy and found[0].isnan().any()), "a drafter reads what nobody wrote"
+        return found
 
     def text(self, batch: Batch) -> Text:
         """Copies are of a request's own text."""

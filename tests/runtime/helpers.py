@@ -20,7 +20,9 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.runtime.engine import Engine
+from d2sd.runtime.memory import PoolBytes
 from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.pools import PoolLayout
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling.sample import Sampling, token_scores
 from d2sd.runtime.sampling_params import SamplingParams
@@ -156,7 +158,8 @@ def honest(windows: str = "none", case: str = "") -> ModelRunner:
 
 def memory_of(runner: ModelRunner, pages: int, limits: Limits) -> int:
     """Bytes of so many pages, and of the recurrent states that go with them."""
-    memory, state = (1 + pages) * runner.page_bytes(limits.page_size), runner.state_bytes
+    each = runner.layout.bytes_of(limits.page_size)
+    memory, state = (1 + pages) * each.page, each.state
     # Snapshots are at most a quarter of what requests' states leave, themselves included.
     snapshots = min(limits.max_batch * limits.prefix_cache, memory // (3 * state)) if state else 0
     return memory + (1 + limits.max_batch + snapshots) * state
@@ -224,7 +227,14 @@ def all_pages(engine: Engine) -> int:
 class OneTable(ModelRunner):
     """All layers have the pages of one table: none is freed before its request ends."""
 
-    longest_window = None
+    def __init__(self, *arguments: Any, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.layout = _Whole(self.layout.target, self.layout.drafters, self.layout.dtype)
+
+
+class _Whole(PoolLayout):
+    def bytes_of(self, page_size: int) -> PoolBytes:
+        return replace(super().bytes_of(page_size), windowed=None)
 
 
 def windowed_bound(engine: Engine) -> int:

@@ -76,11 +76,11 @@ def test_drafts_equal_drafting_from_nothing(geometry: str) -> None:
     runner, batch = prefilled((first_drafter, second_drafter))
     assert runner.block_size == BLOCK
     most_first, most_second = DRAFTS.get(geometry, (SLOTS, SLOTS))
-    first = runner.draft_first(batch, 2)
+    first = runner.drafts.first(batch, 2)
     lengths = torch.tensor([[0, 2, SLOTS], [1, 3, 0], [SLOTS, 1, 2]])
     rejected = first.top1.gather(1, lengths.clamp(max=SLOTS - 1)).where(lengths < SLOTS, -1)
     kept = first.top1[:, None].expand(-1, 3, -1)
-    second = runner.draft_second(batch, Branches(kept, lengths, rejected), SECOND, 2)
+    second = runner.drafts.second(batch, Branches(kept, lengths, rejected), SECOND, 2)
     assert first.tokens.shape == (3, SLOTS, 2)
     assert second.tokens.shape == (3, 3, SLOTS, 2)
     for draft, drafts in ((first, most_first), (second, most_second)):

@@ -14,7 +14,7 @@ from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.recipe import Recipe
 from d2sd.runtime import memory as module
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.memory import KVMemory, WindowedLayers, free_memory, plan_kv_memory
+from d2sd.runtime.memory import KVMemory, PoolBytes, WindowedLayers, free_memory, plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, cheater, honest, some_requests
@@ -24,7 +24,7 @@ FULL, PAGE_BYTES = 21, 1000
 
 
 def planned(kv_memory: float | int | None, free: int | None = None) -> KVMemory:
-    return plan_kv_memory(Limits(3, 21, 4, 8, kv_memory), 4, PAGE_BYTES, free)
+    return plan_kv_memory(Limits(3, 21, 4, 8, kv_memory), 4, PoolBytes(PAGE_BYTES), free)
 
 
 def test_needs_no_torch() -> None:
@@ -52,7 +52,7 @@ def test_pages_of_layers_with_a_window(kv_memory: int | None, share: int, pages:
     assert limits.pages_within(5, 4) == 5
     layers = WindowedLayers(9, share)  # a page more
     assert layers.pages(limits, 4) == 6
-    found = plan_kv_memory(limits, 4, PAGE_BYTES, None, layers)
+    found = plan_kv_memory(limits, 4, PoolBytes(PAGE_BYTES, layers))
     assert (found.pages, found.windowed_pages, found.windowed_pool_pages) == (pages, windowed, windowed + 1)
     assert found.total_bytes == (1 + pages) * (PAGE_BYTES - share) + (1 + windowed) * share
     assert kv_memory is None or found.total_bytes <= kv_memory
@@ -61,7 +61,7 @@ def test_pages_of_layers_with_a_window(kv_memory: int | None, share: int, pages:
 def test_windows_as_long_as_the_context_need_no_more_pages_than_it() -> None:
     limits = Limits(3, 21, 4, 8)
     assert WindowedLayers(10**6, 10).pages(limits, 4) == 7
-    assert plan_kv_memory(limits, 4, PAGE_BYTES, None, WindowedLayers(10**6, 10)).windowed_pages == FULL
+    assert plan_kv_memory(limits, 4, PoolBytes(PAGE_BYTES, WindowedLayers(10**6, 10))).windowed_pages == FULL
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_less_than_a_step_of_one_request_is_refused(kv_memory: float | int, free
 def test_slots_of_states(kv_memory: int | None, prefix_cache: bool, pages: int, slots: int) -> None:
     """700 bytes a state: slot 0 and those of 3 requests first, then up to 3 snapshots in a quarter of what is left."""
     limits = Limits(3, 21, 4, 8, kv_memory, prefix_cache)
-    found = plan_kv_memory(limits, 4, PAGE_BYTES, state_bytes=700)
+    found = plan_kv_memory(limits, 4, PoolBytes(PAGE_BYTES, state=700))
     assert (found.full_pages, found.pages, found.states) == (FULL, pages, slots)
     assert found.total_bytes == (1 + pages) * PAGE_BYTES + slots * 700
     assert kv_memory is None or found.total_bytes <= kv_memory
@@ -123,7 +123,7 @@ def test_slots_of_states(kv_memory: int | None, prefix_cache: bool, pages: int, 
 
 def test_states_that_leave_no_pages_for_a_request_are_refused() -> None:
     with pytest.raises(RecipeError) as caught:
-        plan_kv_memory(Limits(3, 21, 4, 8, 5_799), 4, PAGE_BYTES, state_bytes=700)
+        plan_kv_memory(Limits(3, 21, 4, 8, 5_799), 4, PoolBytes(PAGE_BYTES, state=700))
     assert caught.value.where == "limits.kv_memory"
     assert "at least 5,800 bytes, 2,800 of them for the states of 3 requests and slot 0" in str(caught.value)
     assert planned(5_799).states == 0

@@ -101,7 +101,7 @@ def check_slot(draft: Draft, place: tuple[int, ...], logits: Tensor) -> None:
 
 def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batch]) -> None:
     runner, batch = ready
-    draft = runner.draft_first(batch, WIDTH)
+    draft = runner.drafts.first(batch, WIDTH)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
     first = models()[1]
     for row, text in enumerate(TEXTS):
@@ -112,7 +112,7 @@ def test_first_draft_equals_drafting_from_nothing(ready: tuple[ModelRunner, Batc
 
 def test_flex_draft_equals_drafting_from_nothing() -> None:
     runner, batch = prefilled(TEXTS, TABLE, case="flex")
-    draft = runner.draft_first(batch, WIDTH)
+    draft = runner.drafts.first(batch, WIDTH)
     assert draft.tokens.shape == (3, BLOCK - 1, WIDTH)
     target, _, _, flex = models()
     for row, text in enumerate(TEXTS):
@@ -130,10 +130,10 @@ def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypat
         whole.append(hidden.is_contiguous())
         return head(hidden)
 
-    tables = {role: own._replace(head=partial(watched, head=own.head)) for role, own in runner.tables.items()}
-    monkeypatch.setattr(runner, "tables", tables)
-    first = runner.draft_first(batch, WIDTH)
-    runner.draft_second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), SECOND, WIDTH)
+    tables = {role: own._replace(head=partial(watched, head=own.head)) for role, own in runner.drafts.tables.items()}
+    monkeypatch.setattr(runner.drafts, "tables", tables)
+    first = runner.drafts.first(batch, WIDTH)
+    runner.drafts.second(batch, branches_behind(first, torch.tensor([[1, 2], [0, 3], [2, 1]])), SECOND, WIDTH)
     assert whole == [True, True]
 
 
@@ -153,9 +153,9 @@ def test_second_draft_equals_drafting_each_branch_from_nothing(
 ) -> None:
     """By either drafter. So branches do not see each other, and nothing but the rejected token is kept from them."""
     runner, batch = ready
-    first = runner.draft_first(batch, 1)
+    first = runner.drafts.first(batch, 1)
     branches = branches_behind(first, LENGTHS)
-    second = runner.draft_second(batch, branches, role, WIDTH)
+    second = runner.drafts.second(batch, branches, role, WIDTH)
     assert second.tokens.shape == (3, 3, BLOCK - 1, WIDTH)
     _, *drafters, _ = models()
     model = drafters[role]
@@ -174,7 +174,7 @@ def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch
     runner, batch = ready
     kept = torch.tensor([[[11, 22, 33, 44]]]).expand(3, -1, -1)
     branches = Branches(kept, torch.full((3, 1), 2), torch.full((3, 1), -1))
-    second = runner.draft_second(batch, branches, SECOND, WIDTH)
+    second = runner.drafts.second(batch, branches, SECOND, WIDTH)
     model = models()[2]
     for row, text in enumerate(TEXTS):
         logits = fresh_draft(model, text, [[text[-1], 11, 22] + [model.config.mask_token_id] * 2])[0]
@@ -185,13 +185,13 @@ def test_branches_need_not_follow_the_best_chain(ready: tuple[ModelRunner, Batch
 def test_second_draft_never_repeats_the_rejected_token(ready: tuple[ModelRunner, Batch]) -> None:
     """Even where it is what the second drafter likes best, and all other tokens are asked for."""
     runner, batch = ready
-    first = runner.draft_first(batch, 1)
+    first = runner.drafts.first(batch, 1)
     for length in range(BLOCK - 1):
         branches = branches_behind(first, torch.full((3, 1), length))
         free = Branches(branches.tokens, branches.prefix_len, torch.full_like(branches.rejected, -1))
-        wish = runner.draft_second(batch, free, SECOND, 1).top1[:, 0, length]
+        wish = runner.drafts.second(batch, free, SECOND, 1).top1[:, 0, length]
         asked = Branches(branches.tokens, branches.prefix_len, wish[:, None])
-        got = runner.draft_second(batch, asked, SECOND, runner.vocab_size)
+        got = runner.drafts.second(batch, asked, SECOND, runner.vocab_size)
         proposed = got.tokens[:, 0, length].where(got.logprob[:, 0, length].isfinite(), -1)
         assert ((proposed >= 0).sum(-1) == runner.vocab_size - 1).all()
         assert (proposed != wish[:, None]).all()
@@ -231,7 +231,7 @@ def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> N
 def test_the_first_nodes_are_the_tree_of_that_budget(ready: tuple[ModelRunner, Batch], rows: int) -> None:
     """Of trees that grow, of which `auto` cuts some requests'."""
     runner, batch = ready
-    sources = [Source(runner.draft_first(batch, 4))]
+    sources = [Source(runner.drafts.first(batch, 4))]
     grown, own = (best_first_tree(batch.anchor, sources, size) for size in (12, rows))
     cut = _cut(grown, (rows,) * len(batch.anchor))
     for name in ("tokens", "parent", "depth", "valid", "score", "branch_id"):
@@ -245,16 +245,16 @@ def test_drafters_pages_are_paid_before_they_draft(monkeypatch: pytest.MonkeyPat
     runner, batch = prefilled(TEXTS[:2], TABLE[:2], paid=False)
     settled, _ = prefilled(TEXTS[:2], TABLE[:2])
     with pytest.raises(AssertionError, match="inject"):
-        runner.draft_first(batch, WIDTH)
+        runner.drafts.first(batch, WIDTH)
     runner.context.inject((FIRST,))
-    one, other = (e.draft_first(batch, WIDTH) for e in (runner, settled))
+    one, other = (e.drafts.first(batch, WIDTH) for e in (runner, settled))
     assert torch.equal(one.tokens, other.tokens)
     torch.testing.assert_close(one.logprob, other.logprob, atol=1e-5, rtol=1e-5)
     assert runner.pools[1].k[:, 5, 0].isfinite().all()
     assert runner.pools[2].k[:, 5, 0].isnan().all()
     branches = branches_behind(one, LENGTHS[:2])
     runner.context.inject((SECOND,))
-    second, other_second = (e.draft_second(batch, branches, SECOND, WIDTH) for e in (runner, settled))
+    second, other_second = (e.drafts.second(batch, branches, SECOND, WIDTH) for e in (runner, settled))
     assert torch.equal(second.tokens, other_second.tokens)
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 64)
     for _ in range(9):  # 8 rows each

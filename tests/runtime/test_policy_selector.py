@@ -24,8 +24,9 @@ from d2sd.policies import DrafterRole
 from d2sd.runtime.acceptance import Acceptance, Gains, RequestAcceptance
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.steps import DecodeSteps
+from d2sd.runtime.drafting.passes import Block
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import Block, ModelRunner, Verified
+from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.policy_selector import MARGIN, Asked, PolicySelector, _before_the_end, forecast_gain, forecast_tau
 from d2sd.runtime.request import Limits, Request, bucket, buckets
 from d2sd.runtime.sampling_params import SamplingParams
@@ -428,6 +429,14 @@ class Scripted:
     def context(self) -> Scripted:
         return self
 
+    @property
+    def drafts(self) -> Scripted:
+        return self
+
+    @property
+    def layout(self) -> Scripted:
+        return self
+
     def inject(self, drafters: Collection[DrafterRole], where: Where | None = None) -> None:
         self.settled = tuple(drafters)
 
@@ -449,10 +458,10 @@ class Scripted:
     def prefill(self, tokens: Tensor, lengths: Sequence[int], where: Where) -> Tensor:
         raise AssertionError("there are no prompts")
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
+    def first(self, batch: Batch, width: int) -> Draft:
         return self._pass(batch, DrafterRole.FIRST, 3, width)
 
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+    def second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)
 
     def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:

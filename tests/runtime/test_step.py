@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from d2sd.plugins.choice import WIDTH
-from d2sd.plugins.trees import Branches, Draft
-from d2sd.policies import DrafterRole, DraftUse
+from d2sd.plugins.trees import Draft
+from d2sd.policies import DraftUse
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import StepResult, decode_step
 from d2sd.runtime.engine import Engine
@@ -15,6 +15,7 @@ from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration, logit
+from tests.runtime.cheating import changing
 from tests.runtime.helpers import BLOCK, BRANCHES, honest, make_engine, placed
 from tests.tiny import CASES, prepared
 
@@ -28,16 +29,13 @@ class Spy(ModelRunner):
         super().__init__(*prepared(*placed(case)))
         self.asked: list[tuple[str, int, int]] = []
         self.said: list[Draft] = []
+        changing(self.drafts, "first", lambda draft, batch, width: self._noted(draft, "first", 0, width))
+        changing(self.drafts, "second", lambda draft, *given: self._noted(draft, "second", *given[2:]))
 
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        self.asked.append(("first", 0, width))
-        self.said.append(super().draft_first(batch, width))
-        return self.said[-1]
-
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
-        self.asked.append(("second", role, width))
-        self.said.append(super().draft_second(batch, branches, role, width))
-        return self.said[-1]
+    def _noted(self, draft: Draft, which: str, role: int, width: int) -> Draft:
+        self.asked.append((which, role, width))
+        self.said.append(draft)
+        return draft
 
 
 def one_step(engine: Engine) -> tuple[Batch, StepResult]:

@@ -33,7 +33,7 @@ SHARED = PAIR_CASES
 def engine_of(ranks: Threads) -> Engine:
     """The engine that all follow."""
     policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
-    memory = (1 + FEW_PAGES) * ranks.runner.page_bytes(LIMITS.page_size)
+    memory = (1 + FEW_PAGES) * ranks.runner.layout.bytes_of(LIMITS.page_size).page
     engine = Engine(ranks.runner, policy, replace(LIMITS, kv_memory=memory), make_steps=LeadingSteps)
     return RecordedGraphs(rerun=True).guard(engine) if ranks.captured else engine
 

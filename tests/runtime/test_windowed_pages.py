@@ -28,7 +28,7 @@ def test_the_drafts_are_those_of_pages_that_are_kept(windows: str, cut: Window |
     for kind in (ModelRunner, OneTable):
         runner = kind(*prepared(*copies(windows)[:3]))
         engine = make_engine(runner, "d2sd", max_batch=10, prefill_chunk=7, prefix_cache=False)
-        runner.window, engine.record_trace = cut, True
+        runner.drafts.window, engine.record_trace = cut, True
         sequences = [engine.submit(request) for request in some_requests()[3:7]]
         found = []
         while engine.busy:
@@ -70,7 +70,8 @@ def test_a_graph_has_one_page_table(windows: tuple[int | None, ...], freed: bool
     engine = make_engine(runner, "chain", max_batch=1)
     (sequence,) = engine.generate([Request((3, 1, 2) * 5, 20)])
     assert sequence.answer == greedy_text(tiny_decoder("qwen3", layers=2, head_dim=16), [3, 1, 2] * 5, 20)
-    assert runner.longest_window == (6 if freed else None)
+    windowed = runner.layout.bytes_of(4).windowed
+    assert (windowed and windowed.window) == (6 if freed else None)
     tables = [table for table in graph.tables if table.any()]
     assert len(tables) > 3
     assert all(bool(table[0, 0]) != freed for table in tables[1:])

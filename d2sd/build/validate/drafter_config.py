@@ -347,7 +347,7 @@ def _prefilled_runner(bundle: Bundle, drafters: Mapping[Place, Drafter], plain: 
     target, served = prepare_for_inference(bundle.target, drafters)
     runner = ModelRunner(target, cast("dict[DrafterRole, DraftModel]", served))
     runner.allocate(PoolSizes(1 + len(plain), max(len(sequence.tokens) for sequence in plain), states=2))
-    state_ids = torch.tensor([1]) if runner.state_bytes else None
+    state_ids = torch.tensor([1]) if runner.layout.state_bytes else None
     chunk = bundle.recipe.limits.prefill_chunk
     for page, sequence in enumerate(plain, 1):
         runner.copy_states([(0, 1)])
@@ -387,4 +387,4 @@ def _draft(runner: ModelRunner, place: Place, mask: int, page: int, anchor: Tens
     # Passed as kept prefix tokens, these masks replace the mask of the drafter's config.
     masks = torch.full((count, 1, slots), mask)
     branches = Branches(masks, torch.full((count, 1), slots), rejected=torch.full((count, 1), -1))
-    return runner.draft_second(batch, branches, cast("DrafterRole", place), 1).top1[:, 0]
+    return runner.drafts.second(batch, branches, cast("DrafterRole", place), 1).top1[:, 0]

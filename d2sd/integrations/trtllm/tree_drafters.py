@@ -116,7 +116,7 @@ class TreeDrafters(nn.Module):
         """
         page = self._manifest.recipe.limits.page_size
         each = -(-tokens // page)
-        size, free = (1 + slots * each) * self.runner.page_bytes(page), free_memory(self.runner.device)
+        size, free = (1 + slots * each) * self.runner.layout.bytes_of(page).page, free_memory(self.runner.device)
         text = f"{size / 1e9:.2f} GB for {slots} slots of {tokens:,} tokens, of {free / 1e9:.2f} GB that are free"
         if size > MOST_SHARE * free:
             raise D2SDError(

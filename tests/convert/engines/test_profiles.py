@@ -17,7 +17,7 @@ from d2sd.policies import PolicyName
 from d2sd.recipe import Builder, Recipe, Tree
 from d2sd.runtime.backends.exported import GraphDecoder, GraphDrafter, OnnxSession, Session, graph_drafter
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.memory import plan_kv_memory
+from d2sd.runtime.memory import PoolBytes, plan_kv_memory
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.convert.exported import Exported, ExportOnce
@@ -147,7 +147,7 @@ class Eager:
 
 
 def test_profiles_hold_the_pools_of_the_runtime() -> None:
-    memory = plan_kv_memory(LIMITS, RECIPE.tree.block_size, page_bytes=1)
+    memory = plan_kv_memory(LIMITS, RECIPE.tree.block_size, PoolBytes(1))
     for profile in make_profiles(RECIPE, "tensorrt", tiny_decoder().config):
         assert profile["k_pages_0"][2][0] == memory.pool_pages
         assert profile["page_table"][2][1] == 16, "a bucket that holds 13 pages"

@@ -24,7 +24,7 @@ from d2sd.modeling.drafters.head_configs import MarkovConfig
 from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import load_recipe
-from d2sd.runtime.model_runner import ModelRunner
+from d2sd.runtime.drafting.passes import DraftPasses
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import tree_bytes, write_project
@@ -116,14 +116,14 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.Monke
     role = DrafterRole.FIRST
 
     drafted: list[list[int]] = []
-    draft_second = ModelRunner.draft_second
+    second = DraftPasses.second
 
     def watched(*arguments: Any) -> Draft:
-        draft = draft_second(*arguments)
+        draft: Draft = second(*arguments)
         drafted.extend(draft.top1.flatten(1).tolist())
         return draft
 
-    monkeypatch.setattr(ModelRunner, "draft_second", watched)
+    monkeypatch.setattr(DraftPasses, "second", watched)
 
     def read(folder: Path, mask: int) -> list[list[int]]:
         drafted.clear()

@@ -21,6 +21,7 @@ from d2sd.runtime.batch import Batch
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
+from tests.runtime.cheating import changing
 from tests.runtime.cuda_graphs import test_capture as test_capturable
 from tests.runtime.cuda_graphs.test_capture import HOT, check_same, record, running
 from tests.runtime.helpers import BLOCK, BRANCHES, STEADY, copies, expected, plain, some_requests
@@ -62,9 +63,14 @@ class Coached(ModelRunner):
         self._texts = {
             r.seed: r.prompt + plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK) for r in some_requests()
         }
+        changing(self.drafts, "_pass", self._coached)
+        changing(self.drafts, "first", lambda draft, *_: self._within(FIRST, draft))
+        changing(self.drafts, "second", lambda draft, batch, branches, role, width: self._within(role, draft))
 
-    def _draft(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        logits, hidden = super()._draft(role, batch, blocks)
+    def _coached(
+        self, found: tuple[Tensor, Tensor], role: DrafterRole, batch: Batch, blocks: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        logits, hidden = found
         assert logits.shape[-1] == len(self.ids[role])
         place = {token: index for index, token in enumerate(self.ids[role])}
         for row, (seed, start) in enumerate(
@@ -76,12 +82,6 @@ class Coached(ModelRunner):
                     logits[row, :, slot, place[right]] += 12
                     self.told[role] += 1
         return logits, hidden
-
-    def draft_first(self, batch: Batch, width: int) -> Draft:
-        return self._within(FIRST, super().draft_first(batch, width))
-
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
-        return self._within(role, super().draft_second(batch, branches, role, width))
 
     def _within(self, role: DrafterRole, draft: Draft) -> Draft:
         assert not draft.logprob.isnan().any()
@@ -98,9 +98,9 @@ def test_what_a_vocabulary_lacks_is_not_gained() -> None:
 
 def test_one_copy_of_the_head_for_each_vocabulary() -> None:
     same, other, single = (Coached(frequent(24), ids) for ids in (frequent(24), frequent(16), None))
-    assert same.tables[FIRST].head is same.tables[SECOND].head
-    assert other.tables[FIRST].head is not other.tables[SECOND].head
-    assert single.tables[SECOND].head == single.target.raw_logits
+    assert same.drafts.tables[FIRST].head is same.drafts.tables[SECOND].head
+    assert other.drafts.tables[FIRST].head is not other.drafts.tables[SECOND].head
+    assert single.drafts.tables[SECOND].head == single.target.raw_logits
 
 
 # -- the same drafts as a whole head whose other tokens are impossible -------------------------------------------------
@@ -175,25 +175,25 @@ def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> No
     vocabularies = IDS, IDS[::2]
     target, *drafters, _ = copies()
     small = runner_of(target, *map(narrowed, drafters, vocabularies))
-    small.target_pool, small._own_pools, small.context = whole.target_pool, whole._own_pools, whole.context
+    small.drafts.read_from(whole.target_pool, whole.drafts._pools, whole.context)
     width = len(IDS[::2])
 
     def wanted(which: DrafterRole, logits: Tensor) -> Draft:
         ids = torch.tensor(vocabularies[which])
         return candidates(masked(logits, ids), batch.where.context_len, batch.sampling, width)
 
-    first = small.draft_first(batch, width + 3)  # there are not so many in the second vocabulary
+    first = small.drafts.first(batch, width + 3)  # there are not so many in the second vocabulary
     masks = torch.full((len(TEXTS), 1, BLOCK - 1), 63)
-    logits, _ = whole._draft(FIRST, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
+    logits, _ = whole.drafts._pass(FIRST, batch, torch.cat([batch.anchor[:, None, None], masks], -1))
     expected_first = wanted(FIRST, logits)
     check_equal(first, Draft(expected_first.tokens[:, 0], expected_first.logprob[:, 0]))
     for which in (FIRST, SECOND):
         length = torch.tensor([[0, 2, 3], [3, 1, 4], [1, 2, 0]])
         rejected = torch.tensor([[IDS[0], IDS[1], 8], [IDS[4], 62, -1], [IDS[2], IDS[3], IDS[6]]])
         branches = Branches(first.top1[:, None].expand(-1, BRANCHES, -1), length, rejected)
-        logits, _ = whole._draft(which, batch, restart_blocks(branches, batch.anchor, 63))
+        logits, _ = whole.drafts._pass(which, batch, restart_blocks(branches, batch.anchor, 63))
         check_equal(
-            small.draft_second(batch, branches, which, width + 3), wanted(which, mask_rejected(branches, logits))
+            small.drafts.second(batch, branches, which, width + 3), wanted(which, mask_rejected(branches, logits))
         )
 
 

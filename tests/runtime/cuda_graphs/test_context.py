@@ -263,7 +263,7 @@ def test_a_draft_does_not_run_before_what_was_left() -> None:
     engine.step()
     batch = engine.prepare(engine.scheduler.running).batch
     with pytest.raises(AssertionError, match="inject"):
-        runner.draft_first(batch, 1)
+        runner.drafts.first(batch, 1)
 
 
 def test_a_step_without_a_graph_finds_what_was_left() -> None:

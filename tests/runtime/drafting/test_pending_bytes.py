@@ -118,7 +118,7 @@ def test_answers_are_those_of_unbounded_queues(
     for rows in (10**6, 8):
         bound = few(monkeypatch, rows)
         runner = honest(windows)
-        limits = Limits(3, 64, 4, 10, 28 * runner.page_bytes(4))
+        limits = Limits(3, 64, 4, 10, 28 * runner.layout.bytes_of(4).page)
         engine = Engine(runner, made, limits)
         if graphs:
             RecordedGraphs(rerun=True).guard(engine)

@@ -51,7 +51,7 @@ def test_the_answers_stay_and_the_drafts_change(policy: str) -> None:
     taus = []
     for window in (None, Window(1, 8), Window(0, 1)):
         engine = make_engine(honest(case=policy), policy, max_batch=8, pages=40)
-        engine.runner.window = window
+        engine.runner.drafts.window = window
         sequences = run_staggered(engine, requests, gap=1)
         assert [s.answer for s in sequences] == [expected(request) for request in requests]
         taus.append([dict(s.stats.accepted) for s in sequences])

@@ -16,7 +16,7 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.lookup import find_copy
 from d2sd.plugins.trees import Branches, Draft, Tree
-from d2sd.policies import DrafterRole, FirstPass
+from d2sd.policies import FirstPass
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import sources_of
 from d2sd.runtime.grammar.grammar import has
@@ -52,9 +52,9 @@ class WatchedRunner(CheatingRunner):
         self._branches: Branches | None = None
         self.inside = self.outside = 0  # drafted nodes of constrained requests
 
-    def draft_second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
+    def _redrafted(self, honest: Draft, batch: Batch, branches: Branches, *others: object) -> Draft:
         self._branches = branches
-        return super().draft_second(batch, branches, role, width)
+        return super()._redrafted(honest, batch, branches, *others)
 
     def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
         self._watch(batch, tree)

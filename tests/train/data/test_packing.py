@@ -246,10 +246,10 @@ def test_training_forward_equals_the_serving_executor(which: int, anchor: int) -
     )
     branches = torch.where(torch.arange(BLOCK) < visible[:, None], packed.tokens[0], drafter.config.mask_token_id)
     runner.context.inject((DrafterRole(which),))
-    served = runner._draft(DrafterRole(which), batch, branches[None])[0][0][:, : BLOCK - 1]
+    served = runner.drafts._pass(DrafterRole(which), batch, branches[None])[0][0][:, : BLOCK - 1]
     torch.testing.assert_close(trained, served, rtol=0, atol=1e-4)
     if which == 0:
-        assert trained[0].argmax(-1).tolist() == runner.draft_first(batch, 1).top1[0, : BLOCK - 1].tolist()
+        assert trained[0].argmax(-1).tolist() == runner.drafts.first(batch, 1).top1[0, : BLOCK - 1].tolist()
 
 
 def test_processes_share_every_step() -> None:

@@ -89,7 +89,7 @@ def test_committed_state_equals_a_dense_pass(tmp_path: Path, monkeypatch: pytest
         table = server.drafters._table[request.py_seq_slot]
         for role in (DrafterRole.FIRST, DrafterRole.SECOND):
             k, v = server.drafters.runner.drafters[role].context_keys_values(dense.features, positions[None])
-            pool = server.drafters.runner._own_pools[role]
+            pool = server.drafters.runner.drafts._pools[role]
             for found, expected in ((pool.k, k), (pool.v, v)):
                 held = found[:, table[positions // pool.page_size], positions % pool.page_size]
                 torch.testing.assert_close(held, expected[:, 0], rtol=1e-4, atol=1e-5)
