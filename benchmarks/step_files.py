@@ -28,7 +28,7 @@ from tools.cuda import fake, guard
 
 ROOT = Path(__file__).resolve().parents[1]
 #: Most files on a CPU and captured: whoever reads a step reads as many.
-LIMITS = 48, 66
+LIMITS = 47, 61
 
 
 def run_through(files: set[Path], run: Any) -> Any:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
-from d2sd.modeling.inference import ServedModel, input_of
+from d2sd.modeling.inference import ServedModel
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import CosSin, KeysValues, Rotary, layer_of, norm_of
 from d2sd.modeling.state_pool import StatePass, StateRows
@@ -127,7 +127,7 @@ class Decoder(TargetModel):
         self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
     ) -> DecoderOutput:
         if self.compiled is not None:
-            given = input_of(self.compiled, tokens, self.embed_tokens)
+            given = self.compiled.input_of(tokens, self.embed_tokens)
             return DecoderOutput(*self.compiled(given, self.rotary, rows, pool, aux_layer_ids))
         x = self.embed_tokens(tokens)
         angles = self.angles(rows.positions, x.dtype)

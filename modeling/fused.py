@@ -39,7 +39,7 @@ fp32, twice the bytes, and the next op scales them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -53,8 +53,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
-from d2sd.modeling.fused_layer import FusedLayer
-from d2sd.modeling.fused_mixer import FusedAttention
+from d2sd.modeling.fused_layer import FusedAttention, FusedLayer
 from d2sd.modeling.fused_pass import Pass, PassWithContext, Shared, numbers
 from d2sd.modeling.inference import ContextLayers, LayerOutputs
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows, windowed
@@ -139,8 +138,6 @@ def _share_input_scale(layers: Sequence[Layer]) -> None:
 class FusedLayers(ContextLayers):
     """A model's layers and last norm. They hold no parameters: they can only serve."""
 
-    takes_tokens = True
-
     def __init__(
         self,
         body: BodyConfig,
@@ -195,6 +192,10 @@ class FusedLayers(ContextLayers):
             return None
         k, v = (torch.cat([cast("Tensor", getattr(head, name)) for head in heads]) for name in ("k_scale", "v_scale"))
         return k, v
+
+    def input_of(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
+        # Subclasses of nn.Embedding do more than look up.
+        return TokenRows(tokens, embed.weight.detach()) if type(embed) is nn.Embedding else embed(tokens)
 
     def forward(
         self,

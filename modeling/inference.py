@@ -28,8 +28,6 @@ LayerOutputs = (
 class InferenceLayers(nn.Module):
     """All layers of a model and its last norm."""
 
-    #: Look the embeddings of tokens up themselves.
-    takes_tokens: ClassVar[bool] = False
     #: Read pages by one page table: graphs take no second.
     one_page_table: ClassVar[bool] = False
     #: Products and attention are batch-invariant on CUDA.
@@ -44,6 +42,10 @@ class InferenceLayers(nn.Module):
     def kv_scales(self) -> tuple[Tensor, Tensor] | None:
         """Scales of FP8 pages, (k, v), [L] fp32 each; None where the pages are not FP8."""
         return None
+
+    def input_of(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
+        """The input for tokens [B, T]: embeddings, or tokens and the table where the layers look embeddings up."""
+        return embed(tokens)
 
     def forward(
         self, x: Any, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
@@ -118,11 +120,3 @@ class ServedModel(nn.Module):
         self.compiled = layers
         if not self.keeps_layers:
             self.layers = nn.ModuleList()
-
-
-def input_of(layers: InferenceLayers, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor | TokenRows:
-    """The input of `layers` for tokens [B, T]: those and the table, where they look embeddings up; else embeddings."""
-    # Subclasses of nn.Embedding do more than look up.
-    if layers.takes_tokens and type(embed) is nn.Embedding:
-        return TokenRows(tokens, embed.weight.detach())
-    return embed(tokens)

@@ -21,7 +21,7 @@ from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.heads import Head, conditioned
 from d2sd.modeling.drafters.interface import DraftModel, Tables
-from d2sd.modeling.inference import ContextLayers, input_of
+from d2sd.modeling.inference import ContextLayers
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Product
@@ -158,7 +158,7 @@ class Drafter(DFlashModel):
         if not isinstance(layers, ContextLayers):
             return super().inject_and_draft(context, tokens, embed, rows, pool)
         own = self.mask_embedding is not None
-        x = self.embedded(tokens, embed) if own else input_of(layers, tokens, embed)
+        x = self.embedded(tokens, embed) if own else layers.input_of(tokens, embed)
         front = Front(self.fc(context.features.flatten(0, 1)), self.hidden_norm.weight, context.positions)
         return layers.with_context(context, front, x, self.rotary, rows, pool, block=block, head=head)
 

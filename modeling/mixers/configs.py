@@ -15,7 +15,7 @@ from d2sd.modeling.shapes import LinearShape, Parts
 
 if TYPE_CHECKING:
     from d2sd.modeling.config import BodyConfig
-    from d2sd.modeling.fused_mixer import FusedMixer
+    from d2sd.modeling.fused_layer import FusedMixer
     from d2sd.modeling.layers import Mixer
     from d2sd.modeling.state_pool import StateRows
 

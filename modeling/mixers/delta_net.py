@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.feed_forward import sigmoid
-from d2sd.modeling.fused_mixer import FusedMixer
+from d2sd.modeling.fused_layer import FusedMixer
 from d2sd.modeling.layers import CosSin, Mixer, RMSNorm
 from d2sd.modeling.product import Linear, Product, unjoinable
 from d2sd.modeling.state_pool import StatePass, StatePool, StateRows

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from d2sd.modeling.fused_mixer import FusedMixer
+from d2sd.modeling.fused_layer import FusedMixer
 from d2sd.modeling.layers import CosSin, Mixer
 from d2sd.modeling.product import Linear, Product
 from d2sd.modeling.state_pool import StatePass, StatePool, StateRows

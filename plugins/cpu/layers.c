@@ -9,7 +9,6 @@
 #endif
 
 #include "attention.h"
-#include "copies.h"
 #include "delta.h"
 #include "drafts.h"
 #include "linear.h"

@@ -40,7 +40,7 @@ def end(
     torch.gt(active, stopped | (length >= limit), out=still_active)
 
 
-@op(OP, launcher="rows")
+@op(OP, launcher="kernel")
 def commit(
     path: Tensor,
     count: Tensor,

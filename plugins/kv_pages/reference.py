@@ -30,7 +30,7 @@ OP = "the paged K/V write"
 
 
 def _picked(k: Tensor, v: Tensor, k_pages: Tensor, *_: object, **__: object) -> Implementation:
-    return pick(OP, k_pages, pages=True, library=supported(k, v, k_pages))
+    return pick(OP, k_pages, pages=True, library=k_pages.is_cpu and supported(k, v, k_pages))
 
 
 @op(OP, launcher="kernel", picked=_picked)

@@ -24,7 +24,7 @@ from d2sd.plugins.trees import Accepted, Draft
 OP = "prompt lookup"
 
 
-@op(OP, of="pages", library=True)
+@op(OP, launcher="kernel", of="pages", library=True)
 def find_copy(text: Text, first: Draft, scores: CopyScores, temperature: Tensor) -> Copy:
     """The continuation of the longest match of each text's end in the text itself.
 
@@ -57,7 +57,7 @@ def find_copy(text: Text, first: Draft, scores: CopyScores, temperature: Tensor)
     return Copy(Draft(copied[..., None], logprob[..., None]), matched[:, 0])
 
 
-@op(OP, of="pages")
+@op(OP, launcher="kernel", of="pages")
 def append(text: Text, tokens: Tensor, accepted: Accepted, active: Tensor) -> None:
     """Write the accepted path of each request to the pages of its text, in place.
 

@@ -9,7 +9,6 @@ DRAFTS, TOKENS, FILTERS, SEARCH = (
 )
 KEPT = interpreted("filters", marks="not full")
 HANDOVER, LOOKUP = "plugins/handover/triton/kernel.py", "plugins/lookup/triton/kernel.py"
-ROWS = "plugins/handover/triton/rows.py"
 CHOICES, STATES, COPIES = interpreted("candidates", "choices"), interpreted("handover"), interpreted("lookup")
 
 MUTANTS = [
@@ -87,14 +86,18 @@ MUTANTS = [
     Mutant("top-p counts a token itself", SEARCH, "keys > middle", "keys >= middle", KEPT),
     Mutant(
         "features of a neighbouring node",
-        ROWS,
+        HANDOVER,
         "(request * nodes + node) * WIDTH + column",
         "(request * nodes + g) * WIDTH + column",
         STATES,
     ),
-    Mutant("rows of a request that rests are kept", ROWS, "(tl.load(active + request) != 0)", "True", STATES),
+    Mutant("rows of a request that rests are kept", HANDOVER, "(tl.load(active + request) != 0)", "True", STATES),
     Mutant(
-        "positions begin one late", ROWS, "tl.load(context_len + request) + g", "tl.load(context_len + request)", STATES
+        "positions begin one late",
+        HANDOVER,
+        "tl.load(context_len + request) + g",
+        "tl.load(context_len + request)",
+        STATES,
     ),
     Mutant("G1 an answer is one token longer", HANDOVER, "ends = length >= ", "ends = length > ", STATES),
     Mutant(

@@ -6,8 +6,7 @@ from functools import partial
 from typing import Any
 
 from d2sd.plugins.handover import begin, commit, end
-from d2sd.plugins.handover.triton.kernel import begin_kernel, end_kernel
-from d2sd.plugins.handover.triton.rows import commit_kernel
+from d2sd.plugins.handover.triton.kernel import begin_kernel, commit_kernel, end_kernel
 from tests.plugins.cases import Check, Kernel, some
 
 
