@@ -49,7 +49,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "drafts": ("right", "right", "right", "random", "nan"),
     "turns": ("never", "policies"),  # whether policies take turns
     "copies": ("none", "copies"),
-    "depth": ("block", "deeper"),
+    "depth": ("block", "deeper", "deepest"),
     "grammar": ("none", "thirds", "guided"),  # of some requests
     "sampling": ("greedy", "sampled", "parameters"),
     "room": ("alone", "batch", "tight"),

@@ -75,7 +75,7 @@ from tests.tiny import FLEX_CASES, PAIR_CASES, of_case, policy_name, prepared
 #: Models whose weights differ by so much, relatively, that tell whether rounding decides.
 SHAKEN, LAST_BITS = 8, 5e-7
 #: Tokens a step: of a block, and where copies go on behind a draft.
-DEPTHS = {"block": BLOCK, "deeper": 9}
+DEPTHS = {"block": BLOCK, "deeper": 9, "deepest": 32}
 #: Policies that `auto` has, and tokens a step that it expects of them, greedy and sampled.
 AUTO: tuple[Policy, ...] = (Off(1), Lookup(4), Chain(4), DDTree(4, lookup=True), DDTree(8))
 FORECAST = {name: ([1.0, 1.5, 2.0, 2.5, 2.6, 2.7, 2.8, 3.0],) * 2 for name in ("chain", "ddtree")}
