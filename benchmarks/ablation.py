@@ -71,6 +71,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
 REFERENCE = "decay"
 
 
+def data_of(recipe: TrainRecipe, bundle: Bundle, work: Path, dist: Dist) -> tuple[TrainingData, TrainingData]:
+    """Held-out responses, and those to train on, of a work folder of `d2sd train`."""
+    answers = ResponseGenerator(recipe, bundle, work, dist, bar, click.echo).all()
+    aux_layer_ids = recipe.shape.aux_layer_ids(bundle.target.config.body.num_layers)
+    with bar("features", len(answers)) as advance:
+        if recipe.data.features == "device":
+            found = device_features(bundle.target, aux_layer_ids, answers, advance)
+        else:
+            found = cache_features(bundle.target, aux_layer_ids, answers, work / "features.bf16", advance)
+    return found.split(recipe.data.held_out)
+
+
 @dataclass
 class Ablation:
     """Settings common to all variants."""
@@ -92,16 +104,7 @@ class Ablation:
 
     @cached_property
     def parts(self) -> tuple[TrainingData, TrainingData]:
-        """Held-out responses, and those to train on."""
-        answers = ResponseGenerator(self.recipe, self.bundle, self.work, self.dist, bar, click.echo).all()
-        aux_layer_ids = self.recipe.shape.aux_layer_ids(self.bundle.target.config.body.num_layers)
-        with bar("features", len(answers)) as advance:
-            if self.recipe.data.features == "device":
-                found = device_features(self.bundle.target, aux_layer_ids, answers, advance)
-            else:
-                file = self.work / "features.bf16"
-                found = cache_features(self.bundle.target, aux_layer_ids, answers, file, advance)
-        return found.split(self.recipe.data.held_out)
+        return data_of(self.recipe, self.bundle, self.work, self.dist)
 
     @property
     def data(self) -> TrainingData:

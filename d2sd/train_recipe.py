@@ -276,6 +276,8 @@ class FirstSettings(TrainSettings):
 class SecondSettings(TrainSettings):
     """Additional settings of a variable-prefix drafter's training."""
 
+    #: Number of decoder layers, the first ones of the first drafter; none: all. A second pass reads them once a step.
+    layers: Positive | None = None
     #: Base of the prefix distribution, Pr(n visible tokens) ∝ base^n; the default is the published one.
     prefix_base: Above0 = 0.9
     #: Share of blocks that start at the first drafter's first wrong token, as blocks do when serving.

@@ -73,12 +73,22 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
 
 
 def second_drafter(first: Drafter, settings: SecondSettings) -> Drafter:
-    """The initial second drafter: a copy of the first, for blocks with prefixes. It is plain DFlash: what the first has
-    besides is left out.
+    """The initial second drafter: a copy of the first, or of its first layers, for blocks with prefixes. It is plain
+    DFlash: what the first has besides is left out. Raises D2SDError if the first has fewer layers than it shall have.
     """
+    most = first.config.body.num_layers
+    layers = settings.layers or most
+    if layers > most:
+        raise D2SDError(
+            "the second drafter begins with the first one's layers",
+            where="second.layers",
+            found=layers,
+            expected=f"at most {most}",
+            fix="remove it to take all of them",
+        )
     config = replace(
         first.config,
-        body=replace(first.config.body, windows=(), causal=(), sinks=False),
+        body=replace(first.config.body, num_layers=layers, windows=(), causal=(), sinks=False),
         role="variable_prefix",
         prefix_weight_base=settings.prefix_base,
         draft_vocabulary=None,
