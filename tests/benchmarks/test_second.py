@@ -49,7 +49,7 @@ def test_restarts_are_counted_as_by_loops() -> None:
     data = exact_features(greedy_responses())
     first, second = new_drafter(), new_drafter(0.9)
     for parameter in second.parameters():
-        parameter += 0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel()))
+        parameter.add_(0.2 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(parameter.numel())))
     told = restarts(first, second, target(), data, WHOLE)
     rows = counted(first, second, data)
     assert told.tokens == pytest.approx(sum(map(sum, rows)) / sum(map(len, rows)))
