@@ -28,7 +28,7 @@ def draft_tables(target: TargetModel, drafters: Mapping[Role, DraftModel]) -> di
     heads: dict[object, Head] = {}
 
     def head(drafter: DraftModel) -> Head:
-        if drafter.draft_ids is None:
+        if drafter.draft_ids is None or drafter.autoregressive:  # which has a head of its own
             return target.raw_logits
         sharing = [d for d in drafters.values() if _key(d) == _key(drafter)]
         if _key(drafter) not in heads:

@@ -94,7 +94,8 @@ class Chunks:
     attn_mask: ChunkMask
     positions: Tensor  # [1, N] int64
     where: Where  # the pass advances its states
-    pages: tuple[Tensor, ...]  # [N] int64, the page of each row's position, by page table
+    #: [N] int64, the page of each row's position, by page table; and, last, that of the position before in the first.
+    pages: tuple[Tensor, ...]
 
     @staticmethod
     def of(lengths: Sequence[int], where: Where, page_size: int) -> Chunks:
@@ -104,7 +105,8 @@ class Chunks:
         request = torch.arange(len(lengths), device=device).repeat_interleave(starts.diff(), output_size=total)
         positions = torch.arange(total, device=device) + (where.context_len - starts[:-1])[request]
         column = positions // page_size
-        pages = tuple(table[request, column] for table in where.tables)
+        before = where.pages[request, (positions - 1).clamp(min=0) // page_size]
+        pages = *(table[request, column] for table in where.tables), before
         return Chunks(ChunkMask(tuple(lengths), starts), positions[None], where, pages)
 
     @property
@@ -198,6 +200,13 @@ class CommittedRows:
         places = (self.positions // self.page_size).clamp(max=last)
         pages = tuple(torch.where(self.keep, table.gather(1, places), 0).flatten() for table in self.tables)
         return ContextRows(self.features.flatten(0, 1), self.positions.flatten(), pages)
+
+    @property
+    def before(self) -> Tensor:
+        """[N] int64, the page of the position before each row, as `Chunks.pages` have it."""
+        table = self.tables[0]
+        places = ((self.positions - 1).clamp(min=0) // self.page_size).clamp(max=table.shape[1] - 1)
+        return table.gather(1, places).flatten()
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,9 +101,9 @@ class ModelRunner:
             ) from None
         self.text_pages, self.page_counts = None, sizes.counts
         self.target_pool, *pools = self.pools
-        with_context = {role: drafter for role, drafter in self.drafters.items() if drafter.has_context}
-        own = dict(zip(with_context, pools, strict=True))
-        self.context = DrafterContext(with_context, own, self._dtype)
+        own = dict(zip((role for role, each in self.drafters.items() if each.has_context), pools, strict=True))
+        late = {role: self.drafters[role] for role in own if role not in self.drafts.autoregressive}
+        self.context = DrafterContext(late, {role: own[role] for role in late}, self._dtype)
         self.drafts.read_from(self.target_pool, own, self.context)
         self.parallel = parallel_mode(self)
 
@@ -182,6 +182,7 @@ class ModelRunner:
         if self.text_pages is not None:
             self.text_pages[rows.pages[0], rows.positions % self.target_pool.page_size] = tokens
         self.context.add(rows._replace(pages=rows.pages[: self.context.tables]))
+        self.drafts.extend(tokens, rows, rows.pages[-1])
 
     @torch.inference_mode()
     def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
@@ -207,8 +208,13 @@ class ModelRunner:
         of_batch = accepted.count, batch.active, where.context_len
         features, positions, keep = handover.commit(path, *of_batch, out.features, tables, into)
         out.commit(self.target_pool, where, positions, keep, path)
-        page_size = self.target_pool.page_size
-        self.context.add(room or CommittedRows(features, tables, positions, keep, page_size))
+        rows = CommittedRows(features, tables, positions, keep, self.target_pool.page_size)
+        self.context.add(room or rows)
+        if self.drafts.autoregressive:
+            kept = slice(None) if self.static_shapes else keep.flatten()
+            features, positions, (pages, *_) = rows.rows
+            found = ContextRows(features[kept], positions[kept], (pages[kept],))
+            self.drafts.extend(verified.tokens.gather(1, path).flatten()[kept], found, rows.before[kept])
         if self.text_pages is not None:
             lookup.append(self.text(batch), verified.tokens, accepted, batch.active)
 

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, ExpertsConfig, Family, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput, TargetModel
 from d2sd.modeling.drafters.dflash import DFlashModel, Drafter
+from d2sd.modeling.drafters.eagle3 import Eagle3
+from d2sd.modeling.drafters.eagle3_config import Eagle3Config
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig, SelectorConfig
@@ -67,7 +69,7 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
 HYBRIDS: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe")
 #: Windows of its layers in turns.
 FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
-Model = TypeVar("Model", Decoder, Drafter, FlexHead)
+Model = TypeVar("Model", Decoder, Drafter, FlexHead, Eagle3)
 ROPE = RopeConfig(10000.0)
 #: Heads that score a candidate behind its parent.
 HEADS: dict[str, HeadConfig] = {
@@ -218,6 +220,26 @@ def tiny_flex(
     return head
 
 
+def tiny_eagle(
+    target: DecoderConfig,
+    *,
+    steps: int = 3,
+    draft_vocabulary: tuple[int, ...] | None = None,
+    target_layer_ids: tuple[int, ...] | None = None,
+    seed: int = 5,
+    **changes: Any,
+) -> Eagle3:
+    """A random EAGLE-3 head that, unless told, reads the first layer, the middle one and the last but one; `changes`
+    are of its layer, whose positions are not the target's.
+    """
+    body = target.body
+    layer = replace(body.dense(1), **{"rope": RopeConfig(500.0)} | changes)
+    usual = tuple(sorted({0, body.num_layers // 2, max(body.num_layers - 2, 0)}))
+    head = Eagle3(Eagle3Config(layer, target.vocab_size, 1 + steps, target_layer_ids or usual, draft_vocabulary))
+    randomise(head, seed, residual_gain=1.0)
+    return head
+
+
 #: Policies of a FlexDraft head, by the names that its own had: it stands in the first drafter's place.
 FLEX_CASES = ("flex", "flex_tree", "flex_parallel")
 #: Those of a pair, and all.
@@ -271,7 +293,7 @@ def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
             plain = not offset or "linear_attn.norm" in name
             mean = 1 if plain else 14 if ".post_" in name and gemma else 0  # as strong a write in front of a norm
             value = mean + 0.3 * noise
-        elif name.startswith(("embed_tokens", "lm_head")):
+        elif name.startswith(("embed_tokens", "lm_head", "draft_head")):
             value = 0.5 * noise  # the head's logits then spread by about 3
         else:
             value = noise * parameter.shape[1] ** -0.5

@@ -48,6 +48,8 @@ _KINDS = (
     Kind(
         "EAGLE-3 drafter", "it drafts one token after another", ("LlamaForCausalLMEagle3", "Eagle3Speculator"),
         {"eagle_config": (None,)},
+        "name it as drafters.first in a recipe, in the layout of SpecForge, EAGLE or ModelOpt",
+        "run as a DFlash drafter",
     ),
     Kind("Laguna drafter", "its projections are fused, and gated", ("DFlashLagunaForCausalLM",)),
     Kind(

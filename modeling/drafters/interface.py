@@ -8,13 +8,13 @@ embeds them, where it reads the context and what its head adds to the target's a
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
 from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.inference import ServedModel
-from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
+from d2sd.modeling.kv_pool import CommittedRows, ContextRows, KVPool, Rows
 from d2sd.plugins.trees.types import Draft
 
 # Shape letters: B requests, K blocks a request, G block size γ, C new context rows, E hidden, n auxiliary layers, L
@@ -27,6 +27,9 @@ class Tables(NamedTuple):
 
     embed: Callable[[Tensor], Tensor]  # ids [...] -> [..., E]
     head: Callable[[Tensor], Tensor]  # [..., E] -> [..., V or Vd], over the draft vocabulary
+    #: Logits [B, K, 1, V or Vd] of a slot, and its number -> its tokens [B, K], behind which the next pass drafts;
+    #: of autoregressive drafters alone.
+    choose: Callable[[Tensor, int], Tensor] = cast("Any", None)
 
 
 class DraftModel(ServedModel):
@@ -37,10 +40,16 @@ class DraftModel(ServedModel):
     mask_token_id: int  # in the masked slots of a block
     #: It has pages of its own, for K/V made of the target's features; others read the target's pages.
     has_context: ClassVar[bool] = True
+    #: Each slot is a pass behind a token that was chosen; `extend` takes tokens as they are committed.
+    autoregressive: ClassVar[bool] = False
     #: Fewest candidates of a slot that `conditioned` is given; 0: it is not called.
     pool: int = 0
     #: Its linear layers are FP8, and so is its copy of the target's head (`draft_head`).
     in_fp8: bool = False
+
+    def extend(self, tokens: Tensor, rows: ContextRows, before: Tensor, pool: KVPool, tables: Tables) -> None:
+        """Write what committed tokens [N] add to its pages; `before` [N]: pages of the positions before theirs."""
+        raise NotImplementedError
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         """Hidden states [B, T, E] of embedded rows x [B, T, E] over the context in `pool`, ready for the head."""

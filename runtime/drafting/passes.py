@@ -6,6 +6,8 @@ Places of rows and the masks among them are constants, made once: each op would 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -15,7 +17,7 @@ from d2sd.modeling.config import block_rows
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.draft_head import draft_tables
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import ContextRows, KVPool, Rows
 from d2sd.plugins import choice, trees
 from d2sd.plugins.cascade_attention import pack_mask_bits
 from d2sd.plugins.layer_ops import Behind
@@ -51,6 +53,7 @@ class DraftPasses:
             for role, config in configs.items()
         }
         self.tables = draft_tables(target, drafters)
+        self.autoregressive = [role for role, drafter in drafters.items() if drafter.autoregressive]
         self.window: Window | None = None  # of the context that drafters read; None: all of it
         # Most candidates that a slot can have in every draft, because several become one tree.
         sizes = [len(config.draft_vocabulary) for config in configs.values() if config.draft_vocabulary is not None]
@@ -84,6 +87,11 @@ class DraftPasses:
             blocks = blocks[..., : self.blocks[role].rows]
         return self._candidates(role, batch, blocks, width, branches)
 
+    def extend(self, tokens: Tensor, rows: ContextRows, before: Tensor) -> None:
+        """Let autoregressive drafters take committed tokens [N], and pages [N] of the positions before theirs."""
+        for role in self.autoregressive:
+            self._drafters[role].extend(tokens, rows, before, self._pools[role], self.tables[role])
+
     def nothing(self, batch: Batch) -> Draft:
         """A first draft [B, S, 1] that proposes nothing."""
         tokens, logprob = (part.expand(len(batch.anchor), -1, -1) for part in self._nothing)
@@ -104,14 +112,16 @@ class DraftPasses:
     ) -> Draft:
         """Candidates [B, K, S, M] of `blocks [B, K, R]`, of which one of masks alone has its anchor at least."""
         drafter, sampling = self._drafters[role], batch.sampling
-        logits, hidden = self._pass(role, batch, blocks)
+        logits, hidden = self._pass(role, batch, blocks, branches)
         most = self.width(max(width, drafter.pool))
         draft = choice.candidates(logits, batch.where.context_len, sampling, most, drafter.draft_ids, branches)
         if drafter.pool:
             draft = drafter.conditioned(draft, hidden, blocks, sampling.temperature, self.width(width))
         return draft.padded(self._slots, drafter.mask_token_id)
 
-    def _pass(self, role: DrafterRole, batch: Batch, blocks: Tensor) -> tuple[Tensor, Tensor]:
+    def _pass(
+        self, role: DrafterRole, batch: Batch, blocks: Tensor, branches: Branches | None = None
+    ) -> tuple[Tensor, Tensor]:
         """blocks [B, K, R], masked from each other -> logits [B, K, drafts, V or Vd] of their slots, in fp32, or in the
         head's own type where kernels read them; and their hidden states [B, K, drafts, E].
         """
@@ -123,9 +133,20 @@ class DraftPasses:
         rows = Rows(placed, attn_mask, batch.where, packed=packed)
         if self.window is not None:
             rows = self.window.cut(rows, pool.page_size)
+        if drafter.autoregressive:
+            tables = tables._replace(choose=partial(_chosen, batch, branches, drafter.draft_ids))
         hidden = drafter.draft_hidden(blocks, rows, pool, self._context.take(role), tables)
         logits = drafter.logits(hidden, blocks[:, :, 0], tables)
         return logits if choice.reads_any_type(logits) else logits.float(), hidden
+
+
+def _chosen(batch: Batch, branches: Branches | None, ids: Tensor | None, logits: Tensor, slot: int) -> Tensor:
+    """See `Tables.choose`: the best candidate, which a chain takes."""
+    if branches is not None:
+        here = branches.rejected.where(branches.prefix_len == slot, -1)
+        branches = replace(branches, prefix_len=torch.zeros_like(here), rejected=here)
+    place = batch.where.context_len + slot
+    return choice.candidates(logits.float(), place, batch.sampling, 1, ids, branches).top1[..., 0]
 
 
 class BlockRows(NamedTuple):

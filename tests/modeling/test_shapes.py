@@ -15,16 +15,19 @@ from d2sd.convert.checkpoint.headers import ITEMSIZES
 from d2sd.convert.checkpoint.weights import DTYPES, expected_shapes
 from d2sd.convert.drafter_kind import DrafterKind
 from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.modeling.config import DecoderConfig, Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.eagle3 import Eagle3
+from d2sd.modeling.drafters.eagle3_config import eagle_parts
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import flex_parts
 from d2sd.modeling.fp8 import linear_names, make_fp8, make_fp8_cache
 from d2sd.modeling.scheme import Scheme
 from d2sd.modeling.shapes import LinearShape, Parts, drafter_parts, linear_parts, shapes_of, target_parts
-from tests.tiny import HEADS, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import HEADS, tiny_decoder, tiny_drafter, tiny_eagle, tiny_flex
 
 FAMILIES: tuple[Family, ...] = get_args(Family)
 SCHEMES = {name: value for name, value in vars(schemes).items() if isinstance(value, Scheme)}
@@ -70,9 +73,16 @@ def test_flexdraft(anchored: bool, ids: tuple[int, ...] | None) -> None:
     check(FlexHead(config), flex_parts(config))
 
 
+@pytest.mark.parametrize("ids", [None, (1, 4, 5)])
+def test_eagle3(ids: tuple[int, ...] | None) -> None:
+    config = replace(tiny_eagle(tiny_decoder("qwen2").config).config, draft_vocabulary=ids)
+    check(Eagle3(config), eagle_parts(config))
+
+
 def test_fp8_layers_of_drafters() -> None:
     target = tiny_decoder()
-    cases: list[tuple[DrafterKind[Any, Any], Drafter | FlexHead]] = [
+    cases: list[tuple[DrafterKind[Any, Any], Drafter | FlexHead | Eagle3]] = [
+        (EAGLE3, tiny_eagle(target.config)),
         (DFLASH, tiny_drafter(target.config)),
         (FLEXDRAFT, tiny_flex(target)),
     ]

@@ -31,6 +31,8 @@ BLOCKS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "second smaller and shifted": ({"block_size": 9}, {"block_size": 2} | _SHIFTED),
     "one draft": ({"block_size": 1} | _SHIFTED, {"block_size": BLOCK}),
 }
+#: The first drafter is an EAGLE-3 head.
+EAGLE = "eagle3"
 #: FlexDraft drafts in these.
 DENSE = ("llama", "qwen2", "qwen3")
 #: Their rows are found on the host, or their states: no graph repeats what is recorded.
@@ -40,7 +42,7 @@ ON_HOST = tuple(name for name, body in FAMILY_BODIES.items() if "experts" in bod
 FEATURES: dict[str, tuple[str, ...]] = {
     "policy": (*CASES, "auto"),
     "family": tuple(FAMILY_BODIES),
-    "head": ("none", *HEADS),  # of the first drafter; the second has any
+    "head": ("none", *HEADS, EAGLE),  # of the first drafter, or what it is; the second has any
     "blocks": tuple(BLOCKS),
     "windows": tuple(WINDOWS),  # of layers; families with their own keep them where the target has none here
     "rows": ("all", "causal", "sinks"),  # what those of the drafters see
@@ -66,7 +68,10 @@ PLACES = {name: place for place, name in enumerate(FEATURES)}
 #: Values that do not go together.
 APART: tuple[tuple[str, Iterable[str], str, Iterable[str]], ...] = (
     ("policy", FLEX_CASES, "family", set(FAMILY_BODIES) - set(DENSE)),
-    ("policy", FLEX_CASES, "head", HEADS),
+    ("policy", FLEX_CASES, "head", (*HEADS, EAGLE)),
+    ("policy", ("d2sd",), "head", (EAGLE,)),
+    ("head", (EAGLE,), "rows", ("causal", "sinks")),
+    ("head", (EAGLE,), "drafters", ("both",)),
     ("policy", FLEX_CASES, "blocks", set(BLOCKS) - {"equal"}),
     ("policy", FLEX_CASES, "rows", ("causal", "sinks")),
     ("policy", ("d2sd",), "drafters", ("first",)),

@@ -12,18 +12,19 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.plugins.cpu import library
 from d2sd.runtime.grammar.grammar import Grammar
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.runtime.configurations import BLOCKS, DENSE, Configuration
+from tests.runtime.configurations import BLOCKS, DENSE, EAGLE, Configuration
 from tests.runtime.grammar.tokens import END, guidance, vocab_size
 from tests.runtime.helpers import BLOCK, WINDOWS
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import HEADS, HYBRIDS, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import HEADS, HYBRIDS, tiny_decoder, tiny_drafter, tiny_eagle, tiny_flex
 
-Models = tuple[Decoder, Drafter, Drafter, FlexHead | None]
+Models = tuple[Decoder, DraftModel, Drafter, FlexHead | None]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 ROWS: dict[str, dict[str, Any]] = {"all": {}, "causal": {"causal": (True,)}, "sinks": {"sinks": True}}
 BROKEN = torch.nan, torch.nan, torch.inf, -torch.inf, 3e38, 1e38, -1e38, 1e30, 1e19, -1e19
@@ -68,12 +69,20 @@ def models(dice: random.Random, one: Configuration) -> Models:
         ids = tuple(sorted(dice.sample(range(vocabulary(one) - 1), vocabulary(one) * 2 // 3)))
         first, second = (narrowed(drafter, ids) for drafter in (first, second))
     made: list[Any] = [target, first, second]
+    if one.head == EAGLE:
+        made[1] = tiny_eagle(
+            target.config,
+            steps=first.config.drafts,
+            draft_vocabulary=ids,
+            target_layer_ids=first.config.target_layer_ids,
+            seed=seed,
+        )
     if one.family in DENSE:
         anchored = one.turns == "never" and one.policy != "flex_parallel" and dice.random() < 0.5
         made.append(tiny_flex(target, block_size=BLOCK, anchored=anchored, draft_vocabulary=ids))
     if one.drafts == "nan":
         for drafter in made[1:]:
-            norm = drafter.norm.weight if isinstance(drafter, Drafter) else drafter.mask_embedding
+            norm = drafter.mask_embedding if isinstance(drafter, FlexHead) else drafter.norm.weight
             norm.data.fill_(torch.nan)
     if one.weights == "broken":
         break_weight(made[0] if dice.random() < 0.8 else dice.choice(made), dice)

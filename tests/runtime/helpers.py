@@ -316,6 +316,8 @@ def check_pages(
     tables = {0: table} if windowed_table is None else {0: table, 1: windowed_table}
     check_pool(runner.pools[0], tables, out.k[:, 0], out.v[:, 0])
     for drafter, pool in zip(with_context, runner.pools[1:], strict=True):
+        if drafter.autoregressive:
+            continue  # tests/runtime/test_eagle3.py
         k, v = drafter.context_keys_values(out.features, torch.arange(len(tokens))[None])
         check_pool(pool, tables, k[:, 0], v[:, 0])
 

@@ -68,7 +68,7 @@ class Coached(ModelRunner):
         changing(self.drafts, "second", lambda draft, batch, branches, role, width: self._within(role, draft))
 
     def _coached(
-        self, found: tuple[Tensor, Tensor], role: DrafterRole, batch: Batch, blocks: Tensor
+        self, found: tuple[Tensor, Tensor], role: DrafterRole, batch: Batch, blocks: Tensor, *_: object
     ) -> tuple[Tensor, Tensor]:
         logits, hidden = found
         assert logits.shape[-1] == len(self.ids[role])

@@ -198,7 +198,7 @@ def test_inputs_name_no_page_for_what_is_left_over() -> None:
     limits: Limits = engine.limits
     inputs = PrefillInputs(torch.arange(20), [7, 13], Where(torch.tensor([[1, 2], [3, 4]]), torch.tensor([0, 1])))
     tokens, chunks = engine.steps.prefills._host_inputs(inputs, 30)
-    positions, (pages,), table = chunks.positions, chunks.pages, chunks.where.pages
+    positions, (pages, _), table = chunks.positions, chunks.pages, chunks.where.pages
     assert chunks.attn_mask.starts.tolist() == [0, 7, 20, 30]
     assert tokens[20:].tolist() == pages[20:].tolist() == [0] * 10
     assert positions[0].tolist() == [*range(7), *range(1, 14), *range(10)]
