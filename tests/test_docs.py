@@ -50,7 +50,7 @@ def links(path: Path) -> Iterator[str]:
 
 
 def test_generated_pages_are_current() -> None:
-    """They have all flags of all commands: a new one needs a reason, for a new knob belongs into the recipe."""
+    """Pages have all flags of all commands: a new one needs a reason, for a new knob belongs in the recipe."""
     pages = runpy.run_path(str(DOCS / "generate.py"))["pages"]()
     for name, text in pages.items():
         assert (DOCS / "reference" / name).read_text("utf-8") == text, f"{name}: run python docs/generate.py"
@@ -108,7 +108,7 @@ def test_paths_that_documents_name_exist(path: Path) -> None:
 
 
 def test_files_of_a_listed_folder_exist() -> None:
-    """Those that a page lists one a line, under the folder's name."""
+    """Pages list files one a line, under the folder's name."""
     found = 0
     for path in WRITTEN:
         for folder, lines in re.findall(

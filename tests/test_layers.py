@@ -147,7 +147,7 @@ def test_layers_import_downwards(room: str) -> None:
 
 @pytest.mark.parametrize("room", [room for room in ROOMS if room != "plugins"])
 def test_layers_above_the_ops_import_no_launcher(room: str) -> None:
-    """They call the op, which chooses its implementation: `d2sd.plugins.dispatch.op`."""
+    """Callers use the op, which chooses its implementation: `d2sd.plugins.dispatch.op`."""
     own = [module for module in files() if room_of(module) == room]
     names = ((module, i.name) for module in own for i in imports(module))
     launchers = [pair for pair in names if pair[1].startswith("d2sd.plugins.") and "triton" in pair[1].split(".")]

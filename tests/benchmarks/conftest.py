@@ -1,4 +1,4 @@
-"""What the GPU suite sets in the environment stays in the test that runs it."""
+"""Environment variables that the GPU suite sets are restored after each test."""
 
 from __future__ import annotations
 

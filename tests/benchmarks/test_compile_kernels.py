@@ -17,7 +17,7 @@ from tests.plugins.cases import kernels
 
 @pytest.fixture(autouse=True)
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a lane keeps is not a test's to change."""
+    """Kept results of lanes go to a folder of the test, so that no test changes a lane's."""
     monkeypatch.setattr(compile_kernels, "KEPT", tmp_path / "kept.json")
 
 

@@ -26,7 +26,7 @@ OLD = "triton 3.6.0 leaves out a fence"
 
 @pytest.fixture
 def old_triton(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As on a GPU with torch 2.11."""
+    """Triton 3.6 is reported, as on a GPU with torch 2.11."""
     monkeypatch.setattr(dispatch, "triton_version", lambda: Version("3.6.0"))
     dispatch.unsupported.cache_clear()
     yield

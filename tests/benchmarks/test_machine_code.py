@@ -69,7 +69,7 @@ def checked(capability: int, *, ahead: bool, fixed: bool = True, stages: int) ->
 
 @pytest.mark.parametrize("capability", [90, 100])
 def test_a_loop_that_waits_for_its_own_copies_is_refused(capability: int) -> None:
-    """As attention was: its page numbers were loaded where they are used, so that no copy ran ahead."""
+    """Attention once was such a loop: its page numbers were loaded where they are used, so that no copy ran ahead."""
     loop, *_ = checked(capability, ahead=False, stages=2)
     assert loop.product
     assert (loop.overlap, loop.tile) == (0, 32)
@@ -93,7 +93,7 @@ def test_narrow_copies_are_refused() -> None:
 
 
 def test_spills_are_seen() -> None:
-    """Of one warp, whose threads may not use the registers that they need."""
+    """A kernel of one warp spills when its threads may not use the registers that they need."""
     assert compiled(90, ahead=True, stages=4, num_warps=1).spilled == 0
     assert compiled(90, ahead=True, stages=4, num_warps=1, maxnreg=40).spilled > 0
 
@@ -178,7 +178,7 @@ def test_no_kernel_waits_on_an_architecture_without() -> None:
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("capability", [89, 90, 100, 120])
 def test_the_order_of_a_kernel(capability: int) -> None:
-    """Of the product, and of one that does not wait."""
+    """A kernel of the product waits before it reads; one that does not wait is reported."""
     page = kernels()["write_pages_kernel"]
     done = compile_kernel(page.kernel, page.launches["write bf16 path"], capability)
     assert done.dependent == (capability >= 90)

@@ -56,7 +56,7 @@ def test_what_its_own_converter_writes_is_our_file_again(tmp_path: Path) -> None
 @pytest.mark.parametrize("head", [name for name in HEADS if name != "pair"])  # which it does not know
 @pytest.mark.parametrize("whole", [True, False], ids=["whole vocabulary", "draft vocabulary"])
 def test_its_heads_score_pairs_the_same(tmp_path: Path, head: str, whole: bool) -> None:
-    """Of DSpark and DFlash 2: logits of a block, its convolutions included, and what each token is worth behind one."""
+    """Logits of a block and scores of each token behind another equal DSpark's and DFlash 2's."""
     if head == "selector" and not whole:
         pytest.skip("speculators wants all tokens for DFlash 2")
     decoder, plain = tiny_pair()

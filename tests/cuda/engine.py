@@ -1,4 +1,4 @@
-"""What an engine does around its graphs, on fake CUDA tensors: run by tests/runtime/test_fake_cuda.py.
+"""Work of an engine around its graphs, on fake CUDA tensors: run by tests/runtime/test_fake_cuda.py.
 
 A step is one copy in, one graph without any copy, and one copy out; a prefill is one copy in, and one out for each 64
 prompt tokens that are reported. The host waits for none of them.

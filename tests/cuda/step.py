@@ -130,7 +130,7 @@ EXPERTS = ExpertsConfig(8, 2, 64, normalized=True)
     ("extra", "launches"), [({}, 20), ({"bias": True, "limit": 7.0}, 29)], ids=["Qwen3", "gpt-oss"]
 )
 def test_experts_are_launches_in_place_of_an_mlp(extra: dict[str, Any], launches: int, size: int) -> None:
-    """Of static shapes, and nothing is read: a graph captures them."""
+    """Experts have static shapes and the host reads nothing, so that a graph captures them."""
     dense = steps("hybrid", (GREEDY,), size=size, layers=4)
     watch = steps("hybrid", (GREEDY,), size=size, layers=4, experts=replace(EXPERTS, dense_layers=(2,), **extra))
     assert watch.copies == []
@@ -203,7 +203,7 @@ def test_steps_on_the_meta_device_have_these_launches(policy: str) -> None:
 
 @pytest.mark.parametrize(("layers", "changes", "each"), [(2, {}, 8), (8, HYBRID, 10)], ids=["dense", "hybrid"])
 def test_prompts_of_any_number_are_one_pass(layers: int, changes: dict[str, Any], each: int) -> None:
-    """As many launches, one attention a layer among them; one copy goes in, and nothing is read back."""
+    """Three prompts take as many launches as one, with one attention a layer; one copy goes in, none comes back."""
     found = []
     with fake_gpu(watch := Watch()):
         made = runner(layers, 2, fp8=False, roles=() if changes else tuple(DrafterRole), **changes)

@@ -101,7 +101,7 @@ def test_what_a_kernel_writes_is_what_it_stores(name: str) -> None:
 
 @torch.inference_mode()
 def test_an_fp8_product_of_few_rows_is_one_launch() -> None:
-    """Its weights once, as for PyTorch's; the sums of its four shares are written and read back."""
+    """Weights are read once, as by PyTorch's product; the sums of the four shares are written and read back."""
     x, values = (torch.empty(rows, 4096, dtype=torch.float8_e4m3fn, device="meta") for rows in (16, 4096))
     one, arrived = fp32(), torch.zeros(32, dtype=torch.int32, device="meta")
     weights = Weights(values, torch.bfloat16, scales=(one, one), arrived=arrived)

@@ -56,7 +56,7 @@ class Base:
 
 
 def drafting(name: PolicyName, patch: pytest.MonkeyPatch, *, lookup: bool = False) -> Watch:
-    """What the second step of generations alone launches and copies; the first makes what is made once."""
+    """Launches and copies of the second step of generations alone; the first step makes what is made once."""
     watch = Watch()
     patch.setattr(tree_drafters, "free_memory", lambda device: 10**12)
     with fake_gpu(watch):

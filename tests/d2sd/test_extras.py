@@ -43,7 +43,7 @@ def test_a_clone_that_is_not_installed_names_itself(monkeypatch: pytest.MonkeyPa
 
 
 def test_no_file_installs_d2sd_from_an_index() -> None:
-    """Who registers that name would own the machines of those who paste the line."""
+    """The owner of that name in the index would run code on the machines of those who paste the line."""
     written = [path for path in ROOT.iterdir() if path.is_file()]
     written += [path for folder in WRITTEN for path in (ROOT / folder).rglob("*") if path.is_file()]
     for path in written:

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says of its licence, and which licences are told aloud."""
+"""Licences that a checkpoint's folder states, and those that are printed."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
     "changes", [["checks.prompts={}"], ["precision=bf16", "fp8.prompts={}"]], ids=["checks", "fp8"]
 )
 def test_the_plan_reads_the_prompts_that_a_build_would(tmp_path: Path, changes: list[str], value: str) -> None:
-    """They were missed only after all conversion."""
+    """Missing prompts were once reported only after all conversion."""
     recipe = write_project(tmp_path / "project")
     overrides = [word for change in changes for word in ("--set", change.format(value))]
     refused(run_cli("build", recipe, "--plan", *overrides), f"project/{value}")

@@ -232,7 +232,7 @@ def test_aliases_are_expanded() -> None:
 
 
 def test_twenty_thousand_keys_take_no_time(tmp_path: Path) -> None:
-    """They were compared pair by pair; a quadratic check of as many would take minutes."""
+    """Keys were once compared pair by pair; a quadratic check of as many would take minutes."""
     keys = "".join(f"k{i}: 1\n" for i in range(9_000))
     start = time.process_time()
     with pytest.raises(RecipeError, match=r"also: 8\d+ more"):

@@ -33,7 +33,7 @@ BUILT = ["bf16", "fp8={}"]
 
 
 def second(name: str) -> str:
-    """As the header says to add the trained second drafter."""
+    """Override that adds the trained second drafter, as in the recipe's header."""
     return f"drafters.second.path=../checkpoints/{name}-pair/second"
 
 
@@ -330,7 +330,7 @@ def test_trainings_differ_by_their_model_alone() -> None:
     ],
 )
 def test_build_and_generate(tmp_path: Path, name: str, drafters: str, precision: str) -> None:
-    """As shipped, with the first drafter alone, and with the second as the header says; smaller in tokens only."""
+    """Recipes run as shipped, with the first drafter alone, and with the second as in the header, on fewer tokens."""
     write_shrunken(lay_out(tmp_path) / "checkpoints", name)
     overrides = ["limits.max_batch=2", "limits.max_context=256", "sampling.max_new_tokens=8", "checks.count=1"]
     overrides += [PRECISIONS[precision], *UNDESCRIBED]

@@ -50,7 +50,7 @@ class Stamp:
 
 
 def counted(lane: Lane, output: str, status: int) -> tuple[int, int, int]:
-    """What passed, failed and was skipped by the lane's output and exit status.
+    """Counts of passed, failed and skipped tests by the lane's output and exit status.
 
     A lane that ends with an error has failed once at least, and so has one in which nothing passed: a lane without a
     test that ran proves nothing.

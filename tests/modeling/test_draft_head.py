@@ -29,7 +29,7 @@ def drafter_of(target: Decoder, *, fp8: bool, ids: tuple[int, ...] | None = IDS)
 
 
 def hidden_of(drafter: Drafter, count: int = 64) -> Tensor:
-    """What the last norm gives, one row with a single large number: the worst that a bound must hold for."""
+    """Outputs of the last norm, one row with a single large number: the worst that a bound must hold for."""
     x = torch.randn(count, drafter.config.body.hidden_size, generator=torch.Generator().manual_seed(5))
     x[0] = 0.0
     x[0, 3] = 1e4

@@ -73,7 +73,7 @@ class Reference:
         return out
 
     def logits(self) -> Vector:
-        """Of the slot behind the last row."""
+        """Logits of the slot behind the last row."""
         normed = rms_norm(self.last, self.weights["norm.weight"], self.layer.rms_norm_eps)
         found: Vector = self.weights["draft_head.weight"] @ normed
         return found

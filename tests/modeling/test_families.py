@@ -94,7 +94,7 @@ def pair(case: str) -> Pair:
 
 
 def _random(name: str, noise: Tensor) -> Tensor:
-    """Of logits that spread by about 3; what enters gpt-oss's SwiGLU exceeds its limit here and there."""
+    """Draws weights whose logits spread by about 3; inputs of gpt-oss's SwiGLU exceed its limit here and there."""
     if "norm" in name:
         return 1 + 0.3 * noise
     gains = {"embed_tokens": 3.0, "lm_head": 3.0, "gate_up_proj": 3.0}

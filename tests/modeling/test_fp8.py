@@ -118,7 +118,7 @@ def test_layers_of_one_product_are_rounded_with_one_scale() -> None:
 
 @torch.inference_mode()
 def test_a_drafter_in_fp8_alone_is_packed_in_its_own_type() -> None:
-    """Its first parameter is fc's, in FP8."""
+    """The drafter's first parameter is fc's, in FP8."""
     drafter = tiny_drafter(tiny_decoder().config).bfloat16()
     drafter = in_fp8(drafter, linear_names(drafter))
     features, places = torch.randn(1, 5, 64).bfloat16(), torch.arange(5)[None]

@@ -122,7 +122,7 @@ def test_fused_layers_are_the_layers(family: Family, bias: bool, dtype: torch.dt
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])
 def test_parts_are_summed_behind_both_branches(family: Family) -> None:
-    """As ranks of tensor parallelism do; here the sum is a part twice, and the sums of both are equal in number."""
+    """Tensor parallelism sums so; here the sum is a part twice, and fused and plain models sum equally often."""
     target, drafter = pair(tiny_decoder(family, attention_bias=True))
     counts: Counter[str] = Counter()
 
@@ -198,7 +198,7 @@ FP8 = {"16 bits": (False, False), "the target in FP8": (True, False), "both in F
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
 def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -> None:
-    """Its mask rows pass the target's own MLPs, before and after it is fused, and no weight is there twice."""
+    """Mask rows pass the target's own MLPs, before and after it is fused, and no weight is there twice."""
     dtype, within = (torch.float32, 2e-5) if narrow else (torch.bfloat16, 0)
     target = tiny_decoder("qwen3" if narrow else "qwen2").to(dtype)
     target = in_fp8(target, linear_names(target), cache=True) if narrow else target

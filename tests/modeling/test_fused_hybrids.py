@@ -95,7 +95,7 @@ def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [case for case in CONFIGS if not case.startswith("LFM2")])
 def test_gates_of_another_type_are_a_product_of_their_own(case: str) -> None:
-    """As of public checkpoints, which leave b and a in 16 bits."""
+    """Public FP8 checkpoints leave b and a in 16 bits."""
     model = copy_of(case, packed=False)
     small = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
     model = in_fp8(model, linears(model, lambda name: not name.endswith(small)))

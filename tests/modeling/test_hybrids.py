@@ -150,5 +150,5 @@ def test_rows_of_a_tree_have_the_logits_of_their_paths(case: str) -> None:
 @cases
 @torch.no_grad()
 def test_features_are_outputs_of_the_layers(case: str) -> None:
-    """Of a gated delta net, of a layer that attends, and of the last one, before the last norm."""
+    """Layers are a gated delta net, one that attends, and the last one, before the last norm."""
     check_features(copy_of(case), pair(case).theirs, (0, 1, 4), TOLERANCE)

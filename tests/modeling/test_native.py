@@ -138,7 +138,7 @@ def test_bits_of_a_row_are_its_own(dtype: torch.dtype, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_behind_a_window_are_its_own(dtype: torch.dtype) -> None:
-    """Of which layers one ends among the rows of a tree, one in a page and one at the end of another."""
+    """Windows end among the rows of a tree, within a page, and at the end of another."""
     check_bits(packed(tiny_decoder("qwen3", head_dim=16, heads=6, windows=(4, 19, 16), sinks=True).to(dtype)))
 
 
@@ -181,7 +181,7 @@ def one_by_one(decoder: Decoder, text: torch.Tensor, context: int) -> list[tuple
 
 @pytest.mark.parametrize("garbage", [torch.nan, torch.inf])
 def test_what_is_in_front_of_a_window_is_never_read(garbage: float) -> None:
-    """Its pages hold garbage, or there are none: their numbers are 0, or beyond the pool."""
+    """Pages before a window hold garbage, or have been freed: their numbers are 0, or beyond the pool."""
     native = packed(tiny_decoder("qwen3", head_dim=16, windows=(6, 3, 6)))
     pool, table = filled(native, random_tokens(native, 2, 33))
     context, (depth, mask) = torch.tensor([33, 21]), random_tree(2, 9)
@@ -263,7 +263,7 @@ def test_keys_and_values_of_a_context(family: Family, dtype: torch.dtype, monkey
 @pytest.mark.slow
 @pytest.mark.parametrize("threads", [1, 2])
 def test_passes_of_one_model_in_several_threads_do_not_meet(threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share memory that grows: a pass must neither write into another's nor free it."""
+    """Passes share memory that grows: none may write into another's or free it."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     native = packed(tiny_decoder("qwen3", hidden=256, heads=4, kv_heads=2, head_dim=64))
     tokens = random_tokens(native, 1, 8)

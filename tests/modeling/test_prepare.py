@@ -44,7 +44,7 @@ def models(kind: str) -> tuple[Decoder, dict[str, DraftModel]]:
 
 
 def contents(model: ServedModel) -> dict[str, int]:
-    """Its modules."""
+    """The model's modules by name and identity."""
     return {name: id(module) for name, module in model.named_modules()}
 
 

@@ -86,7 +86,7 @@ def test_a_rank_reads_its_part_alone(rank: int, size: int, tmp_path: Path, monke
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "gpt_oss", "gemma3_text"])
 def test_every_family_is_read_in_parts(family: Family, tmp_path: Path) -> None:
-    """As a whole target is cut that has been read; what stands for all of a layer, such as a router, is whole."""
+    """A part is read as it would be cut from a whole target; modules of a whole layer, such as a router, are whole."""
     whole = tiny_decoder(family, tie=False)
     folder = write_target_dir(tmp_path, whole)
     for rank in range(2):

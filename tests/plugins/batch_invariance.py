@@ -83,7 +83,7 @@ class Text:
         )
 
     def check(self, rows: list[int], spare: int) -> None:
-        """These rows of every request, against each of them as the only row of a step."""
+        """Compares these rows of every request with each of them as the only row of a step."""
         whole = attended(self.call)
         for request in range(len(whole)):
             for row in rows:

@@ -81,7 +81,7 @@ def some(kind: str, *shape: int) -> Tensor:
 
 
 def implementations(folder: str, which: str) -> Any:
-    """Of all ops of a folder by their names: "reference", "triton" or "cpu"."""
+    """All ops of a folder by their names: "reference", "triton" or "cpu"."""
     import_module(f"d2sd.plugins.{folder}")
     return SimpleNamespace(**{op.name: getattr(op, which) for op in dispatch.OPS.values() if op.folder == folder})
 

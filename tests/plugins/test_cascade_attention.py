@@ -42,7 +42,7 @@ class Call:
 
     @property
     def mask(self) -> AttnMask:
-        """As models make it, for the rows' positions."""
+        """The mask that models make for the rows' positions."""
         context, depth = self.context, torch.zeros_like(self.attn_mask[..., 0]) if self.depth is None else self.depth
         length = context.context_len
         mask = windowed(Rows(length[:, None] + depth, self.attn_mask, Where(context.page_table, length)), self.window)
@@ -358,7 +358,7 @@ def spoiled(call: Call, request: int, row: int, number: float, *, keys: bool) ->
 @pytest.mark.parametrize("keys", [False, True])
 @pytest.mark.parametrize("exact", [False, True], ids=["reference", "compiled"])
 def test_a_broken_row_reaches_those_who_see_it(mask: Mask, number: float, whole: bool, keys: bool, exact: bool) -> None:
-    """Their results are not finite, and no bit of the others is another."""
+    """Results of rows that see it are not finite, and no bit of the others changes."""
     healthy = make(Shape(contexts=(9, 0, 4), rows=6, size=16), mask)
     healthy = behind(healthy, 4, steps(mask, healthy), sinks=keys)
     for row in range(6):

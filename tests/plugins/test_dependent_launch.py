@@ -50,7 +50,7 @@ def test_without() -> None:
 
 
 def test_the_switch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is read once, when kernels are loaded."""
+    """The variable is read once, when kernels are loaded."""
     for value, expected in (("1", False), ("0", True)):
         monkeypatch.setenv(NO_DEPENDENT_LAUNCH, value)
         assert runpy.run_path(dependent_launch.__file__)["_allowed"].get() == expected

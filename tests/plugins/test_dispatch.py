@@ -1,4 +1,4 @@
-"""Which implementation an op runs: kernels on CUDA, references on a CPU, never the other without a warning."""
+"""Ops run their kernels on CUDA and their references on a CPU, and fall back with a warning only."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 
 def run(device: str, size: int) -> None:
-    """Both ops over pages on this device, as far as the dispatch looks at them."""
+    """Calls both ops over pages on this device, as far as the dispatch looks at them."""
     stored = on_gpu(size, device=device)
     some: Any = torch.ones(1, 1, 1, dtype=torch.bool)
     cascade_attention(some, some, some, PagedContext(stored, stored, some, some), some)

@@ -62,7 +62,7 @@ def test_rows_go_where_loops_put_them(
 @pytest.mark.skipif(not library.available(), reason=f"no CPU kernels: {library.load()}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_any_strides_are_copied(dtype: torch.dtype) -> None:
-    """As a drafter's context gives them: layers and keys and values lie between the tokens."""
+    """A drafter's context has such strides: layers and keys and values are between the tokens."""
     wide = torch.randn(2, 4, 2, 2, 3, 8, generator=torch.Generator().manual_seed(2)).to(dtype)
     k, v = wide.movedim(3, 0).unbind(3)
     assert supported(k, v, wide)

@@ -108,7 +108,7 @@ def test_a_broken_row_reaches_those_who_see_it(name: str, number: float) -> None
 
 @pytest.mark.parametrize("window", [1, 3, 6])
 def test_blocks_behind_new_context(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a context the last rows, two at most, are not in the pages yet: some windows begin among them."""
+    """The last rows of a context, two at most, are not in the pages yet: some windows begin among them."""
     call = make(Shape(contexts=(0, 1, 13, 8), rows=5), everyone)
     call = behind(call, window, steps(everyone, call), sinks=True)
     given, context = inputs_of(call), call.context

@@ -16,9 +16,7 @@ PACES = (0.02, 0.2, 1.0)
 
 @contextmanager
 def in_order(order: str | int | None) -> Iterator[None]:
-    """Of the blocks that are not done the first or the last runs; or each at a pace of its own, by draws with this
-    seed; None: all.
-    """
+    """Chooses which unfinished blocks run: the first, the last, each at a random pace by this seed, or all for None."""
     draw = np.random.default_rng(order if isinstance(order, int) else 0)
     paces = draw.choice(PACES, 1024)  # of more blocks than any case has
 

@@ -82,7 +82,7 @@ def check_attention(capability: int, dtype: torch.dtype) -> None:
     ],
 )
 def test_a_row_behind_a_window(capability: int, kind: str) -> None:
-    """That ends among the rows of a tree, in a tile, and in a split behind the first; with sinks."""
+    """Windows end among the rows of a tree, in a tile, and in a split behind the first; with sinks."""
     with executed_as_ptx(capability):
         for contexts, tree, window in (((60, 3), True, 20), ((122,), True, 70), ((40,), True, 2), ((62,), False, 20)):
             shape = Shape(contexts=contexts, rows=9, kv_heads=1, group=4, size=16, page_size=16)

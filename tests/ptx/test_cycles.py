@@ -47,7 +47,7 @@ def sources(branches: int, *, copied: bool = False, told: bool = False) -> list[
     [(0, False, False), (4, False, False), (4, True, False), (7, True, False), (4, False, True)],
 )
 def test_growth(branches: int, copied: bool, told: bool) -> None:
-    """As large as it is served; each node comes after the one before it."""
+    """Trees are as large as they are served; each node comes after the one before it."""
     anchor, given = torch.tensor([7]), sources(branches, copied=copied, told=told)
     with executed_as_ptx(90, timed=True) as launches:
         tree = trees.best_first_tree.triton(anchor, given, NODES)

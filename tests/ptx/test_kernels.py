@@ -47,7 +47,7 @@ def as_ptx(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def checks_of(module: ModuleType) -> type:
-    """Its tests as a class, for pytest to collect."""
+    """The module's tests as a class, for pytest to collect."""
     tests = {name: staticmethod(test) for name, test in vars(module).items() if name.startswith("test_")}
     marks = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("as_ptx")]
     return type(module.__name__, (), {**tests, "pytestmark": marks})

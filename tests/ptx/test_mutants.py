@@ -95,7 +95,7 @@ def verdict(case: Attention, capability: int, *left_out: Mutant) -> str:
 
 
 def kernel(case: Attention, capability: int) -> str:
-    """Its PTX."""
+    """PTX of the case's kernel."""
     return run(case, capability)[3][0].ptx
 
 

@@ -30,7 +30,7 @@ ORDERS = ("first", "last", *range(4))
 
 @triton.jit  # type: ignore[untyped-decorator]
 def shares_kernel(arrived, parts, shares, sums, SPLITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Of the n-th of SPLITS programs: parts[n] = n, the shares that it is to merge, and the sum of all parts if any."""
+    """Sets parts[n] = n in the n-th of SPLITS programs, the shares that it merges, and the sum of all parts, if any."""
     number = tl.program_id(0)
     tl.store(parts + number, number)
     tl.debug_barrier()

@@ -1,4 +1,4 @@
-"""What engines are made of: features, which of their values go together, and a sample in which every pair meets.
+"""Features of engines, values that go together, and a sample in which every pair of values meets.
 
 A pair is a value of one feature beside a value of another. Most faults of software that is configured need no more than
 one pair (Kuhn, Wallace and Gallo, 2004), and all pairs of billions of engines are in some hundred.
@@ -138,7 +138,7 @@ def apart() -> frozenset[Pair]:
 
 
 def all_pairs() -> set[Pair]:
-    """Those that go together."""
+    """All pairs that go together."""
     pairs = combinations(FEATURES.items(), 2)
     return {(one, a, other, b) for (one, mine), (other, its) in pairs for a, b in product(mine, its)} - apart()
 

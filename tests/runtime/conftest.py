@@ -7,5 +7,5 @@ import pytest
 
 @pytest.fixture
 def layers_of_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU: the compiled layers of a CPU hide their operators."""
+    """Runs layers as on a GPU: the compiled layers of a CPU hide their operators."""
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)

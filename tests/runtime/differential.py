@@ -97,7 +97,7 @@ class Kept(ModelRunner):
 
 
 class Alone(Kept, OneTable):
-    """Of plain decoding."""
+    """A runner of plain decoding."""
 
 
 class Guarded(Kept, NaNScratch):

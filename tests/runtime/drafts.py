@@ -24,7 +24,7 @@ NONSENSE = (-1, 0.0)
 
 @dataclass(frozen=True)
 class Passes:
-    """Both passes of a few requests. Scores are multiples of a power of two, so that fp32 adds them up exactly."""
+    """Two draft passes of a few requests. Scores are multiples of a power of two, so that fp32 adds them up exactly."""
 
     batch: Batch
     seeds: tuple[int, ...]

@@ -32,7 +32,7 @@ NOT_FINITE = torch.nan, torch.inf, -torch.inf
 
 
 def vocabulary(one: Configuration) -> int:
-    """That of a tokenizer where its grammars are asked for."""
+    """Size of the vocabulary: a tokenizer's where grammars need one."""
     return vocab_size() if one.grammar == "guided" else VOCABULARY
 
 

@@ -61,7 +61,7 @@ class Pair:
         return tau * (1 + brings * shares[policy.num_branches // 2])
 
     def file(self) -> CalibrationFile:
-        """What `d2sd calibrate` writes."""
+        """The file that `d2sd calibrate` writes."""
         trees: dict[str, Callable[[int], Policy]] = {"chain": Chain, "ddtree": DDTree}
         trees["hybrid"] = lambda nodes: Hybrid(nodes, 4)
         if self.told:
@@ -161,7 +161,7 @@ def test_auto_is_as_fast_where_the_host_is_slow(host: float, ahead: bool, pair: 
 
 
 def test_few_branches_are_compared_in_small_trees() -> None:
-    """As many steps are timed and captured a batch size as with branches that never vary, and one fewer."""
+    """A batch size has as many timed and captured steps as with branches that never vary, and one fewer."""
     policies = candidate_policies(TREE, 64, ["chain", "ddtree", "hybrid"], BOTH)
     pairs = [(policy.num_nodes, policy.num_branches) for policy in policies if isinstance(policy, Hybrid)]
     assert pairs == [(8, 1), (12, 1), (16, 2), (32, 2), (32, 4), (64, 4)]
@@ -174,7 +174,7 @@ def test_few_branches_are_compared_in_small_trees() -> None:
 
 
 def test_forecasts_of_fewer_branches_lie_between_one_pass_and_all() -> None:
-    """Those of a calibration that has none; copies add to them what they add to all branches."""
+    """A calibration without fewer branches is interpolated; copies add to them what they add to all branches."""
     known = forecasts(SHIPPED, 7)
     assert {name for name in known if "/" in name} == {
         f"hybrid/{n}{more}" for n in (1, 2, 4) for more in ("", "+lookup")

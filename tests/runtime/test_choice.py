@@ -105,7 +105,7 @@ def test_a_batch_is_planned_as_its_requests_say(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_plain_decoding_holds_where_no_copy_would_be_chosen(seed: int) -> None:
-    """What a row costs is bounded from below, so that a copy that pays is never passed over."""
+    """The cost of a row is bounded from below, so that a copy that pays is never passed over."""
     dice, held, chosen = random.Random(seed), 0, 0
     for _ in range(20):
         own = selector(dice)

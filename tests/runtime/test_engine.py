@@ -267,7 +267,7 @@ def test_trace_shows_the_last_step() -> None:
 
 
 def test_trace_is_kept_only_where_asked_for() -> None:
-    """It would hold a step's masks and drafts until the next step."""
+    """A trace holds a step's masks and drafts until the next step."""
     engine = make_engine(honest())
     engine.submit(replace(FINE, max_new_tokens=20))
     traces = []

@@ -31,7 +31,7 @@ IN_FLIGHT = Way(gap=2, shuffled=True)
 
 @cache
 def drafters(head: str) -> tuple[Drafter, Drafter]:
-    """As they are released: behind a Markov head the anchor's row proposes too; a selector's layers have windows."""
+    """Drafters as released: behind a Markov head the anchor's row proposes too; a selector's layers have windows."""
     target, from_anchor = models()[0].config, isinstance(HEADS[head], MarkovConfig)
     shape: dict[str, Any] = {
         "block_size": BLOCK - from_anchor,

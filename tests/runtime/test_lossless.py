@@ -165,7 +165,7 @@ COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 @pytest.mark.parametrize("policy", COPYING)
 @pytest.mark.parametrize("seed", [1, 5])
 def test_copies_win_where_the_text_repeats(policy: str, seed: int) -> None:
-    """Of a target that walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
+    """The target walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
     target = tiny_decoder(layers=2, seed=seed, tie=False)
     for name, parameter in target.named_parameters():
         if "o_proj" in name:

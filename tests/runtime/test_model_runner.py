@@ -138,7 +138,7 @@ def test_heads_get_rows_in_one_piece(ready: tuple[ModelRunner, Batch], monkeypat
 
 
 def branches_behind(first: Draft, length: Tensor) -> Branches:
-    """As D²SD restarts: behind drafts of the best chain, the next one rejected."""
+    """Restarts like D²SD: behind drafts of the best chain, the next one rejected."""
     slots = first.top1.shape[1]
     rejected = first.top1.gather(1, length.clamp(max=slots - 1)).where(length < slots, -1)
     return Branches(first.top1[:, None].expand(-1, length.shape[1], -1), length, rejected)
@@ -229,7 +229,7 @@ def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> N
 
 @pytest.mark.parametrize("rows", [1, 4, 9])
 def test_the_first_nodes_are_the_tree_of_that_budget(ready: tuple[ModelRunner, Batch], rows: int) -> None:
-    """Of trees that grow, of which `auto` cuts some requests'."""
+    """`auto` cuts some requests' nodes off trees that grow."""
     runner, batch = ready
     sources = [Source(runner.drafts.first(batch, 4))]
     grown, own = (best_first_tree(batch.anchor, sources, size) for size in (12, rows))

@@ -196,7 +196,7 @@ def test_prompt_logprobs_are_computed_for_cached_prefixes_too() -> None:
 
 
 def test_prompt_logprobs_are_no_work_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They stay packed until someone reads them: its thread would make objects while all requests wait."""
+    """Logprobs stay packed until read: the engine's thread would make objects while all requests wait."""
     engine = make_engine(honest(), "chain", prefill_chunk=8)
     with monkeypatch.context() as patch:
         patch.setattr("d2sd.runtime.sampling.logprobs.unpack_logprobs", None)

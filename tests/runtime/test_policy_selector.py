@@ -1,5 +1,5 @@
-"""Which tree is served: the choice from costs and forecasts made by hand, the measuring on a scripted clock, and an
-engine whose answers stay what they are while its policy changes.
+"""Trees are chosen from costs and forecasts made by hand, measured on a scripted clock, and served by an engine whose
+answers stay the same while its policy changes.
 """
 
 from __future__ import annotations
@@ -494,7 +494,7 @@ def timer_of(runner: Scripted | ModelRunner, max_batch: int, max_context: int = 
 
 
 def test_costs_are_those_of_whole_steps() -> None:
-    """Both passes, the target, the commit; in every bucket; and one bar's advance a bucket."""
+    """A step is both passes, the target and the commit, in every bucket; a bucket advances the bar by one."""
     told: list[int] = []
     runner = Scripted(lambda rows, size: rows * size)
     trees = (CHAIN, LARGE, Hybrid(8, 2))
@@ -606,7 +606,7 @@ def test_a_later_start_measures_what_the_first_left_out() -> None:
 
 @pytest.mark.parametrize(("device", "limited"), [("cpu", True), ("cuda", False), ("cuda:1", False)])
 def test_a_gpu_is_measured_to_the_end(monkeypatch: pytest.MonkeyPatch, device: str, limited: bool) -> None:
-    """Its steps must be compiled and captured anyway."""
+    """Steps of a GPU must be compiled and captured anyway."""
     runner, ends = Scripted(lambda rows, size: 1.0, device=device, now=5.0), list[float]()
 
     def timed(timer: StepTimer, *given: Any) -> dict[tuple[Policy, int], float]:

@@ -160,7 +160,7 @@ def test_nobody_waits_for_a_prefix_whose_state_is_not_kept() -> None:
 
 
 def test_a_prompt_does_not_stop_where_its_state_is_kept() -> None:
-    """Its pages are lost, and its snapshots are not."""
+    """Pages of the prompt are lost, and its snapshots are not."""
     scheduler, pools = made()
     add(scheduler, 0, prompt(15, 0, 0), 1)
     chunks_of(scheduler, pools)

@@ -135,7 +135,7 @@ def made_up(seed: int = 0) -> Calibration:
 
 @pytest.mark.parametrize("policy", ["chain", "reanchor", "d2sd", "ddtree", "hybrid"])
 def test_drafts_are_straightened_as_those_of_their_use(policy: str) -> None:
-    """Both passes, before anything is decided by them; in reanchor the first drafter speaks twice."""
+    """Drafts of both passes are calibrated before they decide anything; in reanchor the first drafter runs twice."""
     runner, calibration = Spy(), made_up()
     engine = make_engine(runner, policy, calibration=calibration)
     batch, result = one_step(engine)

@@ -94,7 +94,7 @@ def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName, head: str | N
 
 
 def shapes_of(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> tuple[list[PrefillShape], Any]:
-    """Of a runner whose passes run a kernel for each bucket of rows and of splits."""
+    """Shapes of a runner whose passes run a kernel for each bucket of rows and of splits."""
 
     def kernel(_: object, requests: int, rows: int, columns: int, *others: object) -> object:
         return min(rows, 64), min(16, max(1, 132 // (requests * max(1, rows // 16))), columns)

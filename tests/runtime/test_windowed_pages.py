@@ -62,7 +62,7 @@ class Noting:
 
 @pytest.mark.parametrize(("windows", "freed"), [((6, 6), True), ((6, None), False)])
 def test_a_graph_has_one_page_table(windows: tuple[int | None, ...], freed: bool) -> None:
-    """That of layers with windows, if all of its layers have one; else all its pages are kept."""
+    """The table is that of layers with windows, if all layers have one; else all pages are kept."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
     drafter = tiny_drafter(target.config, block_size=BLOCK, attention={"windows": windows})
     graph = Noting(drafter)

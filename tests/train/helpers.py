@@ -29,7 +29,7 @@ GEOMETRY = Geometry(layers=1, block_size=BLOCK, mask_token_id=MASK, target_layer
 
 
 class Killed(BaseException):
-    """This exception ends a run from outside; no code of ours may catch it."""
+    """Ends a run from outside; no code of ours may catch it."""
 
 
 @cache

@@ -1,4 +1,4 @@
-"""What only a GPU runs, on a CPU against what it replaces: one attention a layer, and Muon of several matrices."""
+"""Paths of a GPU run on a CPU against what they replace: one attention a layer, and Muon of several matrices."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = {("cpu", False): 1e-4, ("cpu", True): 0.1, ("cuda", False): 1e-3, ("
 def test_dense_attention_gives_the_packed_states_and_gradients(
     device: str, lengths: tuple[int, int], dtype: torch.dtype, attention: dict[str, Any]
 ) -> None:
-    """Of two sequences, one with fewer blocks."""
+    """Two sequences are packed, one with fewer blocks."""
     decoder, narrow = tiny_decoder("qwen3", layers=4, head_dim=16), dtype is torch.bfloat16
     drafter = tiny_drafter(decoder.config, block_size=8, attention=attention).requires_grad_(True).to(device)
     assert takes(drafter)

@@ -263,7 +263,7 @@ def test_micro_batches_change_nothing(terms: dict[str, object], tmp_path: Path) 
 
 
 def test_steps_that_are_prepared_ahead_are_the_same(first: Drafter, data: TrainingData, tmp_path: Path) -> None:
-    """As on a GPU, by another thread."""
+    """Another thread prepares steps ahead, as on a GPU."""
     plain, ahead = trainer(data, first), trainer(data, first)
     ahead._ahead = ThreadPoolExecutor(1)
     assert told(ahead, tmp_path / "ahead") == told(plain, tmp_path / "plain")

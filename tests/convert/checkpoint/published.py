@@ -49,7 +49,7 @@ class Published:
     kv: dict[str, Tensor] | None = None
 
     def decoder(self) -> Decoder:
-        """What is stored, before it was quantized; blocks and groups do not divide all sizes."""
+        """The model that is quantized and stored; blocks and groups do not divide all its sizes."""
         return tiny_decoder("qwen3", layers=LAYERS, hidden=self.hidden, tie=False)
 
     def write(self, folder: Path, decoder: Decoder | None = None) -> Path:
@@ -91,7 +91,7 @@ def of_token_and_group(x: Tensor) -> Tensor:
 
 
 def nearest_e2m1(x: float) -> float:
-    """Of two, the one whose fraction bit is 0."""
+    """Rounds to nearest; a tie goes to the number whose fraction bit is 0."""
     return math.copysign(min(range(8), key=lambda code: (abs(E2M1[code] - abs(x)), code % 2)), x) if x else 0.0
 
 

@@ -135,7 +135,7 @@ TEXTS: dict[str, tuple[Damage, str]] = {
 
 @pytest.mark.parametrize("first", [b"PK", b"\x80"])
 def test_a_header_may_begin_like_a_pickle(tmp_path: Path, first: bytes) -> None:
-    """Its first bytes are its length."""
+    """A safetensors file begins with its header's length, whose bytes may be a pickle's or a zip's first ones."""
     length = int.from_bytes(first.ljust(2, b"\1"), "little")
     text = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode().ljust(length)
     file = tmp_path / "model.safetensors"

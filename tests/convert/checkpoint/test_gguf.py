@@ -132,7 +132,7 @@ def test_a_damaged_header_is_named_wherever_it_ends(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", [8, 16, 24])
 def test_a_header_with_a_wild_number_is_damaged(tmp_path: Path, place: int) -> None:
-    """Of tensors, of entries, of the length of the first key."""
+    """The number is the count of tensors, the count of entries, or the length of the first key."""
     write_gguf(tmp_path / "tiny.gguf", tiny_decoder())
     whole = bytearray((tmp_path / "tiny.gguf").read_bytes())
     whole[place : place + 8] = (2**62).to_bytes(8, "little")

@@ -51,7 +51,7 @@ def target(tmp_path: Path) -> Path:
     ],
 )
 def test_a_merged_target_is_pefts(tmp_path: Path, family: Family, settings: dict[str, Any]) -> None:
-    """Its weights and its logits; of the second adapter half is added."""
+    """Merged weights and logits equal PEFT's; half of the second adapter is added."""
     source = write_target_dir(tmp_path / "source", tiny_decoder(family, tie=False))
     folders = [write_adapter(tmp_path / str(seed), source, seed, **settings) for seed in range(2)]
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)

@@ -371,7 +371,7 @@ def test_layers_split_over_shards_are_dequantized(folders: Folders, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["fp8-blocks", "fp8-weights"])
 def test_quantized_experts_are_dequantized_or_refused(name: str, tmp_path: Path) -> None:
-    """Of the names and shapes of Qwen3-30B-A3B-FP8; the second of these layers is dense."""
+    """Names and shapes are those of Qwen3-30B-A3B-FP8; the second layer is dense."""
     layout, decoder = BY_NAME[name], tiny_decoder("qwen3_moe", layers=2, tie=False)
     source = layout.write(tmp_path / "source", decoder)
     named = r"(?s)no product.*experts in .*target\.dequantize.*before it was quantized"

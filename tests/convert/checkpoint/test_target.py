@@ -191,7 +191,7 @@ def test_stop_tokens_of_generation_config_win(tmp_path: Path, written: object, e
 
 
 def test_loading_can_be_given_up_between_two_tensors(tmp_path: Path) -> None:
-    """As rank 0 does when another rank has ended."""
+    """Rank 0 gives up loading when another rank has ended."""
     source, calls = write_target_dir(tmp_path / "source", tiny_decoder("qwen3")), list[int]()
 
     def check() -> None:

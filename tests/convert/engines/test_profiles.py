@@ -71,7 +71,7 @@ def policy_of(name: PolicyName) -> Policy:
 
 
 def watched_engine(pair: Exported, policy: Policy, recipe: Recipe = RECIPE) -> tuple[Engine, list[Watched]]:
-    """Both drafters run one graph: shapes do not depend on weights."""
+    """An engine over watched sessions; both drafters run one graph, since shapes do not depend on weights."""
     target, drafters = pair.target, [pair.drafter, deepcopy(pair.drafter)]
     watched = [
         Watched(OnnxSession(pair.folder / f"{name}.onnx"), model.config, recipe)

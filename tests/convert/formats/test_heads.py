@@ -354,7 +354,7 @@ def test_copies_that_differ_from_the_targets_are_refused(tmp_path: Path, target:
 
 @pytest.mark.parametrize("name", ["mode_embed", "mode_embed.weight", "mode_gate.weight"])
 def test_a_multi_future_drafter_is_called_by_its_name(tmp_path: Path, name: str) -> None:
-    """Its config is DFlash's; only its tensors tell."""
+    """An MFD drafter has a DFlash config, so only tensor names identify it."""
     drafter = drafter_of(None)
     folder = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict() | {name: torch.ones(8, 32)})
     for read in (lambda: read_drafter(folder), lambda: DFLASH.check_tensors(folder, DFLASH.read_config(folder))):

@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def released(folder: Path) -> Path:
-    """As the authors' release: the block under the other key, one id, unused parts of every layer."""
+    """Rewrites a head like the authors' release: block under the other key, one id, unused parts of every layer."""
     values = json.loads((folder / "config.json").read_text())
     block = values.pop("flexdraft_config") | {"target_layer_ids": [2], "mask_token_id": 63}
     values |= {"dflash_config": block, "architectures": ["FlexDraftBiasModel"], "transformers_version": "4.56.0"}

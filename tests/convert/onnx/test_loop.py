@@ -77,8 +77,8 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
 @pytest.mark.full
 @torch.inference_mode()
 def test_graphs_with_windows_write_what_models_write(tmp_path: Path) -> None:
-    """Of the target, with sinks, and of both drafters, one of whose layers is causal; contexts outgrow all windows. The
-    second drafts from the anchor's row on, and embeds masks itself.
+    """The target has sinks, one layer of each drafter is causal, and contexts outgrow all windows. The second drafter
+    drafts from the anchor's row on, and embeds masks itself.
     """
     target = tiny_decoder("qwen3", head_dim=16, windows=(5, None, 9), sinks=True)
     attention = {"windows": (6, 3), "causal": (False, True)}

@@ -237,7 +237,7 @@ def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str
 
 
 def test_a_smaller_block_drafts_less(tmp_path: Path) -> None:
-    """Of a drafter that was trained on blocks of four."""
+    """The drafter was trained on blocks of four; the recipe sets three."""
     bundle = written(tmp_path / "bundle", tree={"block_size": 3, "branches": 2, "row_budget": 16})
     for name in (DFLASH, TREE):
         values = read(bundle, name)

@@ -55,7 +55,7 @@ def on_streams() -> Iterator[Cuda]:
 
 
 def check(engine: Engine, cuda: Cuda) -> None:
-    """Its steps were captured, and ran ahead of the host."""
+    """Steps were captured, and ran ahead of the host."""
     assert isinstance(engine.runner.capture, CudaGraphs)
     assert not engine.steps.refused
     assert cuda.replays > 0

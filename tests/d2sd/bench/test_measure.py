@@ -200,7 +200,7 @@ def test_the_warm_up_is_short(concurrency: int, length: int, monkeypatch: pytest
 
 @pytest.fixture
 def ahead(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    """Its steps are graphs, which a trace keeps from being launched ahead."""
+    """An engine whose steps are graphs, which a trace keeps from being launched ahead."""
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)  # as on a GPU: operators, one by one
     engine = RecordedGraphs(rerun=True).guard(make_engine(honest(), "chain", max_batch=2))
     del engine.step  # which overwrites a step's memory, and its trace

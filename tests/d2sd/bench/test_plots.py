@@ -116,7 +116,7 @@ def test_tau_by_set_at_the_most_rows(whole: Result, tmp_path: Path, figures: lis
 
 
 def test_no_line_joins_kinds_of_prompts(whole: Result, tmp_path: Path, figures: list[Figure]) -> None:
-    """They have no order. Points of a set stand side by side around its name; of a method with copies they are full."""
+    """Kinds have no order. Points of a set are side by side around its name; those of a method with copies are full."""
     copying = [one.model_copy(update={"method": "hybrid+lookup"}) for one in whole.cells if one.method == "hybrid"]
     plot_tau_by_set(result(*whole.cells, *copying), tmp_path)
     (axes,) = figures[0].axes

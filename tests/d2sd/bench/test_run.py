@@ -48,7 +48,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a run of `SMALL` leaves."""
+    """The folder that a run of `SMALL` leaves."""
     out = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("d2sd.bench.run.write_plots", lambda result, folder: [])

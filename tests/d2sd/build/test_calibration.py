@@ -178,7 +178,7 @@ def test_damage_is_named_before_anything_is_written(
 
 
 def test_trees_that_are_deeper_than_the_blocks_it_was_fitted_on(recipe: Path, out: Path) -> None:
-    """Its last slot holds on, and `auto` serves the bundle's trees; one of that depth is taken as it is."""
+    """Curves repeat their last slot, and `auto` serves the bundle's trees; a calibration of that depth is unchanged."""
     path = recipe.with_name("calibration.json")
     edit_json(path, "copies", {key: {"length": [0.0] * 7, "support": [1.0] * 8, "slot": [1, 2, 3]} for key in "01"})
     values = yaml.safe_load(recipe.read_text())

@@ -63,7 +63,7 @@ def test_a_bundle_with_a_head(recipe: Path) -> None:
 
 
 def test_pages_have_room_for_what_a_head_keeps(recipe: Path) -> None:
-    """Of a token: K/V of its layer, and as many numbers more as its hidden state."""
+    """A token takes K/V of its layer, and as many numbers more as its hidden state."""
     part = make_plan(load_recipe(recipe)).drafters[DrafterRole.FIRST]
     engine = make_engine(_made(recipe), policy="chain")
     page = engine.limits.page_size

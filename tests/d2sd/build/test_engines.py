@@ -86,7 +86,7 @@ def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
 @pytest.mark.export
 @pytest.mark.e2e
 def test_an_engine_of_a_head(recipe: Path, tmp_path: Path) -> None:
-    """Of its layers, over the target's pages."""
+    """The engine runs the head's layers over the target's pages."""
     add_flex(recipe)
     edit(recipe, engines={"compute": ["portable"]})
     run(recipe, tmp_path / "whole")

@@ -91,7 +91,7 @@ def test_old_names_of_the_place_and_the_policies(recipe: Path) -> None:
 
 
 def test_a_bundle_of_when_heads_had_a_place_of_their_own(recipe: Path) -> None:
-    """Its folder, its name and the third row of a calibration are read as the first drafter's: the same steps."""
+    """The folder, the name and the third row of a calibration are read as the first drafter's: the same steps."""
     marks = {"first": FLEXDRAFT.fingerprint(FLEXDRAFT.load(recipe.parent / "flex", torch.float32))}
     rows = [[[2.0, 1.5]] * 3, [[1.0, 1.0]] * 3]  # of the head, and of a second drafter
     curves = {"chain": [1.0, 1.5, 1.75], "ddtree": [1.0, 1.5, 2.0]}

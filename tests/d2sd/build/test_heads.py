@@ -93,7 +93,7 @@ def test_fp16_is_refused_where_convolutions_would_overflow(tmp_path: Path) -> No
 
 
 def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None:
-    """They would start, draft without it, and hardly ever be right."""
+    """Other engines would start, draft without the head, and hardly ever be right."""
     recipe = project(tmp_path / "project", "markov", "selector", precision="bf16")
     build(load_recipe(recipe), tmp_path / "bundle", validate=False)
     assert sorted(path.name for path in (tmp_path / "bundle").iterdir() if path.is_dir()) == [

@@ -179,7 +179,7 @@ def test_a_second_drafter_without_a_marker_is_taken_at_the_recipes_word(recipe: 
 
 
 def test_a_half_precision_bundle_has_arguments_for_tensorrt_llm(tmp_path: Path, recipe: Path, out: Path) -> None:
-    """Its drafter attention takes no fp32."""
+    """An fp32 bundle has none: TensorRT-LLM's drafter attention takes no fp32."""
     found = run(write_project(tmp_path / "half", precision="bf16"), out / "half")
     assert {name for name in found if name.startswith("trtllm/")} == {
         "trtllm/llm_args.dflash.yaml",

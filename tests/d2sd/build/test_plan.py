@@ -134,7 +134,7 @@ def test_layers_with_windows_take_pages_for_their_windows(tmp_path: Path) -> Non
 
 
 def test_deeper_trees_are_of_whole_drafts(tmp_path: Path) -> None:
-    """Their pages are counted; drafts that the recipe cuts are refused, since a deeper tree would have all of them."""
+    """Pages of deeper trees are counted; a recipe that cuts drafts is refused, since a deeper tree has all of them."""
     project = write_project(tmp_path)
     limits = "limits={max_batch: 4, max_context: 64, page_size: 8, prefill_chunk: 32}"
     plain, deep = (make_plan(load_recipe(project, [limits, f"tree.max_depth={depth}"])) for depth in ("null", 12))

@@ -283,7 +283,7 @@ def _at_each(data: bytes, mark: bytes, at: int, value: bytes) -> bytes:
 def test_a_wheel_that_cannot_be_read_is_refused(
     damage: Callable[[bytes], bytes], cached: bool, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its hash is the recipe's: whoever wrote the recipe pinned it. Downloaded, and found in the cache."""
+    """The wheel has the hash that the recipe pins, and is damaged all the same: downloaded, or found in the cache."""
     make_wheel(index)
     (wheel,) = index.iterdir()
     data = damage(wheel.read_bytes())

@@ -132,7 +132,7 @@ def test_texts_are_read_when_it_is_planned(recipe: Path) -> None:
 
 
 def test_a_trained_vocabulary_is_not_cut(tmp_path: Path) -> None:
-    """Of a FlexDraft head with a calibration network; one without is cut like the others."""
+    """A FlexDraft head with a calibration network is refused; one without is cut like the others."""
     recipe = write_project(tmp_path)
     add_flex(recipe)
     with pytest.raises(RecipeError, match="calibration network"):

@@ -254,7 +254,7 @@ def test_malformed_calls_are_refused(calls: Any) -> None:
 
 @pytest.mark.parametrize("tools", [None, [{"type": "function", "function": {"name": "f"}}]])
 def test_parts_of_text_are_one_text(folder: Path, tools: Any) -> None:
-    """As the server joins them; of OpenAI's chats and of its responses."""
+    """Parts are joined as by the server, in OpenAI's chats and in its responses."""
     known = tokenizer(folder, TEMPLATE)
     parts = [{"type": "text", "text": "w5 "}, {"type": "input_text", "text": "w7"}, {"type": "output_text", "text": ""}]
     for content, text in ((parts, "w5 w7"), ([], ""), (parts[:1], "w5 ")):

@@ -161,7 +161,7 @@ def test_an_engine_measures_real_models_once(tmp_path: Path, monkeypatch: pytest
 
 
 def test_guesses_are_not_kept_and_the_next_start_measures_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was measured is asked for no more, and in the end the file is whole."""
+    """Steps that were measured are not measured again, and in the end the file is whole."""
     path, given = tmp_path / "times.json", list[dict[tuple[Policy, int], float] | None]()
     first = {(POLICIES[0], 1), (POLICIES[0], 2), (POLICIES[1], 1)}
 

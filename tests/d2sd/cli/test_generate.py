@@ -98,7 +98,7 @@ def test_an_answer_that_ends_by_itself_has_no_note(built: Path) -> None:
 
 
 def test_plain_decoding_is_timed_over_the_same_requests(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many plain steps as the longest answer has tokens, in the same batch."""
+    """Plain decoding runs as many steps as the longest answer has tokens, in the same batch."""
     seen: list[tuple[list[SequenceStats], Clock, Clock]] = []
 
     def record(requests: list[SequenceStats], engine: EngineStats, clock: Clock, plain: Clock) -> None:

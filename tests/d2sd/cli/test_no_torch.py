@@ -1,4 +1,4 @@
-"""What describes and does not run needs no PyTorch: an import of it, or of transformers, is refused here."""
+"""Commands that describe and do not run need no PyTorch: an import of it, or of transformers, is refused here."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_every_sampling_parameter_has_a_row_with_its_neutral_value() -> None:
 
 
 def test_a_parameter_without_a_row_is_taken_by_every_face_as_it_is() -> None:
-    """What a new parameter gets: `min_p` has no row of its own."""
+    """A new parameter, like `min_p`, has no row of its own."""
     row = FIELDS["min_p"]
     assert (row.json, row.bodies, row.triton, row.dynamo) == (None, "all", (), "sampling_options")
     assert body_fields("all")["min_p"] == (hints()["min_p"] | None, None)

@@ -289,7 +289,7 @@ def test_streams_and_whole_answers_begin_with_the_prompt(server: Running, prompt
 
 
 def test_lm_eval_reads_whether_a_continuation_is_greedy(server: Running) -> None:
-    """As its `parse_logprobs` does: the token's own value is the largest of its alternatives."""
+    """lm-eval's `parse_logprobs` takes a token for greedy when its value is the largest of its alternatives."""
     (greedy,) = complete(server, prompt=[5, 7], max_tokens=4, return_token_ids=True, ignore_eos=True)["choices"]
     prompts = [[5, 7, *greedy["token_ids"]], [5, 7, *(63 - token for token in greedy["token_ids"])]]
     answers = complete(server, prompt=prompts, max_tokens=1, logprobs=1, echo=True)["choices"]

@@ -103,7 +103,7 @@ def test_a_stop_string_may_be_part_of_the_text(llm: LLM) -> None:
 
 
 def test_bad_words_are_encoded_alone_and_after_a_space() -> None:
-    """As in vLLM: the second form counts where it has as many tokens and another first one."""
+    """The second form counts, as in vLLM, where it has as many tokens and another first one."""
     known = {"ab": [1, 2], " ab": [3, 2], "cd": [4], " cd": [9, 4], "e": [5], " e": [5], "": [], " ": [6]}
 
     def tokenizer(texts: list[str], add_special_tokens: bool) -> SimpleNamespace:

@@ -1,4 +1,4 @@
-"""What a thinking model thinks and says: by markers that are cut anywhere, in prompts that begin the thought or not."""
+"""Thoughts and answers of a thinking model: markers cut anywhere, in prompts that begin the thought or not."""
 
 from __future__ import annotations
 

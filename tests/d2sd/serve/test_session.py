@@ -204,7 +204,7 @@ def test_the_engine_and_its_thread_end_with_the_object(tiny_bundle: Path, end: s
 
 
 def in_child(call: Callable[[], str]) -> str:
-    """What a call gives in a fork of this process; empty where it does not return within seconds."""
+    """Returns what a call gives in a fork of this process; empty where the call does not return within seconds."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:

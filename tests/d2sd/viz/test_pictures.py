@@ -419,7 +419,7 @@ def test_the_page_tells_the_answer_and_its_steps() -> None:
 
 @pytest.mark.parametrize("kept", [3, 4])
 def test_the_token_that_ends_an_answer_is_counted_and_marked(kept: int) -> None:
-    """It is a draft or the target's own, and no text."""
+    """The last token is a draft or the target's own, and has no text."""
     says = {0: 1, 1: 4, 4: 5, 5: 9}
     trace = merged_trace([[0, 1, 2, 3], [0, 1, 4, 5]], lambda t: says.get(t, 8))
     owner, last = trace.sequences[0], (1, 4, 5, 9)[kept - 1]

@@ -153,7 +153,7 @@ def test_a_forbidden_token_is_never_proposed(params: SamplingParams) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("vocab", [VOCAB, 300])
 def test_drafts_follow_bias_and_penalties_of_the_text_so_far(temperature: float, vocab: int) -> None:
-    """As the target does, so that what a penalty excludes is not proposed; a neighbour without them is unchanged."""
+    """Drafts are penalized like the target's tokens: none that is excluded is proposed; a neighbour's are unchanged."""
     logits = logits_of(4, 2, 1, 1, vocab)
     best = logits[0, 0, 0].topk(4).indices.tolist()
     loud = SamplingParams(

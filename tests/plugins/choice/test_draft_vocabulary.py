@@ -49,7 +49,7 @@ def narrowed(drafter: Drafter, ids: Ids) -> Drafter:
 
 
 class Coached(ModelRunner):
-    """Its drafters lean to the plain text's next token where their vocabulary has it, unless dice say otherwise.
+    """Drafters lean to the plain text's next token where their vocabulary has it, unless dice decide otherwise.
 
     Logits are all it touches: what is forbidden, chosen and named behind them is the real thing.
     """
@@ -169,7 +169,7 @@ def test_a_rejected_token_outside_the_vocabulary_forbids_nothing() -> None:
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(temperature=0.8, top_k=9, seed=3)])
 def test_the_executor_drafts_as_with_a_masked_head(params: SamplingParams) -> None:
-    """Both passes, by either drafter, each with its own vocabulary."""
+    """Either drafter runs both passes, each with its own vocabulary."""
     whole, batch = prefilled(TEXTS, TABLE)
     batch = replace(batch, sampling=Sampling.of([params] * len(TEXTS), whole.vocab_size, "cpu"))
     vocabularies = IDS, IDS[::2]

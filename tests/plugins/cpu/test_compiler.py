@@ -1,4 +1,4 @@
-"""Which compiler is taken, what is kept of its work, whose work is loaded, and that nothing breaks without one."""
+"""Compilers are found, their work is kept and loaded only from this user, and nothing breaks without one."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_without_a_cache_that_can_be_written_a_private_folder_is_used_until_exit
 def test_a_library_in_a_cache_that_cannot_be_written_is_used(
     compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a container's image."""
+    """A container's image has such a cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     library = compiler.build.__wrapped__()
     monkeypatch.setattr("tempfile.TemporaryFile", None)
@@ -181,7 +181,7 @@ def test_a_library_that_others_can_write_is_not_loaded(
 def test_only_this_users_libraries_and_roots_are_loaded(
     user: str, compiled: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of another user: everything in the cache, and the folder that is named for this one."""
+    """Another user owns everything in the cache, and the folder that is named for this one."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     first = built()

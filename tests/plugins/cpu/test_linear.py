@@ -53,7 +53,7 @@ def test_bits_of_a_row_do_not_depend_on_other_rows(dtype: torch.dtype, monkeypat
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_child_computes_on_its_one_thread() -> None:
-    """It would wait forever for the threads that OpenMP had in its parent."""
+    """A child would wait forever for the threads that OpenMP had in its parent."""
     product, x, threads = PackedLinear.of(torch.randn(72, 40)), torch.randn(3, 40), torch.get_num_threads()
     torch.set_num_threads(2)
     try:

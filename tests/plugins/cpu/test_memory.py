@@ -38,7 +38,7 @@ def test_a_chunk_is_freed_with_its_tensors(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")
 def test_nothing_stays_mapped_behind_the_last_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after the close of a model; the next one begins a chunk of its own."""
+    """A chunk is freed when a model is closed; the next model begins a chunk of its own."""
     monkeypatch.setattr(memory, "_chunk", None)
     first = memory.empty((64,), torch.uint8)
     chunk = memory._chunk

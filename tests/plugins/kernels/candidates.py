@@ -48,7 +48,7 @@ def rejections(vocab: int) -> Iterator[tuple[list[int], list[int]]]:
 def test_rejected_tokens(
     vocab: int, dtype: torch.dtype, params: SamplingParams, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They are the likeliest of their slots, and no candidates."""
+    """Rejected tokens are the likeliest of their slots, and no candidates."""
     for ids, tokens in rejections(vocab):
         length = torch.tensor([[0, 2, 1], [2, 3, 3]])  # 3: nothing is left to draft, or, with a token, the last slot
         branches = Branches(torch.zeros(2, 3, 3, dtype=torch.long), length, torch.tensor(tokens).view(2, 3))

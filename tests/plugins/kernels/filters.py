@@ -32,7 +32,7 @@ def chosen_and_least(logits: Tensor, params: Sequence[SamplingParams]) -> tuple[
 
 
 def keeps(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Which tokens the kernels keep: bool [B, N, V]."""
+    """Tokens that the kernels keep: bool [B, N, V]."""
     _, least = chosen_and_least(logits, params)
     scaled = scaled_by(logits, params)
     return (_ascending(scaled) >= least[..., None]) & (scaled > -math.inf)

@@ -108,7 +108,7 @@ def products(rows: int, *, scaled: bool, dtype: torch.dtype) -> tuple[Tensor, Te
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("nodes", [1, 37, None])
 def test_delta_inputs(nodes: int | None, grouped: bool, scaled: bool, dtype: torch.dtype) -> None:
-    """Of trees of so many nodes, or of chunks; one request begins at the state before any token."""
+    """Rows are trees of so many nodes, or chunks; one request begins at the state before any token."""
     draw, lengths = torch.Generator().manual_seed(nodes or 0), (7, 1, 2)
     shape = (2, nodes) if nodes else (1, sum(lengths))
     mask: AttnMask | ChunkMask = ChunkMask(lengths, torch.tensor([0, *lengths]).cumsum(0))

@@ -68,7 +68,7 @@ def test_a_hybrid_over_kernels_is_the_model(family: Family, monkeypatch: pytest.
 @pytest.mark.slow
 @torch.inference_mode()
 def test_texts_without_pages_of_more_rows_than_a_tile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their states go on from tile to tile, in slots that the pass has for itself."""
+    """States go on from tile to tile, in slots that the pass has for itself."""
     model = tiny_decoder("qwen3_5_text", head_dim=16)
     delta = model.config.body.recurrent
     assert isinstance(delta, DeltaConfig)

@@ -20,7 +20,7 @@ SIZES = ((3, 2, 2, 21), (1, 1, 1, 19), (7, 3, 3, 40), pytest.param(15, 16, 2, 21
 
 @pytest.mark.parametrize(("slots", "width", "vocabulary", "longest"), SIZES)
 def test_copy(slots: int, width: int, vocabulary: int, longest: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a text of one token, of two, and longer ones."""
+    """Texts have one token, two, and more."""
     dice = random.Random(slots)
     texts = [[dice.randrange(vocabulary) for _ in range(n)] for n in (1, 2, longest, dice.randint(3, longest))]
     text, first, scores = (

@@ -252,7 +252,7 @@ def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.Monk
 
 
 def test_padding_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has token 0 and the root for a parent, as a child would that the target chooses when it picks id 0."""
+    """Padding has token 0 and the root for a parent, as a child has that the target chooses when it picks id 0."""
     tree = from_candidates(torch.tensor([[[5, 1, 2]]]), torch.zeros(1, 1, 3), 8)
     expected, found = both(monkeypatch, accept, tree, torch.zeros(1, 8, dtype=torch.long), 3)
     assert_equal(expected, found)

@@ -19,7 +19,7 @@ def write(stored: str, path: bool) -> None:
 
 
 def touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """As if every place were kept: at most a block for a request."""
+    """Counts every place as kept: at most a block for a request."""
     k, pages, places = values["k"], values["k_pages"], values["positions"].numel()
     numbers = k.shape[0] * places * values["WIDTH"]
     one, other = numbers * k.element_size(), numbers * pages.element_size()

@@ -75,7 +75,7 @@ def injecting(kind: str, *, fp8: bool) -> None:
 
 
 def heads_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """As if every row of context were kept: pages take those rows, k and v the others."""
+    """Counts every row of context as kept: pages take those rows, k and v the others."""
     pages, k, rows = values["k_pages"], values["k"], values["paged"]
     if pages is None:
         return {}, 0
@@ -96,7 +96,7 @@ def embedded(kind: str, *, fp8: bool, behind: bool = True, context: bool = True)
 
 
 def embedded_touched(values: dict[str, Any], _: int) -> tuple[dict[str, int], int]:
-    """Of the table the rows that are embedded."""
+    """Counts the rows of the table that are embedded."""
     x = values["x"]
     return {"table": x.numel() * x.element_size()}, 0
 

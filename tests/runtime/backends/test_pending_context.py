@@ -63,7 +63,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_debts_stay_small_and_are_paid_in_parts(monkeypatch: pytest.MonkeyPatch, seen: list[int]) -> None:
-    """Of a long answer 16 rows wait, and 4 are paid at a time, so that no step takes long; a short one never pays."""
+    """Up to 16 rows of a long answer wait, and 4 are written at a time, so that no step takes long."""
     monkeypatch.setattr(module, "MAX_PENDING_ROWS", 16)
     monkeypatch.setattr(module, "_PARTS", 4)
     runner = runner_of(*copies()[:3])

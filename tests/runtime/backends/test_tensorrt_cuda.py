@@ -147,7 +147,7 @@ def test_a_drafters_engine_fills_blocks_and_gives_keys_and_values(served: Served
 
 
 def test_the_loop_runs_on_a_stream_of_its_own(served: Served) -> None:
-    """That tokens are plain decoding's is for real models to show: tiny ones in fp16 have ties."""
+    """Equality with plain decoding is tested on real models: tiny ones in fp16 have ties."""
     policy = make_policy("hybrid", block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     limits = RECIPE.limits
     with torch.cuda.stream(torch.cuda.Stream()):  # type: ignore[no-untyped-call]

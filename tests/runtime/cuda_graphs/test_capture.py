@@ -146,7 +146,7 @@ def test_nothing_is_read_back_and_every_step_is_the_same(policy: str, kinds: tup
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("policy", ["d2sd", "flex_parallel"])
 def test_steps_behind_windows_are_the_same(policy: str) -> None:
-    """Of layers with and without a window, which have pages of their own."""
+    """Layers with and without a window have pages of their own."""
     engine = running(policy, HOT, windows="mixed")
     check_same(record(engine, 10))
     assert engine.prepare(engine.admit()).batch.where.windowed is not None

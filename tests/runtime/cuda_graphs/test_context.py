@@ -213,7 +213,7 @@ def leave(context: DrafterContext, rows: CommittedRows) -> None:
 
 
 def test_rows_left_are_older_than_what_is_added_later(injected: list[tuple[int, ...]]) -> None:
-    """They are copied: the next step overwrites them."""
+    """Rows left are copied: the next step overwrites their memory."""
     context = runner_with_pages().context
     context.reserve(1, 4, BLOCK)
     leave(context, left([1, 2], 1))

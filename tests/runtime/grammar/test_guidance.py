@@ -263,7 +263,7 @@ def test_a_worn_grammar_that_takes_long_to_compile_is_not_compiled_by_the_engine
 
 
 def test_a_byte_level_tokenizer_whose_decoder_begins_with_byte_fallback() -> None:
-    """As transformers converts them from GGUF: llguidance alone would take a space for the letter Ġ."""
+    """transformers converts such ones from GGUF: llguidance alone would take a space for the letter Ġ."""
     definition = json.loads(tokenizer().backend_tokenizer.to_str())
     fallback = {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}
     definition["decoder"] = {

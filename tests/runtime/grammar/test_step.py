@@ -120,7 +120,7 @@ def test_where_nothing_is_left_the_target_chooses_no_token() -> None:
 
 
 def test_scores_behind_parents_are_kept_where_nothing_is_led() -> None:
-    """What is led has one probability behind every parent; the other request keeps its table."""
+    """A guided token has one probability behind every parent; the other request keeps its table."""
     slot = [(C, -0.5), (B, -1.0), (D, -2.0)]
     plain = draft(slot, slot)
     table = -torch.arange(1.0, 1 + 2 * 2 * 4 * 3).view(2, 2, 4, 3)

@@ -1,4 +1,4 @@
-"""What rank 0 sends is what the others receive, types included."""
+"""Other ranks receive what rank 0 sends, types included."""
 
 from __future__ import annotations
 

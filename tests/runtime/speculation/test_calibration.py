@@ -70,7 +70,7 @@ def test_equals_a_loop_over_scalars(made: Passes, seed: int, use: DraftUse, temp
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_behind_each_parent_the_best_is_its_own(temperature: float) -> None:
-    """Of two branches of two slots, three candidates: row by row, whatever the best of the slot is."""
+    """Two branches of two slots with three candidates are compared row by row, whatever the best of the slot is."""
     own, dice = made_up(3), torch.Generator().manual_seed(0)
     logprob = torch.randn(1, 2, 2, 4, 3, generator=dice).log_softmax(-1)
     second = Draft(torch.arange(12).view(1, 2, 2, 3), logprob[..., 0, :], logprob)

@@ -1,4 +1,4 @@
-"""Which prompts are left out. Disjointness from evaluation is shown by sets of n-grams made here, not by the screen."""
+"""Prompts near the evaluation's are left out, as shown by sets of n-grams made here, not by the screen."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def sequence(length: int = LENGTH, prompt: int = 1) -> TrainingSequence:
 
 
 def packed_pair() -> Packed:
-    """Both sequences; the short one is padded in its tokens and in its blocks."""
+    """Two packed sequences; the short one is padded in its tokens and in its blocks."""
     return pack_blocks([sequence(length) for length in LENGTHS], ANCHORS, BLOCK)
 
 

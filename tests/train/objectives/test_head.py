@@ -198,7 +198,7 @@ def test_a_drafter_that_is_the_target_has_nothing_to_learn(twin: Twin) -> None:
 
 @TWINS
 def test_where_target_and_drafter_agree_the_overlaps_derivative_is_shared(twin: Twin) -> None:
-    """They differ by an exchange of ids 0 and 1, so ids 2 and 3 are exactly as likely to both."""
+    """Target and drafter differ by an exchange of ids 0 and 1, so ids 2 and 3 are exactly as likely to both."""
     head = Head(torch.eye(4), torch.zeros(4))
     hidden, target_hidden = torch.tensor([[2.0, 1.0, 0.0, -1.0]]), torch.tensor([[1.0, 2.0, 0.0, -1.0]])
     given = Case(hidden, target_hidden, torch.tensor([0]), head, None)

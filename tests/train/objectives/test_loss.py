@@ -241,8 +241,8 @@ def test_sampled_losses_estimate_the_whole_vocabularys(wanted: Objective, error:
 
 
 def test_rejections_are_the_first_drafters_first_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It says the real tokens, but for slot 2 of block 1, slots 1 and 3 of block 2, and the anchor of block 3, which
-    is no draft. Block 4 goes wrong behind the sequence's end, where nothing is right or wrong.
+    """The first drafter drafts the real tokens, but for slot 2 of block 1, slots 1 and 3 of block 2, and the anchor of
+    block 3, which is no draft. Block 4 goes wrong behind the sequence's end, where nothing is right or wrong.
     """
     data = exact_features(greedy_responses())
     packed = pack_blocks([data[0]], [torch.tensor([4, 6, 8, 10, 18])], BLOCK)

@@ -80,7 +80,7 @@ HEAD = {"rank": 4, "candidates": 6, "steps": 3, "batch": 2, "blocks": 4}
 
 @pytest.mark.slow
 def test_heads_alone_are_trained_on_a_ready_pair(project: Path) -> None:
-    """What is written are the ready drafters, and heads; evaluated and calibrated with them."""
+    """Training writes the ready drafters with heads, and evaluates and calibrates with these."""
     ready = DFLASH.load(project / "ready", torch.float32)
     config = replace(ready.config, role="variable_prefix", prefix_weight_base=0.9)
     DFLASH.write(project / "ready-second", config, ready.bfloat16().state_dict())

@@ -1,4 +1,4 @@
-"""What a second drafter is trained on: rejections of an earlier state, corrections; and a first that starts trained."""
+"""Second drafters are trained on rejections of an earlier state and on corrections; a first drafter starts trained."""
 
 from __future__ import annotations
 

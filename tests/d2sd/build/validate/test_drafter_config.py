@@ -235,7 +235,7 @@ OTHERS = ("drafts from the anchor's row on", "causal layers", "eps 1e-06")
 def test_what_a_config_says_wrongly_is_named(
     project: Path, keys: dict[str, Any], key: str, found: str, right: str
 ) -> None:
-    """Of a first drafter that is plain."""
+    """The first drafter is a plain one."""
     for name, value in keys.items():
         edit_json(project / "first" / "config.json", name, value)
     if not keys:

@@ -157,7 +157,7 @@ def nth_time(real: Callable[..., Any], number: int) -> Callable[..., Any]:
 
 
 def undo(project: Path, what: str) -> None:
-    """As if it had never been done."""
+    """Removes a stage's files, so that training begins it again."""
     shutil.rmtree(project / "out", ignore_errors=True)
     shutil.rmtree(project / "work" / what, ignore_errors=True)
     for path in (project / "work").glob(f"{what}.*"):

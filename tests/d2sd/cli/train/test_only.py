@@ -54,7 +54,7 @@ def test_drafters_take_the_responses_there_are(project: Path, whole: Path) -> No
 def test_states_are_kept_by_the_share_of_the_seconds(
     project: Path, whole: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a first drafter whose time passes in steps of a quarter: one state for all shares that passed meanwhile."""
+    """Each step of the first drafter takes a quarter of its time: one state for all shares that passed meanwhile."""
     for part in ("target", "answers.jsonl"):
         source, to = whole / "work" / part, project / "work" / part
         to.parent.mkdir(exist_ok=True)

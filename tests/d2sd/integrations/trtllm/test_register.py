@@ -237,7 +237,7 @@ def test_a_quantized_head(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_bundles_module_registers(shop: Shop, modules: Modules) -> None:
-    """As TensorRT-LLM imports it."""
+    """The module is imported as by TensorRT-LLM."""
     folder = shop.bundle / faces.FOLDER / faces.MODULE
     folder.mkdir(parents=True)
     source = Path(faces.__file__).with_name(f"{faces.MODULE}.py")
@@ -392,7 +392,7 @@ def test_a_launcher_for_servers_that_import_no_modules(
 
 
 def test_dynamos_worker_is_started_with_options_that_it_has(shop: Shop) -> None:
-    """Of `DynamoTrtllmConfig` in the reference of Dynamo 1.4.2, each with its variable DYN_TRTLLM_..."""
+    """Options are those of `DynamoTrtllmConfig` in Dynamo 1.4.2's reference, each with its variable DYN_TRTLLM_..."""
     documented = {"--model-path", "--max-batch-size", "--max-num-tokens", "--max-seq-len", "--extra-engine-args"}
     values, _ = faces.tree_arguments(HFConfig.read(shop.bundle / "drafter_first"), shop.recipe)
     words = faces.dynamo_command(values)

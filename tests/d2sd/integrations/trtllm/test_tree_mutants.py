@@ -133,7 +133,7 @@ def layout_of_another_architecture(monkeypatch: pytest.MonkeyPatch, server: Serv
 
 
 class Seen(NamedTuple):
-    """What a run shows."""
+    """Findings of a run."""
 
     texts: bool  # are the target's
     state: bool  # K/V of what is committed equals a dense pass's, after every step

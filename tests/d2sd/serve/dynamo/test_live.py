@@ -36,7 +36,7 @@ GREEDY: dict[str, Any] = {"temperature": 0.0}
 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its special tokens are in tokenizer.json, which is all that the frontend reads."""
+    """A bundle whose special tokens are in tokenizer.json, which is all that the frontend reads."""
     words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
     fast = PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0", eos_token="w2")

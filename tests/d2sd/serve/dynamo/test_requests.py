@@ -123,7 +123,7 @@ def test_what_asks_for_nothing_or_is_the_frontends_is_taken(reader: RequestReade
 
 
 def test_numbers_are_floats_that_may_be_none() -> None:
-    """Those that are left at None must not arrive as float32 either once a client sends them."""
+    """Fields that are left at None must not arrive as float32 either once a client sends them."""
 
     @dataclass
     class Parameters:

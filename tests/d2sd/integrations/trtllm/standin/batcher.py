@@ -46,7 +46,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Settings:
-    """What a server was started with."""
+    """Settings with which a server was started."""
 
     slots: int = 4
     chunk: int = 5  # prompt tokens of a context a step

@@ -1,4 +1,4 @@
-"""What a step tells attention and the worker. The mask of a tree has two layouts, by architecture:
+"""Metadata of a step, for attention and the worker. The mask of a tree has two layouts, by architecture:
 
 sm_90, sm_120    a flat run of G·N·W words, whatever the buffer's shape
 sm_100, sm_103   padded: [requests, rows, words] of the buffer

@@ -69,7 +69,7 @@ class _Empty(types.ModuleType):
 
 
 def _stubs() -> dict[str, dict[str, Any]]:
-    """What the files import, with what the path runs of it."""
+    """Modules that the files import, with the names that the path runs."""
 
     def nvtx_range(*args: Any, **kwargs: Any) -> Any:
         return lambda function: function

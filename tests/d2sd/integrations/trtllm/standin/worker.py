@@ -113,7 +113,7 @@ def sampled(logits: Tensor, temperatures: Tensor, *args: Any, **kwargs: Any) -> 
 
 
 def probabilities(logits: Tensor, temperatures: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """What the target says [T, V] at each row's temperature, in fp32."""
+    """Target probabilities [T, V] at each row's temperature, in fp32."""
     return torch.softmax(logits.float() / temperatures[:, None], -1)
 
 
