@@ -1,4 +1,4 @@
-"""The attack on a server: classes that repeat themselves, judges that can fail, and a small attack on a tiny bundle."""
+"""The attack on a server: classes that repeat themselves, and judges that can fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from benchmarks.attack.watch import Watch
 from benchmarks.load.server import Server
 from tools.hostile.case import Case, Kind, Scene
 
-SCENE = Scene(vocab=300, context=256)
 KINDS = [*EXPENSIVE, *MALFORMED]
 PAGES = {
     "d2sd_kv_pages_used": 0.0,
@@ -150,6 +149,3 @@ def test_a_server_with_too_much_memory_is_killed() -> None:
             assert process.wait(30) == -9
         assert watch.killed
         assert watch.peak() > 60 << 20
-
-
-# -- an attack ---------------------------------------------------------------------------------------------------------

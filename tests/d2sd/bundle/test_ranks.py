@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
-from threading import Thread, Timer
+from threading import Timer
 from typing import Any
 
 import pytest
@@ -100,7 +100,8 @@ def closed(llm: LLM) -> str:
 def test_two_ranks(path: Path) -> None:
     """The tokens of one process, until one of the two is killed, of which the next call says which."""
     params = [SamplingParams(temperature=n / 2, seed=n, max_tokens=12, ignore_eos=True) for n in range(3)]
-    prompts = ["1 a", "b", "22"]
+    params.append(SamplingParams(1.0, seed=5, structured_outputs=StructuredOutputsParams(regex="[0-9]{2}-[a-f]{1,3}")))
+    prompts = ["1 a", "b", "22", "1 a"]
     with LLM(path, policy="hybrid") as alone:
         expected = [one.token_ids for one in alone.generate(prompts, params)]
     with LLM(path, policy="hybrid", tensor_parallel=2) as llm:
@@ -114,7 +115,7 @@ def test_two_ranks(path: Path) -> None:
         assert ranks is not None
         kill(ranks, 1)
         began = time.monotonic()
-        with pytest.raises(EngineFailed, match="Rank 1 of 2 has ended"):
+        with pytest.raises(EngineFailed, match=r"Rank 1 of 2 has ended(.|\n)*signal 9"):
             llm.generate(prompts * 20, params * 20)
         assert time.monotonic() - began < 10
 
@@ -146,39 +147,6 @@ def test_an_error_in_a_pass_of_rank_0_does_not_delay_the_end(path: Path, monkeyp
             run_staggered(engine, REQUESTS[:1])
         began = time.monotonic()
     assert time.monotonic() - began < 5
-
-
-@pytest.mark.slow
-def test_a_lost_rank_ends_all(path: Path) -> None:
-    """While requests run and while none does; clients get an error that names it."""
-    with LLM(path, policy="hybrid", tensor_parallel=2) as llm:
-        form = StructuredOutputsParams(regex="[0-9]{2}-[a-f]{1,3}")
-        params = SamplingParams(temperature=1.0, seed=5, structured_outputs=form, max_tokens=30)
-        with LLM(path, policy="hybrid") as alone:
-            assert llm.generate("1 a", params)[0].text == alone.generate("1 a", params)[0].text
-        ranks = llm._session.open()[0].ranks
-        assert ranks is not None
-        errors: list[BaseException] = []
-
-        def run() -> None:
-            try:
-                while True:
-                    llm.generate(["1 a"] * 8, SamplingParams(max_tokens=40, ignore_eos=True))
-            except EngineFailed as error:
-                errors.append(error)
-
-        client = Thread(target=run)
-        client.start()
-        time.sleep(0.5)
-        began = time.monotonic()
-        kill(ranks, 1)
-        client.join(10)
-        assert not client.is_alive()
-        assert time.monotonic() - began < 10
-        assert "Rank 1 of 2 has ended" in str(errors[0])
-        assert "signal 9" in str(errors[0])
-        with pytest.raises(EngineFailed):
-            llm.generate("1 a")
 
 
 def test_what_cannot_be_shared(path: Path, tmp_path: Path) -> None:

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.errors import GenerationError, RequestError
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.serve import async_engine
 from d2sd.serve.async_engine import AsyncEngine
@@ -58,23 +56,6 @@ async def answer(service: AsyncEngine, request: Request, **options: Any) -> tupl
     outputs = [output async for output in service.generate(request, **options)]
     assert outputs[-1].finish in ("stop", "length")
     return [t for output in outputs for t in output.tokens], "".join(output.text for output in outputs)
-
-
-@pytest.mark.slow
-async def test_concurrent_answers_equal_the_engine_alone(bundle: Bundle, engine: Engine) -> None:
-    requests = [
-        Request((3 + i, 9, 4), 8 + i, SamplingParams(temperature=i % 2, seed=i), frozenset({2})) for i in range(10)
-    ]
-    expected = [make_engine(bundle, policy="off").generate([request])[0].answer for request in requests]
-
-    async with served(engine) as service:
-        found = await asyncio.gather(*(answer(service, request) for request in requests))
-        assert [tokens for tokens, _ in found] == expected
-        assert [text for _, text in found] == [
-            bundle.tokenizer.decode(ids, skip_special_tokens=True) for ids in expected
-        ]
-        assert service.live == 0
-        assert service.health is None
 
 
 async def test_a_reader_that_leaves_cancels_its_request_before_the_next_step(engine: Engine) -> None:
@@ -260,19 +241,6 @@ async def test_a_reader_is_woken_for_the_first_output_and_then_for_an_interval(e
     assert (await anext(stream)).tokens == (1, 2, 3)
     assert stream.push(Output(sequence, (4,), "", "length"))
     engine.cancel(sequence)
-
-
-@pytest.mark.slow
-async def test_answers_with_an_interval_equal_those_without(engine: Engine) -> None:
-    expected = engine.generate([LONG])[0].answer
-
-    async with served(engine) as service:
-        (stream,) = service.submit([LONG], interval=7)
-        outputs = [output async for output in stream]
-        assert [token for output in outputs for token in output.tokens] == expected
-        assert all(len(output.tokens) >= 7 for output in outputs[1:-1])
-        (stream,) = service.submit([LONG], interval=100)
-        assert sum([len(output.tokens) async for output in stream]) == 40
 
 
 async def test_a_watched_request_sees_its_steps_and_may_fail_alone(engine: Engine) -> None:
