@@ -60,7 +60,7 @@ _ANSWERS, _BLOCKS = 256, 32
 
 
 class Restarts(NamedTuple):
-    """What a drafter says behind the rejections of held-out blocks."""
+    """Drafts behind the rejections of held-out blocks."""
 
     tokens: float  # right in a row, mean over rejections
     at: list[float]  # the same by tokens that were right before the rejection, 0 to γ - 2
