@@ -165,20 +165,22 @@ struct acceptance {
     long batch, nodes, longest; /* B, N, G */
     const int64_t *tokens, *parent, *depth, *branch_id, *chosen; /* [B, N] */
     const uint8_t *valid;
+    const int64_t *rows; /* [B], leading nodes that may be accepted, the root always; or NULL */
     int64_t *path, *count, *out, *branch; /* [B, G], [B], [B, G], [B], written */
 };
 
 /* The path of nodes whose tokens the target chose at their parents. */
 void d2sd_accept(const struct acceptance *a) {
     for (long b = 0; b < a->batch; b++) {
-        const long at = b * a->nodes;
+        const long at = b * a->nodes, rows = a->rows ? a->rows[b] : a->nodes;
         int64_t *path = a->path + b * a->longest;
         uint8_t on[a->nodes];
         long last = 0, count = 0;
         memset(path, 0, a->longest * sizeof *path);
         for (long i = 0; i < a->nodes; i++) {
             const long parent = a->parent[at + i];
-            on[i] = a->valid[at + i] && (!i || (on[parent] && a->tokens[at + i] == a->chosen[at + parent]));
+            on[i] = a->valid[at + i];
+            if (i) on[i] &= i < rows && on[parent] && a->tokens[at + i] == a->chosen[at + parent];
             if (on[i]) path[a->depth[at + i]] = last = i, count++;
         }
         a->count[b] = count;

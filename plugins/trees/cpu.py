@@ -40,7 +40,7 @@ class Acceptance(Structure):
 
     _fields_ = [
         *((name, c_long) for name in ("batch", "nodes", "longest")),
-        *((name, c_void_p) for name in ("tokens", "parent", "depth", "branch_id", "chosen", "valid")),
+        *((name, c_void_p) for name in ("tokens", "parent", "depth", "branch_id", "chosen", "valid", "rows")),
         *((name, c_void_p) for name in ("path", "count", "out", "branch")),
     ]
 
@@ -67,7 +67,7 @@ def best_first_tree(anchor, sources, rows):
 def accept(tree, chosen, longest):
     batch, nodes = chosen.shape
     columns = tree.tokens, tree.parent, tree.depth, tree.branch_id, chosen
-    inputs = [*map(_int64, columns), tree.valid.contiguous()]
+    inputs = [*map(_int64, columns), tree.valid.contiguous(), tree.rows]
     path, out = torch.empty(2, batch, longest, dtype=torch.long)
     count, branch = torch.empty(2, batch, dtype=torch.long)
     pointers = (address(tensor) for tensor in (*inputs, path, count, out, branch))

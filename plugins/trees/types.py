@@ -127,6 +127,7 @@ class Tree:
     branch_id: Tensor  # [B, N] int64: the row of a source that proposed it, or the candidate; 0 is the first
     score: Tensor  # [B, N] fp32, log-probability of the node's path by the drafters; -inf in padding
     num_merged: Tensor  # [B] int64, tokens of candidates that share an existing node
+    rows: Tensor | None = None  # [B] int64, leading nodes that may be accepted, the root always; None: all
 
     @staticmethod
     def empty(batch: int, nodes: int, device: torch.device | str = "cpu") -> Tree:
@@ -142,6 +143,11 @@ class Tree:
             torch.empty(batch, nodes, dtype=torch.float32, device=device),
             torch.empty(batch, dtype=torch.long, device=device),
         )
+
+    def cut(self, rows: Tensor) -> Tree:
+        """The root and the first `rows` [B] nodes, which are the tree of that budget; the others stay in the mask."""
+        valid = self.valid & (torch.arange(self.tokens.shape[1], device=rows.device) < rows.clamp(min=1)[:, None])
+        return replace(self, valid=valid, score=self.score.where(valid, -math.inf), rows=None)
 
 
 @dataclass(frozen=True, slots=True)

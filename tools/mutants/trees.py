@@ -95,6 +95,14 @@ MUTANTS = [
         ACCEPTED,
     ),
     Mutant(
+        "acceptance of one row more than a request verifies",
+        NODES,
+        "agrees & (n < tl.load(rows + request))",
+        "agrees & (n <= tl.load(rows + request))",
+        ACCEPTED,
+    ),
+    Mutant("all keep to the first request's rows", NODES, "tl.load(rows + request)", "tl.load(rows)", ACCEPTED),
+    Mutant(
         "acceptance compares a node with its own choice",
         NODES,
         "chosen + request * N + above, mask=inside",

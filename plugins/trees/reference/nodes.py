@@ -158,9 +158,10 @@ def _tree(
 def accept(tree: Tree, chosen: Tensor, longest: int) -> Accepted:
     """Accept along `chosen` [B, N], the target's choice after each node; paths have at most `longest` nodes (γ).
 
-    Nodes of the path agree with the target's choices, as all their ancestors do.
+    Nodes of the path are among the tree's `rows`, and agree with the target's choices, as all their ancestors do.
     """
     batch, size = chosen.shape
+    tree = tree if tree.rows is None else tree.cut(tree.rows)
     agrees = tree.valid & (tree.tokens == chosen.gather(1, tree.parent))
     # the root is the anchor, which is committed already
     agrees = torch.cat([torch.ones_like(agrees[:, :1]), agrees[:, 1:]], dim=1)

@@ -292,7 +292,7 @@ def accept(tree, chosen, longest):
     columns = (x.contiguous() for x in (tree.tokens, tree.parent, tree.valid, tree.branch_id, chosen))
     with torch.cuda.device_of(chosen):  # type: ignore[no-untyped-call]
         accept_kernel[(batch,)](
-            *columns, path, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4
+            *columns, tree.rows, path, packed, **accept_constants(nodes, longest), num_warps=1 if nodes <= 256 else 4
         )
     return Accepted(path, packed[:, 0], packed[:, 2:], packed[:, 1], packed)
 

@@ -187,10 +187,12 @@ def candidates_kernel(
 
 @dependent_kernel
 def accept_kernel(
-    tokens, parent, valid, branch_id, chosen, path, packed,
+    tokens, parent, valid, branch_id, chosen, rows, path, packed,
     N: tl.constexpr, NP: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B). chosen: [B, N]. path: [B, G]; packed: [B, 2 + G], its length, last branch and choices."""
+    """Grid (B). chosen: [B, N]; rows: [B], or None. path: [B, G]; packed: [B, 2 + G], its length, last branch and
+    choices.
+    """
     wait_for_prior_kernels()
     request = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, NP)
@@ -200,6 +202,8 @@ def accept_kernel(
     token = tl.load(tokens + at, mask=inside, other=0)
     agrees = inside & (n > 0) & (tl.load(valid + at, mask=inside, other=0) != 0)
     agrees = agrees & (token == tl.load(chosen + request * N + above, mask=inside, other=0))
+    if rows is not None:
+        agrees = agrees & (n < tl.load(rows + request))
 
     g = tl.arange(0, GP)
     nodes = g * 0

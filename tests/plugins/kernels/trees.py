@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -65,7 +66,7 @@ def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any)
 
 def assert_equal(expected: Tree | Accepted, found: Tree | Accepted) -> None:
     for field in fields(expected):
-        if field.name == "row":  # a form of the others
+        if field.name in ("row", "rows"):  # a form of the others, and what is given
             continue
         one, other = getattr(expected, field.name), getattr(found, field.name).cpu()
         assert one.dtype == other.dtype, field.name
@@ -240,15 +241,17 @@ def test_growth_of_more_than_16_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of all nodes, and of those that each request may verify."""
     draw = torch.Generator().manual_seed(1)
-    for vocab in (1, 2, 3):
+    for vocab, rows in product((1, 2, 3), (None, torch.tensor([0, 2, 1024]))):
         run_kernels(monkeypatch, "trees", on=False)
         tokens = random_candidates(draw, count, size, vocab)
-        tree = from_candidates(tokens, torch.zeros(tokens.shape), budget)
+        tree = replace(from_candidates(tokens, torch.zeros(tokens.shape), budget), rows=rows)
         chosen = torch.randint(0, vocab, (3, budget), generator=draw)
         expected, found = both(monkeypatch, accept, tree, chosen, size)
         assert_equal(expected, found)
         assert torch.equal(found.packed().cpu(), expected.packed())
+        assert rows is None or expected.count[0] == 1
 
 
 def test_padding_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:

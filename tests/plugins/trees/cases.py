@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from d2sd.plugins import trees
@@ -51,7 +52,8 @@ def chain(nodes: int) -> None:
 
 
 def accept(nodes: int) -> None:
-    tree = Tree.empty(2, nodes, some("i64", 2).device)
+    rows = some("i64", 2)
+    tree = replace(Tree.empty(2, nodes, rows.device), rows=rows)
     trees.accept.triton(tree, tree.tokens, 16)
 
 

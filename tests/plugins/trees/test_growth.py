@@ -182,7 +182,7 @@ def test_nodes_that_are_not_kept_make_room_for_later_ones(
     kept[0, : len(nodes)] = torch.tensor([node.path in left for node in nodes])
     tree = replace_rows(usual, torch.tensor([last]), larger, kept)
     assert nodes_of(tree, last) == [node for node in nodes if node.path in left][:budget]
-    for field in fields(Tree):
+    for field in fields(Tree)[:-1]:  # its rows are given by who verifies it
         assert getattr(tree, field.name)[:last].equal(getattr(usual, field.name)[:last]), field.name
 
 
