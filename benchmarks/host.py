@@ -130,9 +130,10 @@ def time_parts(requests: int, pages: int) -> Mapping[str, float]:
         inputs = inputs or StaticInputs(batch, power_of_two(pages), "meta")
         with watch.part("load"):
             inputs.load(batch, Link.pack(sequences, len(batch.anchor), sequences))
+        rows = (choice.policy.num_nodes,) * requests
         tokens = [[(7 * step + n + 13 * row) % VOCABULARY for n in range(COMMITTED)] for row in range(requests)]
         committed = [Committed(COMMITTED, 0, own, []) for own in tokens]
-        launched = Launched(Prepared(sequences, choice.policy, batch, choice), cast(Any, None), _given(committed))
+        launched = Launched(Prepared(sequences, choice.policy, batch, rows, choice), cast(Any, None), _given(committed))
         with watch.part("retire"):
             engine.retire(launched)
         with watch.part("text"):

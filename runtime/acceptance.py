@@ -138,9 +138,9 @@ class Acceptance:
     drafts: float = 1.0  # odds of a draft, observed over forecast
     hits: Hits = field(default_factory=Hits)
 
-    def request(self) -> RequestAcceptance:
+    def request(self, *, speculates: bool = True) -> RequestAcceptance:
         """The beginning of a request, where this is what all have shown."""
-        return RequestAcceptance(self)
+        return RequestAcceptance(self, speculates)
 
     def shown(self, requests: Sequence[RequestAcceptance], most: int) -> Shown:
         """Gather what each has shown, with runs of up to `most` tokens; without requests, of one that is unknown."""
@@ -148,6 +148,7 @@ class Acceptance:
             return Shown(np.array([self.drafts]), np.zeros((1, most)))
         factor = np.array([known.drafts for known in requests])
         factor += _CURIOSITY / np.sqrt([1 + known.steps for known in requests])
+        factor *= [known.speculates for known in requests]
         length = np.array([known.repeats.length for known in requests])[:, None]
         odds = np.array([known.right / known.expected for known in requests])[:, None]
         ahead = np.minimum(length + np.arange(most), LONGEST)  # each right token lengthens the match
@@ -185,6 +186,7 @@ class RequestAcceptance:
     """Forecasts' corrections that one request has taught."""
 
     all: Acceptance
+    speculates: bool = True  # else its steps verify one row
     drafts: float = field(init=False)
     repeats: Repeats = field(default_factory=Repeats)
     right: float = _BEGINNING  # copied tokens

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.where import Where
+from d2sd.policies import MAX_NODES
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import bucket, power_of_two
 from d2sd.runtime.sampling.bias import Entries
@@ -33,7 +34,7 @@ class Batch:
     active: Tensor  # [B] bool
     sampling: Sampling
     grammar: StepGrammar | None = None  # None: no request has one
-    rows: tuple[int, ...] | None = None  # most nodes of each request's tree, on a CPU; None: those of the policy
+    rows: Tensor | None = None  # [B] int64, most nodes of each request's tree; None: those of the policy
 
     @staticmethod
     def pack(
@@ -47,13 +48,14 @@ class Batch:
         padding = [0] * (size - len(sequences))
         params = [s.request.sampling for s in sequences] + [_GREEDY] * len(padding)
         texts = [_text(s, vocab_size, device) for s in sequences]
+        rows = rows or (MAX_NODES,) * len(sequences)
         return Batch(
             anchor=torch.tensor([s.anchor for s in sequences] + padding),
             where=pack_where(sequences, size, exact=device == "cpu"),
             active=torch.arange(size) < len(sequences),
             sampling=Sampling.pack(params, vocab_size, device, texts + [NO_TEXT] * len(padding)),
             grammar=StepGrammar.of(sequences) if any(s.matcher is not None for s in sequences) else None,
-            rows=None if rows is None else (*rows, *[1] * len(padding)),
+            rows=torch.tensor([*rows, *[min(rows)] * len(padding)]),
         )
 
     @staticmethod
@@ -61,7 +63,8 @@ class Batch:
         """Requests at these places that commit nothing: to time or capture a step."""
         zeros = torch.zeros_like(where.context_len)
         sampling = Sampling.pack([params] * len(zeros), vocab_size, device)
-        return Batch(anchor=zeros, where=where, active=zeros.bool(), sampling=sampling)
+        rows = torch.full_like(zeros, MAX_NODES)
+        return Batch(anchor=zeros, where=where, active=zeros.bool(), sampling=sampling, rows=rows)
 
     def to(self, device: str) -> Batch:
         """The same inputs on the device."""
@@ -71,7 +74,7 @@ class Batch:
             self.active.to(device),
             self.sampling.to(device),
             self.grammar,
-            self.rows,
+            None if self.rows is None else self.rows.to(device),
         )
 
     @property

@@ -9,7 +9,6 @@ grammars is the exception: the host reads the drafts and trees of their requests
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -142,6 +141,10 @@ def draft_trees(
         second = calibrated(guided(second, branches), batch, policy.second_use, branches)
     copy = _copied(runner, batch, first, calibration, timer) if policy.lookup else None
     tree, paths = _built(policy, batch, sources_of(first, branches, second, copy), timer)
+    if batch.rows is not None and runner.static_shapes:
+        tree = replace(tree, rows=batch.rows)  # acceptance keeps to them
+    elif batch.rows is not None and int(batch.rows.min()) < policy.num_nodes:
+        tree = tree.cut(batch.rows)
     return Drafted(first, branches, second, copy, tree, paths)
 
 
@@ -192,26 +195,15 @@ def _copied(
 
 
 def _built(policy: Policy, batch: Batch, sources: list[Source], timer: Timer) -> tuple[Tree, TreePaths | None]:
-    """The tree of `policy`, cut to each request's rows; trees of constrained requests are taken from larger ones, to
-    stay inside their grammars.
-    """
+    """The tree of `policy`; trees of constrained requests are taken from larger ones, to stay inside their grammars."""
     with timer("build_tree"):
         tree = policy.build(batch, sources)
         if batch.grammar is None:
-            return _cut(tree, batch.rows), None
+            return tree, None
         candidates = sum(source.rows * source.draft.tokens.shape[-2] for source in sources)  # if a slot has one
         larger = replace(policy, num_nodes=max(SPARE * policy.num_nodes, 1 + candidates)).build(batch, sources)
     with timer("grammar"):
-        inside, paths = batch.grammar.prune(tree, larger)
-        return _cut(inside, batch.rows), paths
-
-
-def _cut(tree: Tree, rows: tuple[int, ...] | None) -> Tree:
-    """The first `rows` nodes of each request's tree, which are the tree of that budget; the others stay in the mask."""
-    if rows is None:
-        return tree
-    valid = tree.valid & (torch.arange(tree.tokens.shape[1]) < torch.tensor(rows)[:, None])
-    return replace(tree, valid=valid, score=tree.score.where(valid, -math.inf))
+        return batch.grammar.prune(tree, larger)
 
 
 def _mask(

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.modeling.kv_pool import PoolSizes
-from d2sd.policies import PolicyName
 from d2sd.progress import Progress, silent
 from d2sd.runtime.batch import Batch, prefill_inputs
 from d2sd.runtime.cuda_graphs.inputs import Link
@@ -25,7 +24,7 @@ from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.served_times import Choice
 from d2sd.runtime.speculation.calibration import Calibration, default_scores
-from d2sd.runtime.speculation.policy import Policy
+from d2sd.runtime.speculation.policy import Off, Policy
 from d2sd.runtime.stats import COPY, Clock, EngineStats
 from d2sd.runtime.step_times import Forecast, RowTimes, StepTimes, measure_step_times
 from d2sd.runtime.text import Decode, TextStream
@@ -39,6 +38,7 @@ class Prepared:
     sequences: list[Sequence]  # of its rows
     policy: Policy
     batch: Batch
+    rows: tuple[int, ...]  # most nodes of each request's tree
     choice: Choice | None = None  # by `auto`; None: it has not chosen the policy
 
 
@@ -71,7 +71,7 @@ class Engine:
         """
         self.runner, self.policy, self.limits = runner, policy, limits
         self.selector: PolicySelector | None = None
-        self.choices: Mapping[PolicyName, Policy] = {}  # that requests may make; see `offer`
+        self.choices: Mapping[str, Policy] = {"off": Off(1)}  # that requests may make; see `offer`
         self.calibration = None if calibration is None else calibration.to(runner.device)
         self.clock = Clock()
         self.record_trace = False  # True: `trace` holds each step's tensors until the next step
@@ -112,13 +112,13 @@ class Engine:
         """On a GPU, do all that may be served once: before the first request, so that none waits for a compiler."""
         sizes = buckets(self.limits.max_batch)
         served = list(self.selector.times.seconds) if self.selector else [(self.policy, size) for size in sizes]
-        served += [(policy, 1) for policy in self.choices.values()]
+        served += [(policy, size) for policy in self.choices.values() for size in sizes]
         warm_up(self.runner, self.steps, self.limits, dict.fromkeys(served), progress)
 
-    def offer(self, policies: Mapping[PolicyName, Policy]) -> None:
-        """Let requests choose among these policies of the runner's models."""
+    def offer(self, policies: Mapping[str, Policy]) -> None:
+        """Let requests choose among these policies of the runner's models, and plain decoding."""
         self.allow(policies.values())
-        self.choices = policies
+        self.choices = {**self.choices, **policies}
 
     def allow(self, policies: Iterable[Policy]) -> None:
         """Prepare to serve these policies: keep what requests say, if one of them copies from it."""
@@ -150,9 +150,9 @@ class Engine:
         if request.policy is not None and request.policy not in self.choices:
             raise RequestError(
                 "This policy is not available.",
-                where="policy",
+                where="speculative.policy",
                 found=request.policy,
-                expected=", ".join(self.choices) or "none: the engine has one policy",
+                expected=", ".join(self.choices),
             )
 
     def cancel(self, sequence: Sequence, error: D2SDError | None = None) -> None:
@@ -241,15 +241,16 @@ class Engine:
 
         Runs on the host, outside the captured graph: its shapes vary per step.
         """
-        alone = len(self.scheduler.running) + len(self.scheduler.waiting) == 1
-        name, choice = sequences[0].request.policy if alone else None, None
+        asked, choice = {one.policy for one in sequences} - {"off"} or {"off"}, None
+        name = asked.pop() if len(asked) == 1 else None  # a step has one policy, that of all who speculate
         policy = self.policy if name is None else self.choices[name]
         if self.selector is not None and name is None:
             choice = self.selector.choose_for(sequences, self.runner.context.pending_of(sequences))
             policy = choice.policy
-        rows = None if choice is None else choice.rows
+        granted = (choice and choice.rows) or (policy.num_nodes,) * len(sequences)
+        rows = tuple(n if one.speculates else 1 for n, one in zip(granted, sequences, strict=True))
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)
-        return Prepared(sequences, policy, batch, choice)
+        return Prepared(sequences, policy, batch, rows, choice)
 
     def launch(self, step: Prepared, graph: Graph | None, before: Launched | None) -> Launched:
         """Begin a decode step; it replays `graph`, if that is not None.
@@ -291,7 +292,6 @@ class Engine:
                 accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0), row=None)
                 tensors = result.first, result.branches, result.tree, accepted, result.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
-            nodes = step.batch.rows or (policy.num_nodes,) * len(sequences)
             start = time.perf_counter()
             rows = launched.read()
             began: float | None = launched.began
@@ -299,15 +299,16 @@ class Engine:
             if self._interrupted:  # the host launched a prefill, for which a step on a GPU may have waited to be read
                 began, waited = began if self.runner.capture is None else None, None
                 self._interrupted = False
-            found = zip(sequences, nodes, rows, strict=False)
+            found = zip(sequences, step.rows, rows, strict=False)
             live = [(s, count, row) for s, count, row in found if s.finish is None]
             if self.selector is not None and step.choice is not None:
                 lengths = [row.length for *_, row in live]
-                copied = [policy.proposer(row.accepted_branch) == COPY for *_, row in live] if policy.lookup else []
+                copied = [not s.speculates or policy.proposer(row.accepted_branch) == COPY for s, _, row in live]
                 known = [s.acceptance for s, *_ in live]
                 self.selector.update(step.choice, lengths, copied, known, began, waited)
-            outputs, name = [], str(policy)
+            outputs, served = [], str(policy)
             for sequence, verified, (count, accepted_branch, tokens, logprobs) in live:
+                name = served if sequence.speculates else "off"
                 sequence.stats.record(count, policy.proposer(accepted_branch), verified, name)
                 try:
                     outputs.append(sequence.append(tokens, logprobs))

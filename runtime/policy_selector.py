@@ -116,8 +116,8 @@ class PolicySelector:
         """Read what is new of the requests' texts, and choose the policy of a step over them; see `choose`."""
         count = len(sequences)
         for one in sequences:
-            one.acceptance = one.acceptance or self.usual.request()
-            if self.copies:
+            one.acceptance = one.acceptance or self.usual.request(speculates=one.speculates)
+            if self.copies and one.speculates:
                 one.acceptance.read(one.tokens)
         temperature = sum(one.request.sampling.temperature for one in sequences) / count
         context = sum(one.cached for one in sequences) / count
@@ -245,7 +245,8 @@ class PolicySelector:
         waited: float | None = None,
     ) -> None:
         """Learn from a step that ends now: its time, and the tokens that each request accepted, bonus included;
-        none if all requests had ended. `copied` says of each whether a copy won, `requests` are what it has shown.
+        none if all requests had ended. `copied` says of each whether a copy won, or it does not speculate; `requests`
+        are what it has shown.
 
         Steps end in the order in which they were chosen. A step that `began`, by the clock, before another ended is
         timed from that end; None if other work was done meanwhile, so that the step's time says nothing. Of the seconds

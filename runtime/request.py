@@ -9,7 +9,6 @@ from d2sd.errors import ContextLengthExceeded, RequestError
 from d2sd.runtime.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams
 
 if TYPE_CHECKING:
-    from d2sd.policies import PolicyName
     from d2sd.recipe import Limits as RecipeLimits
     from d2sd.runtime.grammar.grammar import Grammar
 
@@ -30,8 +29,14 @@ class Request:
     #: Clients take turns, so that one with many requests does not keep the others waiting. It may be a secret.
     client: str = field(default="", repr=False)
     cache_salt: str = ""  # cached prefixes are shared among requests of the same salt only
-    #: Of `Engine.choices`: serves its steps while it is the only request, so that no other one pays for the choice.
-    policy: PolicyName | None = None
+
+    @property
+    def policy(self) -> str | None:
+        """The policy of `Engine.choices` that it asks for: `off` to speculate never; None: the engine's."""
+        asked = self.sampling.speculative
+        if isinstance(asked, bool):
+            return None if asked else "off"
+        return asked["policy"]
 
     @property
     def seed(self) -> int:

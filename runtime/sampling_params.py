@@ -6,9 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, NamedTuple, get_type_hints
+from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
+
+from pydantic import BeforeValidator
 
 from d2sd.errors import RequestError
+from d2sd.policies import current_name
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.typed import typed
 
@@ -87,6 +90,7 @@ class SamplingParams:
         bad_words_token_ids: token sequences that are not generated, begun in the prompt or not; `each_completion` adds
             those of `bad_words`.
         structured_outputs: the form of the completion: JSON, a regular expression, a choice or a grammar.
+        speculative: whether its steps verify drafts, or `{"policy": ...}`, by which tree policy; the text is the same.
 
     First the logits are changed, for greedy requests too: logit_bias, bad_words, min_tokens, then the penalties. Then
     come temperature, min_p, top_k and top_p, each on the probabilities that the one before it left.
@@ -137,6 +141,10 @@ class SamplingParams:
         Bound(lambda banned: sum(map(len, banned)) <= MAX_BAD_TOKENS, f"at most {MAX_BAD_TOKENS} tokens in all"),
     ] = ()
     structured_outputs: StructuredOutputsParams | None = None
+    speculative: Annotated[
+        bool | Mapping[Literal["policy"], Annotated[str, BeforeValidator(current_name)]],
+        Bound(lambda asked: asked != {}, 'True, False or {"policy": ...}'),
+    ] = field(default=True, hash=False)
 
     def __post_init__(self) -> None:
         for name, kind in hints().items():

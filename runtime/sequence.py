@@ -69,6 +69,8 @@ class Sequence:
     error: D2SDError | None = None  # set by append and fail
     matcher: Matcher | None = field(init=False)  # advanced by append
     stop_tokens: list[int] = field(init=False, repr=False)  # the request's, sorted
+    policy: str | None = field(init=False)  # the request's
+    speculates: bool = field(init=False)  # else its steps verify one row, whatever its neighbours'
     bias: Any = field(default=None, repr=False)  # `Entries` of its parameters, on the device; set by the first step
     counts: Any = field(default=None, repr=False)  # `Counts` of its tokens, on the device, while a step needs them
     stats: SequenceStats = field(default_factory=SequenceStats)
@@ -81,6 +83,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.matcher = self.request.grammar.matcher() if self.request.grammar is not None else None
         self.stop_tokens = sorted(self.request.stop_tokens)
+        self.policy = self.request.policy
+        self.speculates = self.policy != "off"
 
     @property
     def anchor(self) -> int:

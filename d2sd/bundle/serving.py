@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 from d2sd.bundle.backends import make_runner
 from d2sd.bundle.devices import BackendName
 from d2sd.bundle.options import EngineOptions
-from d2sd.errors import BundleError
-from d2sd.policies import FACTS, LOOKUP, DrafterRole, FirstPass, PolicyName, parse_method, with_branches
+from d2sd.errors import BundleError, RecipeError
+from d2sd.policies import FACTS, LOOKUP, NAMES, DrafterRole, FirstPass, PolicyName, parse_method, with_branches
 from d2sd.progress import bar
 from d2sd.recipe import Policy, Tree
 
@@ -98,6 +98,27 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
+
+
+def offer_choices(bundle: Bundle, engine: Engine) -> None:
+    """Let requests choose among the policies that the engine's models can run, with the recipe's node budget.
+
+    On a GPU those that are captured before the first request: to capture another one would delay every request.
+    """
+    runner, tree = engine.runner, bundle.recipe.tree
+    if runner.capture is not None:
+        ready = engine.selector.policies if engine.selector else [engine.policy]
+        engine.offer({policy.name: policy for policy in ready})
+        return
+    policies: dict[str, TreePolicy] = {}
+    for name in NAMES:
+        facts = FACTS[name].among(bundle.drafters)
+        if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
+            try:
+                policies[name] = policy_of_tree(tree, name, tree.row_budget, bundle.drafters)
+            except RecipeError:  # a budget of one node, or more branches than a block has boundaries
+                continue
+    engine.offer(policies)
 
 
 def follow_engine(

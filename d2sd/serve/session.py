@@ -18,7 +18,7 @@ from typing_extensions import Unpack
 
 from d2sd.bundle.devices import check_device
 from d2sd.bundle.options import EngineKeywords, EngineOptions, naming_options
-from d2sd.bundle.serving import make_engine
+from d2sd.bundle.serving import make_engine, offer_choices
 from d2sd.errors import D2SDError, RequestError
 from d2sd.progress import bar
 from d2sd.runtime.sampling_params import SamplingParams
@@ -70,6 +70,7 @@ class Session:
         self._name += f", device={options.device!r}, backend={options.backend!r}"
         try:
             engine = make_engine(bundle, options)
+            offer_choices(bundle, engine)
         except BaseException:
             if bundle.ranks is not None:
                 bundle.ranks.close()

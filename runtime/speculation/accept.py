@@ -48,6 +48,7 @@ def sample_target(
         if places is None:
             return trees.accept(tree, choice.choose(logits, context_len, tree.depth, sampling), longest)
         return trees.accept(tree, choice.choose(logits[None], context_len, places, sampling)[0][places], longest)
+    tree = tree if tree.rows is None else tree.cut(tree.rows)
     (batch, nodes), vocab_size = tree.tokens.shape, logits.shape[-1]
     noise = sampling.noise(context_len, longest, vocab_size) if static_shapes else None
     row, numbers = torch.arange(batch, device=logits.device), torch.arange(nodes, device=logits.device)

@@ -52,6 +52,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
     "turns": ("never", "policies"),  # whether policies take turns
     "copies": ("none", "copies"),
     "depth": ("block", "deeper", "deepest"),
+    "switch": ("on", "mixed"),  # mixed: some requests speculate never, or by the policy alone
     "grammar": ("none", "thirds", "guided"),  # of some requests
     "sampling": ("greedy", "sampled", "parameters"),
     "room": ("alone", "batch", "tight"),
@@ -111,6 +112,7 @@ class Configuration:
     turns: str
     copies: str
     depth: str
+    switch: str
     grammar: str
     sampling: str
     room: str

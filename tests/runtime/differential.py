@@ -64,6 +64,7 @@ from tests.runtime.helpers import (
     poison,
     poison_free_slots,
     poison_what_is_given_up,
+    switched,
     windowed_bound,
 )
 from tests.runtime.nan_pages import NaNScratch
@@ -148,8 +149,8 @@ def cutting(engine: Engine, dice: random.Random) -> Engine:
 
     def cut(sequences: list[Sequence]) -> Prepared:
         step = prepare(sequences)
-        rows = tuple(dice.randrange(1, step.policy.num_nodes + 1) for _ in step.batch.anchor)
-        return replace(step, batch=replace(step.batch, rows=rows))
+        rows = torch.tensor([dice.randrange(1, step.policy.num_nodes + 1) for _ in step.batch.anchor])
+        return replace(step, batch=replace(step.batch, rows=rows.minimum(step.batch.rows)))  # type: ignore[arg-type]
 
     engine.prepare = cut  # type: ignore[method-assign]
     return engine
@@ -198,7 +199,7 @@ class Episode:
         engine = Engine(runner, Off(1), Limits(1, 64, 4, 64, prefix_cache=False), decode)
         found = []
         for request in requests:
-            outputs = list(engine.stream([request]))
+            outputs = list(engine.stream([switched(request, True)]))
             found.append((answer(outputs[-1].sequence), "".join(output.text for output in outputs)))
         return found, runner.logits
 
@@ -246,12 +247,12 @@ class Episode:
         policy = self.policies[0]
         calibration = None if one.calibration == "none" else straightened(dice, self.block_size)
         engine = Engine(runner, policy, self.within(runner, limits), decode, calibration, make_steps=steps)
-        engine.allow(self.policies)
+        engine.offer({policy.name: policy for policy in self.policies})
         runner.context._on_cpu = one.context == "in time"  # else as on a GPU, where rows are not dropped one by one
         if one.policy == "auto":
             served = [(policy, size) for policy in AUTO for size in buckets(limits.max_batch)]
             costs: dict[tuple[Policy, int], float] = {step: dice.random() for step in served}
-            engine.allow(AUTO)
+            engine.offer({policy.name: policy for policy in AUTO})
             times = StepTimes.of(costs)
             verify = None if captured else RowTimes.of(times)
             engine.selector = PolicySelector(AUTO, times, FORECAST, dice.random, self.block_size - 1, verify)
@@ -298,6 +299,10 @@ class Episode:
             held = [sum(page > 0 for page in one.windowed_pages) for one in engine.scheduler.running]
             assert max(held, default=0) <= most, "pages behind the window are kept"
         for sequence, number in running.items():
+            if not sequence.speculates:
+                plain = sequence.stats
+                assert plain.tokens == plain.steps == plain.verified_nodes, "speculation is off"
+                self.seen["plain"] += plain.steps
             self._compare(sequence, texts[number], *self.alone[0][number])
         self._compare_logits(getattr(engine.runner, "logits", None) or {})
         stats = engine.stats

@@ -22,7 +22,7 @@ from tests.runtime.configurations import BLOCKS, DENSE, EAGLE, Configuration
 from tests.runtime.grammar.tokens import END, guidance, vocab_size
 from tests.runtime.helpers import BLOCK, WINDOWS
 from tests.runtime.soak import VOCABULARY, Thirds, decode
-from tests.tiny import HEADS, HYBRIDS, tiny_decoder, tiny_drafter, tiny_eagle, tiny_flex
+from tests.tiny import HEADS, HYBRIDS, policy_name, tiny_decoder, tiny_drafter, tiny_eagle, tiny_flex
 
 Models = tuple[Decoder, DraftModel, Drafter, FlexHead | None]
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -144,6 +144,12 @@ def parameters(dice: random.Random, one: Configuration, seed: int) -> SamplingPa
     )
 
 
+def switch(dice: random.Random, one: Configuration) -> Any:
+    """Whether a request speculates, or by which policy."""
+    named = {"policy": "chain" if one.policy == "auto" else policy_name(one.policy)}
+    return True if one.switch == "on" else dice.choice((True, False, False, named))
+
+
 @cache
 def grammars(kind: str) -> list[Grammar]:
     """Answers that never end, or that a tokenizer's text ends: short ones, long ones, and choices."""
@@ -171,7 +177,7 @@ def requests(dice: random.Random, one: Configuration) -> list[Request]:
             Request(
                 prompt,
                 dice.randrange(5, 23),
-                parameters(dice, one, dice.randrange(2**27) * 16 + seed),
+                replace(parameters(dice, one, dice.randrange(2**27) * 16 + seed), speculative=switch(dice, one)),
                 frozenset({*dice.sample(range(VOCABULARY), dice.choice((0, 0, 1, 9))), *ends}),
                 stop if dice.random() < 0.3 else (),
                 dice.random() < 0.5,

@@ -8,7 +8,7 @@ from collections.abc import Sequence as SequenceOf
 from copy import deepcopy
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from hypothesis import settings
@@ -104,6 +104,10 @@ def some_requests() -> tuple[Request, ...]:
         for turn in (1, 2)
         for kind, length in zip(_KINDS, (1, 2, 5, 9, 17), strict=True)
     )
+
+
+def switched(request: Request, speculative: bool | dict[Literal["policy"], str]) -> Request:
+    return replace(request, sampling=replace(request.sampling, speculative=speculative))
 
 
 @cache

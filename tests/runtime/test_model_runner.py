@@ -17,7 +17,6 @@ from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Branches, Draft, Source, Tree, best_first_tree, from_candidates
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
-from d2sd.runtime.decode import _cut
 from d2sd.runtime.drafting import context as module
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.sampling.sample import Sampling
@@ -208,8 +207,8 @@ def tree_of(batch: Batch) -> Tree:
 def test_padding_of_trees_is_not_verified(ready: tuple[ModelRunner, Batch]) -> None:
     """Nor multiplied with the head; what is left has the same logits, and the choices are the same."""
     runner, batch = ready
-    tree, rows = tree_of(batch), (5, 1, 12)
-    cut = _cut(tree, rows)
+    tree = tree_of(batch)
+    cut = tree.cut(torch.tensor((5, 1, 12)))
     assert cut.valid.sum(1).tolist() == [5, 1, int(tree.valid[2].sum())]
     whole, verified = runner.verify(batch, tree), runner.verify(batch, cut)
     assert verified.logits.shape == (int(cut.valid.sum()), 64)
@@ -233,7 +232,7 @@ def test_the_first_nodes_are_the_tree_of_that_budget(ready: tuple[ModelRunner, B
     runner, batch = ready
     sources = [Source(runner.drafts.first(batch, 4))]
     grown, own = (best_first_tree(batch.anchor, sources, size) for size in (12, rows))
-    cut = _cut(grown, (rows,) * len(batch.anchor))
+    cut = grown.cut(torch.full_like(batch.anchor, rows))
     for name in ("tokens", "parent", "depth", "valid", "score", "branch_id"):
         assert torch.equal(getattr(cut, name)[:, :rows], getattr(own, name)), name
     assert torch.equal(cut.attn_mask[:, :rows, :rows], own.attn_mask)

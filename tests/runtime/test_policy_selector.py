@@ -33,7 +33,17 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.served_times import Choice, StepKind
 from d2sd.runtime.speculation.policy import Chain, DDTree, Hybrid, Lookup, Off, Policy
 from d2sd.runtime.step_times import LIMIT, RowTimes, StepTimer, StepTimes, measure_step_times, time_context, time_steps
-from tests.runtime.helpers import BLOCK, BRANCHES, cheater, expected, honest, make_engine, run_staggered, some_requests
+from tests.runtime.helpers import (
+    BLOCK,
+    BRANCHES,
+    cheater,
+    expected,
+    honest,
+    make_engine,
+    run_staggered,
+    some_requests,
+    switched,
+)
 from tests.runtime.recorded_graphs import RecordedGraphs
 
 FIRST, SECOND, *_ = DrafterRole
@@ -740,19 +750,21 @@ def test_policy_follows_the_batch_size_and_responses_are_unchanged(monkeypatch: 
 
 
 @pytest.mark.parametrize("auto", [False, True])
-def test_a_request_chooses_its_policy_while_it_is_alone(monkeypatch: pytest.MonkeyPatch, auto: bool) -> None:
+def test_a_request_chooses_its_policy_while_no_other_one_speculates(
+    monkeypatch: pytest.MonkeyPatch, auto: bool
+) -> None:
     """Neither the steps of others nor what `auto` has learned change by it, and no text does."""
     requests, wished = some_requests()[:2], Hybrid(14, BRANCHES)
     engine = make_engine(cheater(requests), "d2sd")
     own = engine.policy
     with pytest.raises(RequestError, match="not available"):
-        engine.submit(replace(requests[0], policy="hybrid"))
+        engine.submit(switched(requests[0], {"policy": "hybrid"}))
     engine.offer({"hybrid": wished})
     if auto:
         scripted(monkeypatch, engine, {(CHAIN, 1): 1.0, (CHAIN, 2): 1.0, (OFF, 1): 9.0, (OFF, 2): 9.0})
         own = CHAIN
     engine.record_trace, served = True, Counter[tuple[tuple[int, ...], Policy]]()
-    wishing = engine.submit(replace(requests[0], policy="hybrid", max_new_tokens=11))
+    wishing = engine.submit(replace(switched(requests[0], {"policy": "hybrid"}), max_new_tokens=11))
     other = None
     while engine.busy:
         engine.step()

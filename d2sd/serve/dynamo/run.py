@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from d2sd.bundle.serving import make_engine
+from d2sd.bundle.serving import make_engine, offer_choices
 from d2sd.extras import require
 from d2sd.progress import bar
 from d2sd.serve.dynamo.engine import DynamoEngine
@@ -54,7 +54,9 @@ def run_worker(path: Path, settings: WorkerSettings, options: EngineOptions) -> 
     os.environ.setdefault("DYN_DYNAMO_REQUEST_QUEUE_LIMIT", str(settings.max_waiting))
 
     def load() -> tuple[Bundle, Engine]:
-        return bundle, make_engine(bundle, options)
+        engine = make_engine(bundle, options)
+        offer_choices(bundle, engine)
+        return bundle, engine
 
     async def factory(argv: list[str] | None) -> tuple[Any, Any]:
         # Its own methods first; what they leave out is the default of Dynamo's base class.

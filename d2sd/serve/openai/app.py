@@ -17,6 +17,7 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.middleware.cors import CORSMiddleware
 
+from d2sd.bundle.serving import offer_choices
 from d2sd.errors import RequestError
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded
@@ -40,7 +41,7 @@ from d2sd.serve.openai.responses import Disconnected, EventStream, while_connect
 from d2sd.serve.openai.responses_api.events import ResponseFormat
 from d2sd.serve.openai.responses_api.protocol import ResponsesBody
 from d2sd.serve.openai.spans import Spans
-from d2sd.serve.openai.trace import TraceBody, choices, make_recording, page, page_file, trace_events
+from d2sd.serve.openai.trace import make_recording, page, page_file, trace_events
 from d2sd.serve.reasoning import Markers
 from d2sd.serve.turns import Turns
 from d2sd.viz.nodes import token_text
@@ -63,7 +64,7 @@ class Server:
 
     def __init__(self, bundle: Bundle, engine: Engine, settings: ServerSettings) -> None:
         self.bundle, self.settings = bundle, settings
-        engine.offer(choices(bundle, engine))
+        offer_choices(bundle, engine)
         self.engine = AsyncEngine(engine, max_waiting=settings.max_waiting)
         self.metrics = Metrics(engine, settings.model, settings.metrics_prefix)
         self.created = int(time.time())
@@ -116,16 +117,12 @@ class Server:
             return await self.tokenizing(http, lambda: JSONResponse(shape.whole(generation)))
         return JSONResponse(shape.whole(generation))
 
-    async def trace(self, http: Request, body: TraceBody) -> Response:
+    async def trace(self, http: Request, body: ChatBody) -> Response:
         """Stream the steps of an answer; see `d2sd.serve.openai.trace`."""
         if body.n not in (None, 1):
             raise RequestError("A trace has one answer.", where="n", found=body.n, expected=1)
         recording = make_recording(self.bundle)
-
-        def encode(body: TraceBody) -> list[EngineRequest]:
-            return [replace(request, policy=body.policy) for request in self.requests.chat(body)]
-
-        generation = await self._start(http, body, encode, recording.add)
+        generation = await self._start(http, body, self.requests.chat, recording.add)
         return EventStream(trace_events(generation, recording), generation.close)
 
     async def _start(
@@ -255,7 +252,7 @@ def _add_generation(app: FastAPI, server: Server) -> None:
         return errors.respond(404, text, "not_stored")
 
     @app.post("/trace")
-    async def trace(body: TraceBody, http: Request) -> Response:
+    async def trace(body: ChatBody, http: Request) -> Response:
         return await server.trace(http, body)
 
 

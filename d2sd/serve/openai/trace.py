@@ -1,8 +1,4 @@
-"""The steps of an answer as events, each with its tree as SVG, and the page at / that shows them.
-
-A step has one policy for all its requests, so a policy that a visitor chooses serves only steps without other requests:
-it changes no text, and no other client's speed.
-"""
+"""The steps of an answer as events, each with its tree as SVG, and the page at / that shows them."""
 
 from __future__ import annotations
 
@@ -10,17 +6,12 @@ from collections.abc import AsyncIterator, Mapping
 from functools import cache, partial
 from html import escape
 from importlib import resources
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BeforeValidator
 from starlette.responses import Response
 
-from d2sd.bundle.serving import policy_of_tree
-from d2sd.errors import RecipeError
-from d2sd.policies import FACTS, NAMES, FirstPass, PolicyName, current_name
 from d2sd.runtime.text import TextStream
 from d2sd.serve.openai.generation import Generation
-from d2sd.serve.openai.protocol import ChatBody
 from d2sd.viz.record import Recording, Turn
 from d2sd.viz.svg import inline, key
 from d2sd.viz.text import asset
@@ -28,7 +19,6 @@ from d2sd.viz.words import gain, shade, story
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
-    from d2sd.runtime.engine import Engine
     from d2sd.runtime.speculation.policy import Policy
 
 _MEDIA = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -37,33 +27,6 @@ _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none'; "
     "form-action 'self'; frame-ancestors 'none'"
 )
-
-
-class TraceBody(ChatBody):
-    """POST /trace."""
-
-    #: Serves it while no other request runs; None: the server's.
-    policy: Annotated[PolicyName, BeforeValidator(current_name)] | None = None
-
-
-def choices(bundle: Bundle, engine: Engine) -> dict[PolicyName, Policy]:
-    """The policies that a visitor can choose: all that the engine's models can run, with the recipe's node budget.
-
-    On a GPU those that are captured before the first request: to capture another one would delay every request.
-    """
-    runner, tree = engine.runner, bundle.recipe.tree
-    if runner.capture is not None:
-        ready = engine.selector.policies if engine.selector else [engine.policy]
-        return {policy.name: policy for policy in ready}
-    policies: dict[PolicyName, Policy] = {}
-    for name in NAMES:
-        facts = FACTS[name].among(bundle.drafters)
-        if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
-            try:
-                policies[name] = policy_of_tree(tree, name, tree.row_budget, bundle.drafters)
-            except RecipeError:  # a budget of one node, or more branches than a block has boundaries
-                continue
-    return policies
 
 
 @cache
@@ -75,7 +38,7 @@ def page_file(name: str) -> Response:
     return _response(text, name)
 
 
-def page(names: Mapping[PolicyName, Policy], default: str) -> Response:
+def page(names: Mapping[str, Policy], default: str) -> Response:
     """The page itself, with a choice of policies; `default` is the server's."""
     others = "".join(f"<option>{escape(name)}</option>" for name in names if name != default)
     options = f'<option value="">{escape(default)}, the server\'s</option>{others}'

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import triton_python_backend_utils as pb_utils
 
-from d2sd.bundle.serving import make_engine
+from d2sd.bundle.serving import make_engine, offer_choices
 from d2sd.errors import D2SDError, RequestError
 from d2sd.logs import log_to_stderr
 from d2sd.serve.async_engine import AsyncEngine
@@ -57,6 +57,7 @@ class TritonPythonModel:
             parameters = Parameters.read(config["parameters"], device)
             self._bundle = bundle = parameters.load(Path(parameters.bundle))
             engine = make_engine(bundle, parameters)
+            offer_choices(bundle, engine)
         except D2SDError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._batched, self._drain_timeout = config["max_batch_size"] > 0, parameters.drain_timeout

@@ -19,9 +19,9 @@ import httpx
 import pytest
 
 from d2sd.bundle.load import Bundle
-from d2sd.bundle.serving import make_engine
+from d2sd.bundle.serving import make_engine, offer_choices
 from d2sd.serve.openai import app, spans
-from d2sd.serve.openai.trace import choices, page
+from d2sd.serve.openai.trace import page
 from tests.d2sd.serve.http import Running, serving, wait_until
 
 CHAT: Any = {"messages": [{"role": "user", "content": "w5 w7"}], "max_tokens": 12, "temperature": 1.0, "seed": 6}
@@ -68,20 +68,22 @@ def test_a_visitor_chooses_a_policy_of_what_an_engine_has(server: Running, bundl
     assert server.engine.policy.name not in offered
     texts = set()
     for name in offered:
-        found = events(server.http.post("/trace", json=CHAT | {"policy": name}).text)
+        found = events(server.http.post("/trace", json=CHAT | {"speculative": {"policy": name}}).text)
         assert {event["policy"] for event in found} == {name}
         texts.add("".join(t["text"] for e in found for t in e["tokens"]))
     assert len(texts) == 1
     own = events(server.http.post("/trace", json=CHAT).text)
     assert {event["policy"] for event in own} == {server.engine.policy.name}
-    assert server.http.post("/trace", json=CHAT | {"policy": "flex_parallel"}).json()["error"]["param"] == "policy"
-    assert server.http.post("/v1/chat/completions", json=CHAT | {"policy": "off"}).status_code == 400
+    assert server.http.post("/trace", json=CHAT | {"policy": "off"}).status_code == 400
     plain = make_engine(bundle, policy="off")
-    assert list(choices(bundle, plain)) == ["off", "lookup"]
-    one = make_engine(bundle, policy="ddtree")
-    assert list(choices(bundle, one)) == ["off", "lookup", "chain", "reanchor", "ddtree"]
-    one.runner.capture = lambda *arguments: None  # type: ignore[assignment]  # graphs, captured for its own policy
-    assert choices(bundle, one) == {"ddtree": one.policy}
+    offer_choices(bundle, plain)
+    assert list(plain.choices) == ["off", "lookup"]
+    one, captured = make_engine(bundle, policy="ddtree"), make_engine(bundle, policy="ddtree")
+    offer_choices(bundle, one)
+    assert list(one.choices) == ["off", "lookup", "chain", "reanchor", "ddtree"]
+    captured.runner.capture = lambda *arguments: None  # type: ignore[assignment]  # graphs, captured for its own policy
+    offer_choices(bundle, captured)
+    assert list(captured.choices) == ["off", "ddtree"]
     assert '<option value="">&lt;b&gt;, the' in bytes(page({}, "<b>").body).decode()
 
 
@@ -127,7 +129,7 @@ def test_the_page_shows_the_figures_of_an_answer() -> None:
     (seen,), (sent,) = visit({"fields": FIELDS | {"policy": "hybrid"}, "text": streamed(*steps)})
     assert sent["body"] == {
         "messages": [{"role": "user", "content": "Why?"}],
-        "policy": "hybrid",
+        "speculative": {"policy": "hybrid"},
         "temperature": 0,
         "seed": 0,
         "max_tokens": 96,

@@ -102,7 +102,7 @@ async function answer(signal) {
   if (element("key").value) headers.authorization = `Bearer ${element("key").value}`;
   const body = {
     messages: [{ role: "user", content: element("prompt").value }],
-    policy: element("policy").value || undefined,
+    speculative: element("policy").value ? { policy: element("policy").value } : undefined,
     temperature: number("temperature"),
     seed: number("seed"),
     max_tokens: number("tokens"),
