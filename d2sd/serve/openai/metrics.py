@@ -89,12 +89,11 @@ class Metrics:
         self._rows = self._counter("verified_rows", "Tree rows verified, the anchor's included.")
         self._rescues = self._counter("spec_decode_rescues", "Steps won by a branch of the second pass.")
         self._copies = self._counter("spec_decode_copies", "Steps won by a copy of earlier text.")
-        self._ended = Counter(
-            self._name("request_success"),
-            "Requests that ended, by reason.",
-            ["model_name", "finished_reason"],
-            registry=self.registry,
-        )
+        self._ended = self._labelled("request_success", "Requests that ended, by reason.", "finished_reason")
+        self._switched = [
+            self._labelled(f"speculative_{name}", f"{name.capitalize()} of requests that ended, by switch.", "switch")
+            for name in ("requests", "steps", "rows")
+        ]
 
     def text(self) -> bytes:
         """The exposition text of Prometheus."""
@@ -124,6 +123,8 @@ class Metrics:
                 self.accepted_length.observe(length)
         drafted = stats.verified_nodes - stats.steps
         self._rows.inc(stats.verified_nodes)
+        for counter, count in zip(self._switched, (1, stats.steps, stats.verified_nodes), strict=True):
+            counter.labels(self._model, sequence.request.policy or "on").inc(count)
         self._drafts.inc(sum(steps for policy, steps in stats.policies.items() if not policy.startswith("off")))
         self._drafted.inc(drafted)
         self._accepted.inc(stats.tokens - stats.steps)
@@ -139,6 +140,9 @@ class Metrics:
 
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(self._name(name), text, ["model_name"], registry=self.registry).labels(self._model)
+
+    def _labelled(self, name: str, text: str, label: str) -> Counter:
+        return Counter(self._name(name), text, ["model_name", label], registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: Any) -> Histogram:
         histogram = Histogram(self._name(name), text, ["model_name"], buckets=buckets, registry=self.registry)

@@ -43,7 +43,7 @@ def test_a_response_has_no_field_of_completions() -> None:
 
 
 def test_inputs_of_triton_are_fields_of_a_completion_with_fitting_types() -> None:
-    types = {float: "FP32", int: ("INT32", "UINT64"), str: "STRING"}
+    types = {float: "FP32", int: ("INT32", "UINT64"), str: "STRING", bool: "BOOL"}
     for row in FIELDS.values():
         for name in row.triton:
             assert INPUTS[name].field == row.name

@@ -131,6 +131,7 @@ WRONG: dict[tuple[str, ...], list[Any]] = {
     ("stop_token_ids",): ["12", [1.0], ["1"], [True], np.array(1)],
     ("logit_bias",): [[(1, 2.0)], {1.5: 1}, {1: True}, {True: 1}, {1: None}, {1: float("nan")}, {None: 1}],
     ("structured_outputs",): ["json", {"json": "{}"}, True],
+    ("speculative",): ["off", 0, None, [], {"policy": 1}, {"rows": 1}],
     tuple(name for name in INTEGERS if name not in OPTIONAL): [None],
 }
 
@@ -160,6 +161,7 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("logprobs", 21),
     ("prompt_logprobs", 21),
     ("prompt_logprobs", -1),
+    ("speculative", {}),
 ]
 
 

@@ -37,7 +37,8 @@ total_draft_tokens num_input_tokens num_output_tokens kv_cache_hit_rate first_sc
 
 
 def test_the_names_are_those_of_the_clients() -> None:
-    assert INPUTS.keys() == {*LLMAPI.split(), *FRONTEND.split()}
+    own = "sampling_param_speculative"
+    assert INPUTS.keys() == {*LLMAPI.split(), *FRONTEND.split(), own}
     assert set(REPORTED.split()) <= OUTPUTS.keys()
 
 
