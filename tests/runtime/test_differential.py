@@ -194,6 +194,11 @@ def _what_is_not_finite_is_a_token(patch: Patch) -> None:
     patch.setattr(choice, "choose", chosen)
 
 
+def _all_requests_speculate(patch: Patch) -> None:
+    pack = Batch.pack
+    patch.setattr(Batch, "pack", staticmethod(lambda *given: pack(*given[:3])))
+
+
 #: By what is broken: the features without which nobody could notice.
 FAULTS: tuple[tuple[Callable[[Patch], None], dict[str, str]], ...] = (
     (_drafts_are_taken, {"policy": "chain", "drafts": "right"}),
@@ -216,6 +221,8 @@ FAULTS: tuple[tuple[Callable[[Patch], None], dict[str, str]], ...] = (
     (_filters_are_those_of_all, {"sampling": "parameters", "kernels": "compiled"}),
     (_biases_are_of_the_first_rows, {"sampling": "parameters", "drafts": "right", "weights": "whole", "room": "batch"}),
     (_texts_do_not_grow, {"sampling": "parameters", "drafts": "right"}),
+    (_all_requests_speculate, {"switch": "mixed", "drafts": "right", "steps": "eager"}),
+    (_all_requests_speculate, {"switch": "mixed", "drafts": "right", "steps": "late"}),
     (_what_is_not_finite_is_a_token, {"weights": "broken"}),
 )
 
