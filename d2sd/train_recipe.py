@@ -134,14 +134,13 @@ class Data(Part):
 class Geometry(Part):
     """Shape of both drafters; widths and heads are the target's, or those of a ready first drafter."""
 
-    #: Its kind, as `d2sd.convert.kinds` has it: no key of a recipe.
-    kind: ClassVar[str] = "dflash"
-
-    #: Number of decoder layers.
+    #: Their kind: DFlash drafters, or an EAGLE-3 head, which has no second drafter.
+    kind: Literal["dflash", "eagle3"] = "dflash"
+    #: Number of decoder layers; an EAGLE-3 head has 1.
     layers: Positive
     #: Block size γ in tokens, anchor included.
     block_size: Annotated[int, Field(ge=2)]
-    #: Id of the mask token, which must not occur in ordinary text.
+    #: Id of the mask token, which must not occur in ordinary text; an EAGLE-3 head does not draft it.
     mask_token_id: Annotated[int, Field(ge=0)]
     #: Target layers whose outputs are the features, strictly ascending; id i is the output of layer i.
     target_layer_ids: list[int]
@@ -384,6 +383,9 @@ class TrainRecipe(RecipeFile):
             raise ValueError("needs exactly one of `first`, `ready_first` and `flex`")
         if (self.drafter is None) == (self.flex is None):
             raise ValueError("needs `drafter`, the shape of its drafters, unless it trains `flex`, which has its own")
+        eagle = self.drafter is not None and self.drafter.kind == "eagle3"
+        if eagle and (self.first is None or self.first.start or self.second or self.head):
+            raise ValueError("eagle3 needs `first`, without start, and neither `second` nor `head`")
         if self.flex is not None and self.second is not None:
             raise ValueError("second extends a first drafter, and `flex` has none; remove either")
         if self.flex is not None and self.flex.precision == "fp32" and self.precision != "fp32":

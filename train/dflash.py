@@ -110,7 +110,7 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     attending = [target.layers[layer] for layer in target.config.body.attention_layers]
     sources = cast("list[Layer]", attending[len(attending) - body.num_layers :])
     for layer, source in zip(cast("Iterable[Layer]", drafter.layers), sources, strict=True):
-        weights = {k: v for k, v in _dense(source, body, generator).items() if k in layer.state_dict()}
+        weights = {k: v for k, v in dense(source, body, generator).items() if k in layer.state_dict()}
         left = layer.load_state_dict({k: v.float() for k, v in weights.items()}, strict=False).missing_keys
         assert all("_norm." in name for name in left), f"the target's layer lacks {left}"
         if not target.config.body.qk_norm:
@@ -131,7 +131,7 @@ def drafter_from_target(config: DrafterConfig, target: Decoder, sample: Tensor, 
     return drafter
 
 
-def _dense(source: Layer, config: BodyConfig, generator: torch.Generator) -> dict[str, Tensor]:
+def dense(source: Layer, config: BodyConfig, generator: torch.Generator) -> dict[str, Tensor]:
     """Weights for a layer of Llama's form: those of `source`, and an MLP that adds nothing yet in place of experts."""
     weights = source.state_dict()
     norms = {name: part for name, part in source.named_modules() if isinstance(part, RMSNorm)}

@@ -1,7 +1,7 @@
 """The layout of an EAGLE-3 head: a `config.json` of one Llama layer with a `draft_vocab_size`, and tensors.
 
     eagle_config.eagle_aux_hidden_state_layer_ids    target layers whose outputs it reads, id i the output of layer i
-    eagle_config.ttt_steps                           tokens that it drafts at most; d2sd's key
+    eagle_config.ttt_steps                           tokens that it drafts at most; d2sd's key, by default 7 as trained
 
     midlayer.* or layers.0.* · fc [E, n·E] · norm · lm_head [Vd, E] · d2t [Vd], the ids less 0 .. Vd - 1 · t2d [V]
 
@@ -28,7 +28,7 @@ from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import DecoderConfig, Role
 from d2sd.modeling.drafters.eagle3_config import Eagle3Config, eagle_parts
 from d2sd.modeling.shapes import linear_parts
-from d2sd.policies import MAX_BLOCK_SIZE, DrafterRole
+from d2sd.policies import DrafterRole
 
 if TYPE_CHECKING:
     from d2sd.modeling.drafters.eagle3 import Eagle3
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 KEY, IDS, STEPS, SIZE = "eagle_config", "eagle_aux_hidden_state_layer_ids", "ttt_steps", "draft_vocab_size"
 _PLAIN, *_OTHERS = "LlamaForCausalLM", "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM"
 _MARKED = [[name] for name in _OTHERS]
-#: Drafts of a head that says no number: the steps that its authors and SpecForge train.
-USUAL_STEPS = 7
 _OFF = ("qkv_bias", "bias", "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "use_mtp_layernorm")
 _ON = ("use_aux_hidden_state", "use_input_layernorm_in_first_layer", "use_last_layernorm", "has_lm_head")
 #: Keys with the values that they may have.
@@ -76,32 +74,31 @@ def read_eagle_config(directory: Path, _declared: Role | None = None) -> Eagle3C
             "The config does not list the target layers that the head reads.",
             where=f"{config.where}: {KEY}.{IDS}",
             expected="a list of layer ids",
-            fix=f'write "{KEY}": {{"{IDS}": [1, L/2 - 1, L - 4]}} into it, for a target of L layers: these are what '
-            "EAGLE, and engines without the key, read",
+            fix=f'write "{KEY}": {{"{IDS}": [1, L/2 - 1, L - 4]}} into it, for a target of L layers, as EAGLE reads',
         )
     ids, size = part.integers(IDS), target.vocab_size
     if (expected := fault(ids, MAX_SIZE)) or list(ids) != sorted(ids):
         raise part.refuse("The target layer ids are wrong.", IDS, expected or "ids in ascending order")
-    rows = config.size(SIZE, size, size)
-    known = _drafted_ids(directory, rows, size) if has_weights(directory) else tuple(range(rows))
-    vocabulary = known if rows < size else None
-    return Eagle3Config(target.body, size, 1 + part.size(STEPS, USUAL_STEPS, MAX_BLOCK_SIZE - 1), ids, vocabulary)
+    vocabulary, drafts = _drafted_ids(directory, config.size(SIZE, size, size), size), part.size(STEPS, 7, MAX_SIZE)
+    return Eagle3Config(target.body, size, 1 + drafts, ids, vocabulary)
 
 
-def _drafted_ids(directory: Path, count: int, vocab_size: int) -> tuple[int, ...]:
-    """The target's ids of the rows of the head, by d2t; t2d marks the same. Heads of all ids may have neither."""
-    found, headers = {"d2t": [0] * count} if count == vocab_size else {}, read_headers(directory)
-    for name, size in (("d2t", count), ("t2d", vocab_size)):
-        if (info := headers.get(name)) is not None and info.shape == (size,) and info.dtype in ("I64", "I32", "BOOL"):
-            with open_tensors(info.file, "np") as handle:
-                found[name] = handle.get_tensor(name).tolist()
-        elif info is not None or name not in {"t2d", *found}:
-            what, there = "The head's ids are not known.", None if info is None else f"{info.dtype} {list(info.shape)}"
-            raise CheckpointError(what, where=f"{directory}: {name}", found=there, expected=f"integers [{size}]")
-    ids = check_ids(f"{directory}: d2t", [row + step for row, step in enumerate(found["d2t"])], vocab_size, -1)
-    if "t2d" in found and ids != tuple(token for token, drafted in enumerate(found["t2d"]) if drafted):
-        raise CheckpointError("d2t and t2d disagree.", where=f"{directory}: t2d", expected="the ids that d2t gives")
-    return ids
+def _drafted_ids(directory: Path, rows: int, vocab_size: int) -> tuple[int, ...] | None:
+    """The target's ids of the rows of the head, by d2t; None: all."""
+    if rows == vocab_size:
+        return None
+    if not has_weights(directory):  # a plan needs their number
+        return tuple(range(rows))
+    info = read_headers(directory).get("d2t")
+    if info is None or info.shape != (rows,) or info.dtype not in ("I64", "I32"):
+        there = None if info is None else f"{info.dtype} {list(info.shape)}"
+        expected = f"integers [{rows}]"
+        raise CheckpointError(
+            "The head's ids are not known.", where=f"{directory}: d2t", found=there, expected=expected
+        )
+    with open_tensors(info.file, "np") as handle:
+        ids = (handle.get_tensor("d2t") + range(rows)).tolist()
+    return check_ids(f"{directory}: d2t", ids, vocab_size, -1)
 
 
 def check_eagle(config: Eagle3Config, target: DecoderConfig, role: DrafterRole, _block_size: int, where: Path) -> None:
@@ -109,22 +106,18 @@ def check_eagle(config: Eagle3Config, target: DecoderConfig, role: DrafterRole, 
     if role is not DrafterRole.FIRST:
         what, fix = "An EAGLE-3 head cannot be a second drafter.", "name it as drafters.first, and no second one"
         raise CheckpointError(what, where=where / "config.json", fix=fix)
-    other, fix = "The drafter was made for another target.", "use a head that was trained for this target"
-    ids, rows = config.draft_vocabulary, HFConfig.read(where).size(SIZE, config.vocab_size)
-    for what, key, found, expected, remedy in (
-        (other, "hidden_size", config.layer.hidden_size, target.body.hidden_size, fix),
-        (other, "vocab_size", config.vocab_size, target.vocab_size, fix),
-        (other, IDS, fault(config.target_layer_ids, target.body.num_layers), None, fix),
-        (
-            "A head is trained for its draft vocabulary.",
-            SIZE,
-            ids and len(ids),
-            ids and rows,
-            "remove drafters.vocabulary",
-        ),
+    for key, found, expected in (
+        ("hidden_size", config.layer.hidden_size, target.body.hidden_size),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+        (IDS, fault(config.target_layer_ids, target.body.num_layers), None),
     ):
         if found != expected:
-            raise misfit(what, where, key, found, expected, remedy)
+            fix = "use a head that was trained for this target"
+            raise misfit("The drafter was made for another target.", where, key, found, expected, fix)
+    rows, ids = HFConfig.read(where).size(SIZE, config.vocab_size), config.draft_vocabulary
+    if ids is not None and len(ids) != rows:
+        what, fix = "A head is trained for its draft vocabulary.", "remove drafters.vocabulary"
+        raise misfit(what, where, SIZE, rows, len(ids), fix)
 
 
 def our_name(name: str) -> str | None:
@@ -156,7 +149,7 @@ def config_fields(config: Eagle3Config) -> dict[str, object]:
 
 
 class Eagle3Kind(DrafterKind[Eagle3Config, "Eagle3"]):
-    """Heads whose checkpoints hold the ids of their rows as tensors."""
+    """The kind whose checkpoints hold the ids of the head's rows."""
 
     def write(self, directory: Path, config: Eagle3Config, *rest: Any, **more: Any) -> None:
         import torch

@@ -46,7 +46,7 @@ class Eagle3Config:
         return False
 
     def refusal(self, policy: PolicyName) -> str | None:
-        """No other drafter drafts behind it, and it does not draft behind nodes that are not verified yet."""
+        """No second drafter drafts behind it, and it does not draft in the pass that verifies."""
         facts = FACTS[policy]
         if facts.second_pass is DrafterRole.SECOND and facts.fallback is None:
             return "No second drafter drafts behind an EAGLE-3 head."

@@ -41,6 +41,7 @@ class Packed:
     real: Tensor  # [N] int64, the rows of features [B·S] that are tokens: the others are padding
     drafted: Tensor  # [N] int64, the slots of [B·A·G] inside the sequence and behind the anchor
     lengths: tuple[int, ...]  # [B], tokens of each sequence
+    text: Tensor  # [B, S] int64, all tokens
 
     def to(self, device: torch.device) -> Packed:
         """Copy to a device, without waiting for it."""
@@ -84,7 +85,7 @@ def pack_blocks(sequences: Sequence[TrainingSequence], anchors: Sequence[Tensor]
     inside = drawn & (positions <= last)
     behind = inside & (torch.arange(block_size) > 0)
     drafted = behind.flatten().nonzero()[:, 0]
-    return Packed(positions, blocks, inside, features, known, real, drafted, tuple(lengths.tolist()))
+    return Packed(positions, blocks, inside, features, known, real, drafted, tuple(lengths.tolist()), tokens)
 
 
 def attend_packed(drafter: DraftModel, features: Tensor, positions: Tensor) -> Attend:

@@ -150,8 +150,6 @@ MAPS: dict[str, tuple[dict[str, Any], str, str]] = {
     "numbers that are none": ({"d2t": torch.ones(4)}, "ids are not known", "d2t"),
     "ids outside": ({"d2t": torch.tensor([0, 0, 0, 64])}, "cannot be in", r"d2t\[3\]"),
     "ids out of order": ({"d2t": torch.tensor([5, 0, 0, 3])}, "cannot be in", r"d2t\[1\]"),
-    "marks of others": ({"t2d": torch.ones(64, dtype=torch.bool)}, "disagree", "t2d"),
-    "fewer marks": ({"t2d": torch.ones(63, dtype=torch.bool)}, "ids are not known", "t2d"),
 }
 
 
