@@ -201,3 +201,18 @@ def test_documents_use_the_fields_words(path: Path) -> None:
     for pattern, instead in BANNED.items():
         found = re.search(rf".*\b(?:{pattern})\b.*", text, re.IGNORECASE)
         assert not found, f"{found and found.group()!r}: {instead}"
+
+
+def test_names_of_code_that_guides_use_are_in_one_file() -> None:
+    """`Batch.pack` and `decode_step` go stale where the code is renamed or moved to another class."""
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.h"], cwd=ROOT, capture_output=True, text=True, check=True)
+    words = [set(re.findall(r"\w+", (ROOT / name).read_text("utf-8"))) for name in listed.stdout.split()]
+    for path in (*DOCS.glob("add-a-*.md"), DOCS / "architecture.md", DOCS / "read-the-code.md"):
+        for name in re.findall(r"`@?([A-Za-z_]+(?:\.[a-z_]+)*)(?:\([^`]*\))?`", path.read_text("utf-8")):
+            parts = set(name.split("."))
+            assert "py" in parts or any(parts <= one for one in words), f"{ids(path)} names {name}"
+
+
+def test_the_reading_list_is_of_sixty_files_at_most() -> None:
+    named = {ROOT / found for found in PATH.findall((DOCS / "read-the-code.md").read_text("utf-8"))}
+    assert len([path for path in named if path.is_file()]) <= 60
