@@ -1,7 +1,8 @@
-"""Models that resemble a DFlash drafter: recognised by their config and refused by name.
+"""Models that resemble a DFlash drafter: recognised by their config and refused by name where one is read.
 
 Most of them would load as plain DFlash, run, and almost never be accepted; one would attend to tokens outside
-its mask. A key that marks one of them is harmless with the values listed for it, and then every reader accepts it.
+its mask. FlexDraft and EAGLE-3 heads are kinds of their own (`d2sd.convert.kinds`), which recipes name as they are. A
+key that marks a model is harmless with the values listed for it, and then every reader accepts it.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ _KINDS = (
         "name it as drafters.first in a recipe", "run as a DFlash drafter",
     ),
     Kind(
-        "EAGLE-3 drafter", "it drafts one token after another", ("LlamaForCausalLMEagle3", "Eagle3Speculator"),
+        "EAGLE-3 drafter", "it drafts one token after another",
+        ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "EAGLE3LlamaForCausalLM", "Eagle3Speculator"),
         {"eagle_config": (None,)},
         "name it as drafters.first in a recipe, in the layout of SpecForge, EAGLE or ModelOpt",
         "run as a DFlash drafter",

@@ -107,7 +107,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def test_the_article_follows_the_name() -> None:
-    for architecture, told in (("LlamaForCausalLMEagle3", "an EAGLE-3"), ("DominoDraftModel", "a Domino")):
+    for architecture, told in (("EAGLE3LlamaForCausalLM", "an EAGLE-3"), ("DominoDraftModel", "a Domino")):
         with pytest.raises(CheckpointError, match=f"This is {told} drafter"):
             refuse_unsupported(HFConfig({"architectures": [architecture]}, "here"))
 
