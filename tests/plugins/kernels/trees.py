@@ -241,7 +241,7 @@ def test_growth_of_more_than_16_levels(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("count", "size", "budget"), MERGES)
 def test_acceptance(count: int, size: int, budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of all nodes, and of those that each request may verify."""
+    """All nodes may be accepted, or those that each request may verify."""
     draw = torch.Generator().manual_seed(1)
     for vocab, rows in product((1, 2, 3), (None, torch.tensor([0, 2, 1024]))):
         run_kernels(monkeypatch, "trees", on=False)
