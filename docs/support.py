@@ -43,7 +43,7 @@ _CLIENTS = ("d2sd/serve/openai/clients",)
 EVERY, DENSE = "every family", "Llama, Qwen2, Qwen3"
 PAIR, HEADS = "DFlash, D²SD's second", "DSpark, DFlash 2, pair heads"
 LOSSLESS, TYPES = "tokens of plain decoding", "fp32, bf16, fp16"
-ONE = "`chain`, `ddtree`, `flex_parallel`"
+ONE, ALONE = "`chain`, `ddtree`, `flex_parallel`", "`chain`, `ddtree`, `reanchor`, `hybrid`"
 SECTIONS: Mapping[str, tuple[Row, ...]] = {
     "CPU": (
         Row(EVERY, "none", "`off`", "fp32", "transformers' logits", "test", ("modeling/test_families.py",)),
@@ -51,6 +51,9 @@ SECTIONS: Mapping[str, tuple[Row, ...]] = {
         Row(EVERY, PAIR, "all", TYPES, f"random engines: {LOSSLESS}", "differential", ("runtime/differential.py",)),
         Row(
             DENSE, "FlexDraft", ONE, TYPES, f"random engines: {LOSSLESS}", "differential", ("runtime/differential.py",)
+        ),
+        Row(
+            EVERY, "EAGLE-3", ALONE, TYPES, f"random engines: {LOSSLESS}", "differential", ("runtime/differential.py",)
         ),
         Row("SmolLM2", PAIR, "all", "fp32, bf16", f"real weights: {LOSSLESS}", "test-slow", ("test_smollm2.py",)),
         Row("Qwen3", HEADS, "all", "fp32", LOSSLESS, "test", ("runtime/test_differential.py",)),
@@ -159,6 +162,7 @@ def _limits() -> Iterator[str]:
         yield f"**{feature[0].upper()}{feature[1:]}**: " + " ".join(reasons.values())
     yield "**GeGLU, norms of branches, scaled queries, a second RoPE** (Gemma 3): " + " ".join(UNFUSED.values())
     yield "**FlexDraft**: targets of Llama's and Qwen's dense layers; one head, in place of the first drafter."
+    yield "**EAGLE-3**: no second drafter, no graphs or engines; on CUDA not run yet."
     yield "**Images, audio, MTP layers** of a checkpoint are left out; `--plan` says so."
     yield "**Adapters by request** (LoRA) are not planned: one is [merged at build](bring-your-model.md)."
     yield "**Several machines** share no model: workers are run by [Triton](triton.md) or [Dynamo](dynamo.md)."

@@ -13,9 +13,12 @@ from d2sd.build.plan import make_plan
 from d2sd.bundle.load import load_bundle
 from d2sd.convert.checkpoint.layout import usual_ids
 from d2sd.convert.kinds import DFLASH
+from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.eagle3 import Eagle3
+from d2sd.modeling.drafters.eagle3_config import Eagle3Config
 from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.recipe import load_recipe
 from d2sd.shipped import shipped_names
@@ -93,7 +96,7 @@ def test_a_recipe_alone_is_planned(name: str, tmp_path: Path, monkeypatch: pytes
         assert f"licence: {source.licence or 'not stated'}" in told
     assert told.count("d2sd convert ") == sum(getattr(source, "converted", False) for source in drafters.values())
     assert re.search(r"H200 141 GB +[\d.]+ GB (left|too much)", told)
-    assert [role.key for role in drafters] == ([] if name == "llama-3.3-70b" else ["first"])
+    assert [role.key for role in drafters] == ["first"]
     assert (f"slots of {STATES[name]:,} B" in told) if name in STATES else ("slots of" not in told)
     if name in DRAFTERS:
         numbers = int(re.findall(r"drafter_first │ ([\d,]+)", told)[0].replace(",", ""))
@@ -139,8 +142,15 @@ def write_small(name: str, checkpoints: Path) -> None:
     randomise(model, seed=0, residual_gain=2.0)
     write_target_dir(checkpoints / Path(recipe.target.path or "").name, model)
     for role, part in plan.drafters.items():
+        folder, taps = checkpoints / Path(recipe.drafters.sources[role].path or "").name, tuple(usual_ids(5, 8))
+        folder.mkdir()
+        if isinstance(part.config, Eagle3Config):
+            layer, ids = small(part.config.layer, 1), tuple(range(3, 300))
+            head = Eagle3(Eagle3Config(layer, 320, part.config.block_size, taps[:3], ids))
+            randomise(head, seed=1, residual_gain=1.0)
+            EAGLE3.write(folder, head.config, head.state_dict())
+            continue
         config = cast("DrafterConfig", part.config)
-        taps = tuple(usual_ids(5, 8))
         config = replace(
             config,
             body=small(config.body, 2),
@@ -149,8 +159,6 @@ def write_small(name: str, checkpoints: Path) -> None:
             num_target_layers=8,
             target_layer_ids=taps,
         )
-        folder = checkpoints / Path(recipe.drafters.sources[role].path or "").name
-        folder.mkdir()
         drafter = Drafter(config)
         randomise(drafter, seed=1, residual_gain=1.0)
         DFLASH.write(folder, config, drafter.state_dict())
@@ -161,16 +169,14 @@ def write_small(name: str, checkpoints: Path) -> None:
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-coder-30b-a3b", *STATES])
 def test_it_builds_on_random_weights_and_is_lossless(name: str, tmp_path: Path) -> None:
     write_small(name, lay_out(tmp_path) / "checkpoints")
-    first = name != "llama-3.3-70b"
-    undescribed = ["target.geometry=null", "target.dequantize=false"]
-    undescribed += ["drafters.first.geometry=null", "checks.tokens=8"] if first else []
+    undescribed = ["target.geometry=null", "target.dequantize=false", "drafters.first.geometry=null", "checks.tokens=8"]
     sets = [word for override in (*SMALL, *undescribed, "precision=fp32") for word in ("--set", override)]
     out = tmp_path / "bundle"
     run("build", tmp_path / "recipes" / f"{name}.yaml", "--out", out, *sets)
     bundle = load_bundle(out)
     greedy = bundle.manifest.checks["greedy"]
     assert isinstance(greedy, dict)
-    assert greedy.keys() == ({"chain", "hybrid"} if first else set())
+    assert greedy.keys() == {"chain", "hybrid"}
     for figures in greedy.values():
         assert isinstance(figures, dict)
         assert figures["equal_to_plain_decoding"] == figures["prompts"] == 2
