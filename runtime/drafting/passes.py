@@ -146,7 +146,7 @@ def _chosen(batch: Batch, branches: Branches | None, ids: Tensor | None, logits:
         here = branches.rejected.where(branches.prefix_len == slot, -1)
         branches = replace(branches, prefix_len=torch.zeros_like(here), rejected=here)
     place = batch.where.context_len + slot
-    return choice.candidates(logits.float(), place, batch.sampling, 1, ids, branches).top1[..., 0]
+    return choice.candidates(logits, place, batch.sampling, 1, ids, branches).top1[..., 0]
 
 
 class BlockRows(NamedTuple):

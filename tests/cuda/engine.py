@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
+from d2sd.policies import DrafterRole
 from d2sd.runtime import model_runner
 from d2sd.runtime.decode import StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.cuda.models import GREEDY, HOT, NARROW, policy_of, runner
+from tests.cuda.models import EAGLE, GREEDY, HOT, NARROW, policy_of, runner
 from tools.cuda import guard
 from tools.cuda.fake import Captures, Watch, fake_gpu, unpack
 
@@ -42,6 +43,7 @@ def guarded() -> None:
         ("chain", NARROW, {}),
         ("d2sd", HOT, {}),
         ("flex", HOT, {}),
+        (EAGLE, HOT, {}),
         ("d2sd", HOT, WINDOWED),
         *(pytest.param(case, GREEDY, {}, marks=FULL) for case in ("reanchor", "ddtree", "hybrid")),
     ],
@@ -50,7 +52,7 @@ def test_a_step_is_one_copy_in_and_one_out(case: str, params: SamplingParams, wi
     with pytest.MonkeyPatch.context() as patch, fake_gpu(Watch()):
         patch.setattr(model_runner, "CudaGraphs", Captures)
         patch.setattr(StepResult, "unpack", unpack)
-        policy = policy_of(case)
+        policy = policy_of("hybrid").among({DrafterRole.FIRST}) if case == EAGLE else policy_of(case)
         made = runner(2, 2, fp8=False, roles=policy.drafters, case=case, **windows)
         engine = Engine(made, policy, LIMITS)
         for row in range(3):

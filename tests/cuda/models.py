@@ -16,6 +16,8 @@ from torch import nn
 from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Role, RopeConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.modeling.drafters.eagle3 import Eagle3
+from d2sd.modeling.drafters.eagle3_config import Eagle3Config
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.head_configs import HeadConfig
@@ -37,6 +39,7 @@ from d2sd.runtime.speculation.policy import Policy, make_policy
 from tests.tiny import of_case, policy_name
 from tools.cuda.fake import Watch, fake_gpu
 
+EAGLE = "eagle3"
 BLOCK, BRANCHES, NODES, VOCABULARY = 16, 4, 64, 512
 
 GREEDY, HOT, NARROW = (
@@ -116,6 +119,20 @@ def models(
     return target, first, second, head
 
 
+def eagle(target: Decoder) -> Eagle3:
+    """A head of BLOCK - 1 passes."""
+    layer = replace(target.config.body.dense(1), windows=())
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("cuda"):
+            head = Eagle3(Eagle3Config(layer, VOCABULARY, BLOCK, (0, 1), tuple(range(0, VOCABULARY, 2))))
+            head.rotary.to("cuda")  # made on the CPU, as are the ids
+            head.draft_ids = torch.arange(0, VOCABULARY, 2)
+            return head.eval().requires_grad_(False)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def runner(
     layers: int,
     drafter_layers: int,
@@ -125,8 +142,12 @@ def runner(
     case: str = "",
     **of_models: Any,
 ) -> ModelRunner:
-    """A runner of `models`. `case`: in place of the first drafter a FlexDraft head, if it is one of `FLEX_CASES`."""
+    """A runner of `models`. `case`: in place of the first drafter a FlexDraft head, if it is one of `FLEX_CASES`, or an
+    EAGLE-3 head.
+    """
     target, *drafting = models(layers, drafter_layers, **of_models)
+    if case == EAGLE:
+        return ModelRunner(*prepare_for_inference(target, {DrafterRole.FIRST: eagle(target)}), block_size=BLOCK)
     given = zip(DrafterRole, of_case(case, *drafting), strict=True)
     drafters = {role: drafter for role, drafter in given if drafter and role in roles}
     return ModelRunner(*prepare_for_inference(target, drafters, exact=exact), block_size=BLOCK)
