@@ -88,7 +88,7 @@ def _drafted_ids(directory: Path, rows: int, vocab_size: int) -> tuple[int, ...]
     if rows == vocab_size:
         return None
     if not has_weights(directory):  # a plan needs their number
-        return tuple(range(rows))
+        return check_ids(f"{directory / 'config.json'}: {SIZE}", list(range(rows)), vocab_size, -1)
     info = read_headers(directory).get("d2t")
     if info is None or info.shape != (rows,) or info.dtype not in ("I64", "I32"):
         there = None if info is None else f"{info.dtype} {list(info.shape)}"

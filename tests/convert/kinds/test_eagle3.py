@@ -102,6 +102,9 @@ def test_a_geometry_is_read_without_tensors(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
     config = EAGLE3.read_config(folder)
     assert EAGLE3.shapes(config) == EAGLE3.shapes(HEAD.config)
+    edit_json(folder / "config.json", "draft_vocab_size", 1)
+    with pytest.raises(CheckpointError, match=r"too small(.|\n)*draft_vocab_size"):
+        EAGLE3.read_config(folder)
 
 
 def test_a_head_of_the_whole_vocabulary_needs_no_map(folder: Path) -> None:
