@@ -28,7 +28,7 @@ from d2sd.bundle.load import load_bundle
 from d2sd.cli.report import Reporting
 from d2sd.convert.kinds import DFLASH, KINDS
 from d2sd.errors import D2SDError
-from d2sd.io import read_json, write_json
+from d2sd.io import digest, read_json, write_json
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
@@ -40,11 +40,13 @@ from d2sd.train.dist import Dist
 from d2sd.train.kinds import trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.objectives.loss import Candidates, first_rejections
+from d2sd.train.state import digest_of
 from d2sd.train_recipe import SecondSettings, load_train_recipe
 
+RECIPE = "as the recipe"
 #: name -> what differs from the recipe's `second`; a number is times the recipe's.
 ARMS: dict[str, dict[str, Any]] = {
-    "as the recipe": {},
+    RECIPE: {},
     "visible prefixes alone (Eq. 6, 7)": {"on_rejection": 0.0, "on_correction": 0.0},
     "no corrections": {"on_correction": 0.0},
     "rejections alone": {"on_rejection": 1.0, "on_correction": 0.0},
@@ -110,7 +112,7 @@ def restarts(
 
 def report(found: dict[str, list[Restarts]]) -> str:
     """Tokens a restart of every arm, mean over seeds and their range, and the ratio to the recipe's at equal seeds."""
-    base = [one.tokens for one in next(iter(found.values()))]
+    base = [one.tokens for one in found[RECIPE]]
     means = [[one.tokens for one in arm] for arm in found.values()]
     ratios = [[own / other - 1 for own, other in zip(arm, base, strict=False)] for arm in means]
     return table(
@@ -149,9 +151,10 @@ def main(recipe: Path, work: Path | None, steps: int, seeds: int, minutes: float
     out.joinpath("arms").mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Restarts]] = {}
     for seed in range(seeds):
-        for name, changes in {"before training": {"steps": 0}, **ARMS}.items():
-            kept = out / "arms" / f"{name.replace(' ', '-').replace(',', '')}-{steps}-{seed}.json"
+        for name, changes in {**ARMS, "before training": {"steps": 0}}.items():
             settings = settings_of(base, changes, changes.get("steps", steps), seed)
+            made_of = digest([name, settings.model_dump(), data.digest, held_out.digest, digest_of(first)])
+            kept = out / "arms" / f"{name.replace(' ', '-').replace(',', '')}-{seed}-{made_of[:12]}.json"
             if not kept.is_file():
                 if minutes is not None and time.monotonic() - began > 60 * minutes:
                     continue
@@ -169,7 +172,7 @@ def main(recipe: Path, work: Path | None, steps: int, seeds: int, minutes: float
             (out / "second.md").write_text(
                 f"{report(found)}\n\n{steps} steps of {base.batch} sequences each.\n", "utf-8"
             )
-    click.echo((out / "second.md").read_text("utf-8"))
+    click.echo(report(found) if found else "no training began in this time")
 
 
 if __name__ == "__main__":

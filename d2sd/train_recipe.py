@@ -396,6 +396,10 @@ class TrainRecipe(RecipeFile):
             raise ValueError("ready_first leaves nothing to train without `second` or `head`; add one")
         if self.ready_second is not None and (self.ready_first is None or self.second is not None or not self.head):
             raise ValueError("ready_second needs `ready_first` and `head`, and no `second`")
+        if self.second is not None and self.drafter is not None and (self.second.layers or 0) > self.drafter.layers:
+            raise ValueError(
+                f"second.layers are the first drafter's own: at most drafter.layers, {self.drafter.layers}"
+            )
         if self.first is None and self.second is not None and self.second.rejections == "matched":
             raise ValueError("second.rejections: matched needs a first drafter that is trained; remove it")
         if self.ready_first is not None and self.shape.draft_vocab_size is not None:

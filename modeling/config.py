@@ -188,6 +188,7 @@ class DraftConfig(Protocol):
     """The fields that every kind of drafter has."""
 
     kind: ClassVar[str]  # of `d2sd.convert.kinds.KINDS`
+    graph_refusal: ClassVar[str | None]  # the reason why it is not exported to a graph; None if it is
 
     @property
     def body(self) -> BodyConfig:
@@ -240,6 +241,7 @@ class DrafterConfig:
     """
 
     kind: ClassVar[str] = "dflash"
+    graph_refusal: ClassVar[str | None] = None
 
     body: BodyConfig
     vocab_size: int

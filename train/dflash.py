@@ -74,18 +74,9 @@ def first_drafter(geometry: Geometry, target: Decoder, data: TrainingData, seed:
 
 def second_drafter(first: Drafter, settings: SecondSettings) -> Drafter:
     """The initial second drafter: a copy of the first, or of its first layers, for blocks with prefixes. It is plain
-    DFlash: what the first has besides is left out. Raises D2SDError if the first has fewer layers than it shall have.
+    DFlash: what the first has besides is left out.
     """
-    most = first.config.body.num_layers
-    layers = settings.layers or most
-    if layers > most:
-        raise D2SDError(
-            "the second drafter begins with the first one's layers",
-            where="second.layers",
-            found=layers,
-            expected=f"at most {most}",
-            fix="remove it to take all of them",
-        )
+    layers = settings.layers or first.config.body.num_layers
     config = replace(
         first.config,
         body=replace(first.config.body, num_layers=layers, windows=(), causal=(), sinks=False),

@@ -24,7 +24,7 @@ from d2sd.convert.checkpoint.own_files import check_ids
 from d2sd.convert.checkpoint.quantization import KEY as QUANTIZATION
 from d2sd.convert.drafter_kind import Code, DrafterKind
 from d2sd.convert.kinds.dflash import refuse_unknown
-from d2sd.errors import BuildError, CheckpointError
+from d2sd.errors import CheckpointError
 from d2sd.modeling.config import DecoderConfig, Role
 from d2sd.modeling.drafters.eagle3_config import Eagle3Config, eagle_parts
 from d2sd.modeling.shapes import linear_parts
@@ -44,8 +44,10 @@ _VALUES: dict[str, tuple[object, ...]] = {
     **dict.fromkeys(_ON, (None, True)),
     **{"pretraining_tp": (None, 1), "parallel_draft_step": (None, 0, 1), "num_hidden_layers": (1,)},
 }
-_KNOWN = READ | INERT | _VALUES.keys() | {"architectures", SIZE, "target_hidden_size", KEY, QUANTIZATION, IDS, STEPS}
-_KNOWN |= {"mlp_bias", "sliding_window", "use_sliding_window", "next_layer_regular", "parallel_draft_heads_num_layers"}
+#: Keys of `eagle_config`, and of the whole config: what would be read at one level alone is not ignored at the other.
+_INSIDE = _VALUES.keys() | {IDS, STEPS, "next_layer_regular", "parallel_draft_heads_num_layers"}
+_TOP = READ | INERT | _VALUES.keys() | {"architectures", SIZE, "target_hidden_size", KEY, QUANTIZATION}
+_TOP |= {"mlp_bias", "sliding_window", "use_sliding_window", "next_layer_regular", "parallel_draft_heads_num_layers"}
 #: Beginnings of our names of tensors, and theirs.
 _NAMES = {"layers.0.": "midlayer.", "draft_head.": "lm_head."}
 
@@ -60,8 +62,8 @@ def read_eagle_config(directory: Path, _declared: Role | None = None) -> Eagle3C
     """Read config.json and the ids of d2t; raises `CheckpointError` naming file and key. A head has no role."""
     config = HFConfig.read(directory)
     part = config.part(KEY) if config.values.get(KEY) is not None else HFConfig({}, f"{config.where}: {KEY}")
-    for one in (config, part):
-        refuse_unknown(one, _KNOWN)
+    for one, known in ((config, _TOP), (part, _INSIDE)):
+        refuse_unknown(one, known)
         for key, values in _VALUES.items():
             one.only(key, *values)
     config.only("architectures", *_MARKED, [_PLAIN], None)
@@ -169,9 +171,8 @@ def _code() -> Code[Eagle3]:
     return Code(Eagle3, _no_graph, lambda _head, _target: None)
 
 
-def _no_graph(_head: Eagle3) -> NoReturn:
-    what = "EAGLE-3 heads are not exported to graphs: each of their passes is behind the one before."
-    raise BuildError(what, where="recipe: engines", fix="remove engines from the recipe")
+def _no_graph(head: Eagle3) -> NoReturn:
+    raise AssertionError(head.config.graph_refusal)
 
 
 KIND: DrafterKind[Eagle3Config, Eagle3] = Eagle3Kind(

@@ -268,6 +268,10 @@ def _check_block_size(recipe: Recipe, drafters: Mapping[DrafterRole, Part]) -> N
 
 def _check_engines(plan: Plan) -> None:
     """Raise `RecipeError` for shapes that kernels or TensorRT do not support, before hours of exporting."""
+    drafters = plan.drafters.values() if plan.recipe.engines else ()
+    for refusal in (part.draft_config.graph_refusal for part in drafters):
+        if refusal is not None:
+            raise RecipeError(refusal, where="recipe: engines", fix="remove engines from the recipe")
     for part in plan.parts if plan.recipe.engines else ():
         body, limits = part.body, plan.recipe.limits
         if body.head_dim % HEAD_STEP or body.head_dim > LARGEST_HEAD:

@@ -19,6 +19,9 @@ class Eagle3Config:
     """
 
     kind: ClassVar[str] = "eagle3"
+    graph_refusal: ClassVar[str | None] = (
+        "EAGLE-3 heads are not exported: each of their passes is behind the one before."
+    )
 
     layer: BodyConfig  # of one layer
     vocab_size: int

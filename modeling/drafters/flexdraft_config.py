@@ -19,6 +19,7 @@ class FlexConfig:
     """
 
     kind: ClassVar[str] = "flexdraft"
+    graph_refusal: ClassVar[str | None] = None
 
     family: Family
     body: BodyConfig

@@ -93,7 +93,7 @@ def check_bytes(engine: Engine, group: Group) -> None:
         first = 0 if not trace.policy.drafters else requests * (BLOCK - 1)
         second = 0 if trace.branches is None else requests * trace.branches.tokens.shape[1] * (BLOCK - 1)
         assert added["gather"] == counted * (verified + first + second) * size * -(-target.vocab_size // size) * 4
-        of_request = [8, 8 * pages, 8, 1, 4, 4, 8, 4, 4, 8] + ([1, 8, 8, 64] if captured else [])
+        of_request = [8, 8 * pages, 8, 1, 4, 4, 8, 4, 4, 8, 8] + ([1, 8, 8, 64] if captured else [])
         assert added["broadcast"] == 4096 + sum(-(-requests * one // 8) * 8 for one in of_request)
         checked += 1
     assert checked > 1

@@ -61,8 +61,8 @@ def test_the_first_head_is_an_early_exit() -> None:
         assert not weight[:, :32].any()
         assert torch.equal(weight[:, 32:], theirs[f"{last}.self_attn.{part}_proj.weight"])
     assert torch.equal(head.draft_head.weight, target().head)
-    features = torch.randn(4, 64)
-    torch.testing.assert_close(head.fc(features), features[:, 32:], atol=0.1, rtol=0)
+    features = torch.randn(4, 64, generator=torch.Generator().manual_seed(9))
+    torch.testing.assert_close(head.fc(features), features[:, 32:], atol=0.2, rtol=0)  # 7 sigma
     assert not eagle_added(head, features, features, None).weight.any()  # type: ignore[arg-type]
 
 

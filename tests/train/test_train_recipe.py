@@ -91,6 +91,7 @@ def test_terms_and_paths(tmp_path: Path) -> None:
         ("first__objective", {"ce": 1, "smoothing": 0.5}, "smoothing has no effect with slots: decay"),
         ("first__objective", {"ce": 1, "slots": "uniform", "decay": 4}, "decay has no effect with slots: uniform"),
         ("first__on_rejection", 0.5, "first.on_rejection"),
+        ("second__layers", 65, "second.layers are the first drafter's own: at most drafter.layers"),
         ("evaluation__prompts", 49, "fix: lower evaluation.prompts, or raise data.held_out"),
         (
             "evaluation__prompts",

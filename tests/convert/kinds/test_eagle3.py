@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from d2sd.convert.checkpoint.quantization import Quantization
 from d2sd.convert.kinds import DFLASH, KINDS, read_kind
 from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
-from d2sd.errors import BuildError, CheckpointError
+from d2sd.errors import CheckpointError
 from d2sd.modeling.config import RopeConfig
 from d2sd.policies import NAMES, DrafterRole
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes
@@ -126,6 +126,9 @@ WRONG: dict[str, tuple[str, Any, str, str]] = {
     "no steps": ("eagle_config.ttt_steps", 0, "out of range", "ttt_steps"),
     "unknown inside": ("eagle_config.gate", 1, "unknown", "gate"),
     "unknown": ("gate", 1, "unknown", "gate"),
+    "steps above": ("ttt_steps", 2, "unknown", "ttt_steps"),
+    "layers above": ("eagle_aux_hidden_state_layer_ids", [0, 1], "unknown", "layer_ids"),
+    "RoPE inside": ("eagle_config.rope_theta", 1e6, "unknown", "rope_theta"),
     "deeper": ("num_hidden_layers", 2, "not supported", "num_hidden_layers"),
     "norms of features": ("fc_norm", True, "not supported", "fc_norm"),
     "normed hidden states": ("norm_output", True, "not supported", "norm_output"),
@@ -202,10 +205,8 @@ def test_fp8_is_of_all_layers_but_its_head(tmp_path: Path) -> None:
     assert tree_bytes(tmp_path / "a") == tree_bytes(tmp_path / "b")
 
 
-def test_it_is_no_dflash_drafter_and_no_graph(folder: Path) -> None:
+def test_it_is_not_a_dflash_drafter(folder: Path) -> None:
     with pytest.raises(CheckpointError, match="EAGLE-3") as caught:
         DFLASH.read_config(folder)
     assert caught.value.fix is not None
     assert "name it as drafters.first" in caught.value.fix
-    with pytest.raises(BuildError, match="not exported"):
-        EAGLE3.graph_body(HEAD)

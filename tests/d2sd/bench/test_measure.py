@@ -232,7 +232,7 @@ def test_what_is_timed_runs_ahead_as_it_is_served(ahead: Engine, monkeypatch: py
     assert plain.traced_steps == 0
     assert cell.traced_steps == metrics.request_steps(cell)
     for one, other in zip(cell.calibration["first"], plain.calibration["first"], strict=True):
-        assert one == pytest.approx(other)  # sums of probabilities, which other shapes may round otherwise
+        assert one == pytest.approx(other, rel=1e-5)  # sums of probabilities, which other shapes may round otherwise
     times: dict[str, Any] = {"wall_seconds": 1.0, "stage_seconds": {}, "steps": 1, "traced_steps": 0, "calibration": {}}
     assert cell.model_copy(update=times) == plain.model_copy(update=times)
 

@@ -88,6 +88,7 @@ def test_what_a_head_is_refused_with(recipe: Path) -> None:
     refused(recipe, r"No second drafter drafts behind an EAGLE-3 head[\s\S]*drafters\.second", second)
     refused(recipe, "has no flex_parallel", "tree.policy=flex_parallel")
     refused(recipe, r"trained for its draft vocabulary", "drafters.vocabulary={size: 20}", error=CheckpointError)
+    refused(recipe, "EAGLE-3 heads are not exported", "engines={compute: [portable]}")
     refused(recipe, r"No drafter was trained on blocks of that size", "tree.block_size=5")
 
 
