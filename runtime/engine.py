@@ -267,6 +267,10 @@ class Engine:
         self.served = step.policy
         # A GPU still computes the prompts that were prefilled before the step, and then the step.
         delayed, self._prefilled = self._prefilled and self.runner.capture is not None, False
+        # A CPU leaves rows out, so that a step in which some do not speculate is not the one that was measured.
+        partial = not self.runner.static_shapes and min(step.rows) < step.policy.num_nodes
+        if partial and step.choice is not None and step.choice.rows is None:
+            began = None
         if delayed or (before is not None and before.step.choice is None):  # of whose end the selector does not know
             began = None
         return Launched(step, result, self.steps.fetch(result, step.sequences), began)
