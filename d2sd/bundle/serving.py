@@ -113,7 +113,8 @@ def offer_choices(bundle: Bundle, engine: Engine) -> None:
     policies: dict[str, TreePolicy] = {}
     for name in NAMES:
         facts = FACTS[name].among(bundle.drafters)
-        if facts.first_pass is not FirstPass.CARRIED and set(facts.drafters) <= runner.drafters.keys():
+        runs = can_run(bundle.draft_configs, name) and set(facts.drafters) <= runner.drafters.keys()
+        if runs and facts.first_pass is not FirstPass.CARRIED:
             try:
                 policies[name] = policy_of_tree(tree, name, tree.row_budget, bundle.drafters)
             except RecipeError:  # a budget of one node, or more branches than a block has boundaries

@@ -14,7 +14,7 @@ import yaml
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.serving import auto_policies, can_run, make_engine
+from d2sd.bundle.serving import auto_policies, can_run, make_engine, offer_choices
 from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
@@ -71,6 +71,8 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     names: tuple[Policy, ...] = ("off", "chain", "auto")
     engines = [make_engine(bundle, policy=name) for name in names]
     assert [str(engine.policy) for engine in engines] == ["off", "chain of 4 rows", "ddtree+lookup of 16 rows"]
+    offer_choices(bundle, engines[1])
+    assert list(engines[1].choices) == ["off", "lookup", "chain", "ddtree"], "no branches"
     off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
     assert others == [off, off]
 
