@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
+from itertools import product
 
 from d2sd.errors import D2SDError, RequestError
 from d2sd.modeling.kv_pool import PoolSizes
@@ -110,10 +111,10 @@ class Engine:
 
     def warm_up(self, progress: Progress = silent) -> None:
         """On a GPU, do all that may be served once: before the first request, so that none waits for a compiler."""
-        sizes = buckets(self.limits.max_batch)
-        served = list(self.selector.times.seconds) if self.selector else [(self.policy, size) for size in sizes]
-        served += [(policy, size) for policy in self.choices.values() for size in sizes]
-        warm_up(self.runner, self.steps, self.limits, dict.fromkeys(served), progress)
+        chosen = self.choices.values() if len(self.choices) > 1 else ()  # `off` alone: nothing was offered
+        served = product(dict.fromkeys([self.policy, *chosen]), buckets(self.limits.max_batch))
+        measured = None if self.selector is None else self.selector.times.seconds
+        warm_up(self.runner, self.steps, self.limits, measured or served, progress)
 
     def offer(self, policies: Mapping[str, Policy]) -> None:
         """Let requests choose among these policies of the runner's models, and plain decoding."""
@@ -244,9 +245,12 @@ class Engine:
         asked, choice = {one.policy for one in sequences} - {"off"} or {"off"}, None
         name = asked.pop() if len(asked) == 1 else None  # a step has one policy, that of all who speculate
         policy = self.policy if name is None else self.choices[name]
-        if self.selector is not None and name is None:
-            choice = self.selector.choose_for(sequences, self.runner.context.pending_of(sequences))
-            policy = choice.policy
+        if self.selector is not None:
+            step = policy, bucket(len(sequences))
+            served = self.runner.capture is None or step in self.selector.times.seconds  # others may not fit in memory
+            if name is None or not served:
+                choice = self.selector.choose_for(sequences, self.runner.context.pending_of(sequences))
+                policy = choice.policy
         granted = (choice and choice.rows) or (policy.num_nodes,) * len(sequences)
         rows = tuple(n if one.speculates else 1 for n, one in zip(granted, sequences, strict=True))
         batch = Batch.pack(sequences, self.runner.vocab_size, self.runner.device, rows)

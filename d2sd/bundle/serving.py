@@ -107,8 +107,10 @@ def offer_choices(bundle: Bundle, engine: Engine) -> None:
     """
     runner, tree = engine.runner, bundle.recipe.tree
     if runner.capture is not None:
-        ready = engine.selector.policies if engine.selector else [engine.policy]
-        engine.offer({policy.name: policy for policy in ready})
+        ready, auto = [engine.policy], engine.selector
+        if auto is not None:
+            ready = [policy for policy in auto.policies if (policy, 1) in auto.times.seconds]
+        engine.offer({policy.name: policy for policy in ready})  # the largest of each name
         return
     policies: dict[str, TreePolicy] = {}
     for name in NAMES:

@@ -181,3 +181,35 @@ def test_a_step_without_the_rows_of_some_does_not_say_what_a_whole_one_takes(spe
     assert engine.served == chain
     learned = whole or speculating == 4
     assert engine.selector.times.seconds[chain, 4] == pytest.approx(1.9 if learned else 2.2)
+
+
+def test_a_gpu_serves_no_choice_that_was_not_measured() -> None:
+    """A tree that `auto` left out at two requests, because it did not pay or fit, is served to one alone."""
+    off, tree = Off(1), DDTree(8)
+    times = StepTimes.of({(off, 1): 1.0, (off, 2): 1.0, (tree, 1): 9.0})
+    for on_gpu, expected_of_two in ((False, tree), (True, off)):
+        requests = [switched(request, {"policy": "ddtree"}) for request in some_requests()[:2]]
+        engine = make_engine(cheater(requests), "ddtree", max_batch=2)
+        engine.offer({"ddtree": tree})
+        engine.selector = PolicySelector((off, tree), times, {"ddtree": ([1.0], [1.0])})
+        if on_gpu:
+            RecordedGraphs(rerun=True).guard(engine)
+        sequences = [Sequence(n, request, list(request.prompt)) for n, request in enumerate(requests)]
+        assert engine.prepare(sequences).policy == expected_of_two
+        assert engine.prepare(sequences[:1]).policy == tree
+        assert [one.answer for one in engine.generate(requests)] == [expected(request) for request in requests]
+
+
+def test_what_may_be_served_is_warmed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By `auto` what was measured, else the engine's policy; what requests may choose, where choices are offered."""
+    told: list[set[tuple[Policy, int]]] = []
+    monkeypatch.setattr("d2sd.runtime.engine.warm_up", lambda _, __, ___, served, ____: told.append({*served}))
+    engine, off, chain = make_engine(honest(), "chain", max_batch=2), Off(1), Chain(BLOCK)
+    engine.warm_up()
+    engine.offer({"chain": chain})
+    engine.warm_up()
+    costs: dict[tuple[Policy, int], float] = {(off, 1): 1.0, (off, 2): 1.0, (chain, 1): 1.0}
+    engine.selector = PolicySelector((off, chain), StepTimes.of(costs), {"chain": ([1.0], [1.0])})
+    engine.warm_up()
+    own = {(chain, 1), (chain, 2)}
+    assert told == [own, own | {(off, 1), (off, 2)}, {*costs}]

@@ -20,6 +20,9 @@ import pytest
 
 from d2sd.bundle.load import Bundle
 from d2sd.bundle.serving import make_engine, offer_choices
+from d2sd.runtime.policy_selector import PolicySelector
+from d2sd.runtime.speculation.policy import DDTree, Off
+from d2sd.runtime.step_times import StepTimes
 from d2sd.serve.openai import app, spans
 from d2sd.serve.openai.trace import page
 from tests.d2sd.serve.http import Running, serving, wait_until
@@ -84,6 +87,11 @@ def test_a_visitor_chooses_a_policy_of_what_an_engine_has(server: Running, bundl
     captured.runner.capture = lambda *arguments: None  # type: ignore[assignment]  # graphs, captured for its own policy
     offer_choices(bundle, captured)
     assert list(captured.choices) == ["off", "ddtree"]
+    small, large, forecast = DDTree(8), DDTree(16), {"ddtree": ([1.0], [1.0])}
+    times = StepTimes.of({(Off(1), 1): 1.0, (small, 1): 1.0, (large, 2): 1.0})  # a larger tree does not pay alone
+    captured.selector = PolicySelector([Off(1), small, large], times, forecast)
+    offer_choices(bundle, captured)
+    assert captured.choices == {"off": Off(1), "ddtree": small}
     assert '<option value="">&lt;b&gt;, the' in bytes(page({}, "<b>").body).decode()
 
 
