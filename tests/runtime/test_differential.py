@@ -61,7 +61,7 @@ def test_drafts_and_copies_are_accepted_and_pages_are_missed_and_hit() -> None:
     """Else the tests above would show little."""
     seen = Episode(0, any_of(random.Random(1), drafts="right", weights="whole", turns="policies")).seen
     for seed in range(12):
-        given = {"drafts": "right", "weights": "whole", "prefixes": "cached", "room": "tight"}
+        given = {"drafts": "right", "weights": "whole", "prefixes": "cached", "room": "tight", "switch": "on"}
         seen += Episode(seed, any_of(random.Random(seed), **given)).run().seen
     assert seen["accepted"] > seen["steps"] / 2
     assert min(seen[name] for name in ("preempted", "hits", "ended by stop", "ended by length")) > 5
@@ -211,8 +211,8 @@ FAULTS: tuple[tuple[Callable[[Patch], None], dict[str, str]], ...] = (
     (_parents_are_hidden, {"steps": "recorded", "drafts": "right"}),
     (_nodes_stand_further_on, {"family": "gemma3_text", "drafts": "right"}),
     (_other_last_bits, {"kernels": "compiled", "type": "fp32", "steps": "eager"}),
-    (_windows_end_early, {"windows": "all"}),
-    (_windows_end_early, {"windows": "drafters", "steps": "eager", "weights": "whole"}),
+    (_windows_end_early, {"windows": "all", "ranks": "one"}),  # two would exchange tensors of other sizes, and abort
+    (_windows_end_early, {"windows": "drafters", "steps": "eager", "weights": "whole", "ranks": "one"}),
     (_states_are_of_all_nodes, {"family": "qwen3_5_text"}),
     (_prefixes_are_alike, {"prefixes": "cached"}),
     (_no_row_is_late, {"steps": "late"}),
