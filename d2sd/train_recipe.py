@@ -275,6 +275,9 @@ class FirstSettings(TrainSettings):
 class SecondSettings(TrainSettings):
     """Additional settings of a variable-prefix drafter's training."""
 
+    #: A trained second drafter in the DFlash layout to start from, in place of the first drafter's weights, of any
+    #: block size; a quarter of the usual learning rate keeps what it has learnt.
+    start: DrafterSource | None = None
     #: Number of decoder layers, the first ones of the first drafter; none: all. A second pass reads them once a step.
     layers: Positive | None = None
     #: Base of the prefix distribution, Pr(n visible tokens) ∝ base^n; the default is the published one.
@@ -396,6 +399,8 @@ class TrainRecipe(RecipeFile):
             raise ValueError("ready_first leaves nothing to train without `second` or `head`; add one")
         if self.ready_second is not None and (self.ready_first is None or self.second is not None or not self.head):
             raise ValueError("ready_second needs `ready_first` and `head`, and no `second`")
+        if self.second is not None and self.second.start is not None and self.second.layers is not None:
+            raise ValueError("second.layers are the first drafter's, and second.start has its own; remove either")
         if self.second is not None and self.drafter is not None and (self.second.layers or 0) > self.drafter.layers:
             raise ValueError(
                 f"second.layers are the first drafter's own: at most drafter.layers, {self.drafter.layers}"
@@ -422,6 +427,12 @@ class TrainRecipe(RecipeFile):
         """Drafters that are trained already, in the order of their roles."""
         parts = {DrafterRole.FIRST: self.ready_first, DrafterRole.SECOND: self.ready_second}
         return {role: source for role, source in parts.items() if source is not None}
+
+    @property
+    def starts(self) -> dict[DrafterRole, DrafterSource]:
+        """Drafters that trainings start from, in the order of their roles."""
+        parts = {DrafterRole.FIRST: self.first, DrafterRole.SECOND: self.second}
+        return {role: part.start for role, part in parts.items() if part is not None and part.start is not None}
 
     @property
     def trained(self) -> dict[DrafterRole, TrainSettings]:

@@ -77,8 +77,8 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
         trained_kind(recipe.shape.kind).config(recipe.shape, target)
     for role, source in recipe.ready.items():
         _check_ready(recipe, role, obtained(recipe, source), target)
-    if recipe.first is not None and recipe.first.start is not None:
-        _check_ready(recipe, DrafterRole.FIRST, obtained(recipe, recipe.first.start), target, start=True)
+    for role, source in recipe.starts.items():
+        _check_ready(recipe, role, obtained(recipe, source), target, start=True)
 
 
 def _check_ready(
@@ -114,13 +114,11 @@ def _check_ready(
         )
 
 
-def load_start(recipe: TrainRecipe) -> Drafter:
-    """The drafter that the first one starts from: fp32, CPU, full vocabulary, the recipe's blocks. Call
-    `check_geometry` first.
+def load_start(recipe: TrainRecipe, role: DrafterRole) -> Drafter:
+    """The drafter that a training starts from: fp32, CPU, full vocabulary, the recipe's blocks. Call `check_geometry`
+    first.
     """
-    assert recipe.first is not None
-    assert recipe.first.start is not None
-    before = DFLASH.load(obtained(recipe, recipe.first.start), torch.float32)
+    before = DFLASH.load(obtained(recipe, recipe.starts[role]), torch.float32)
     drafter = Drafter(replace(before.config, draft_vocabulary=None, head=None, block_size=recipe.block_size))
     weights = before.state_dict()
     drafter.load_state_dict({name: weights[name] for name in drafter.state_dict()})

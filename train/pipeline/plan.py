@@ -24,9 +24,7 @@ def plan(recipe: TrainRecipe, work: Path, out: Path) -> Iterator[tuple[str, str]
     """(stage, its state) in order. Raises the D2SDErrors of a run, also for damaged work files."""
     target = make_plan(plain_recipe(recipe)).target
     ready = {role: located(recipe, source) for role, source in recipe.ready.items()}
-    found = list(ready.values())
-    if recipe.first is not None and recipe.first.start is not None:
-        found.append(located(recipe, recipe.first.start))
+    found = [*ready.values(), *(located(recipe, source) for source in recipe.starts.values())]
     if target is not None and None not in found:
         assert isinstance(target.config, DecoderConfig)
         check_geometry(recipe, target.config)

@@ -211,10 +211,10 @@ class Training:
     def train(self, role: DrafterRole, settings: TrainSettings, before: Mapping[DrafterRole, DraftModel]) -> DraftModel:
         """Train the drafter of a place, after those `before` it: from the target, or, on prefixes, from the first."""
         first = cast("Drafter", before[DrafterRole.FIRST]) if isinstance(settings, SecondSettings) else None
-        if isinstance(settings, SecondSettings) and first is not None:
-            drafter: DraftModel = second_drafter(first, settings)
-        elif isinstance(settings, FirstSettings) and settings.start is not None:
-            drafter = load_start(self.run.recipe)
+        if role in self.run.recipe.starts:
+            drafter: DraftModel = load_start(self.run.recipe, role)
+        elif isinstance(settings, SecondSettings) and first is not None:
+            drafter = second_drafter(first, settings)
         else:
             shape = self.run.recipe.shape
             drafter = trained_kind(shape.kind).start(shape, self.target, self.data, settings.seed)

@@ -1,4 +1,4 @@
-"""Second drafters are trained on rejections of an earlier state and on corrections; a first drafter starts trained."""
+"""Second drafters are trained on rejections of an earlier state and on corrections; both may start trained."""
 
 from __future__ import annotations
 
@@ -66,26 +66,36 @@ def test_matched_needs_a_trained_first(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_first_drafter_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another draft vocabulary and another block size than it has."""
+def test_both_drafters_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another draft vocabulary and another block size than they have."""
     drafter = tiny_drafter(tiny_decoder().config, mask_token_id=63, target_layer_ids=(0, 1))
-    start = Drafter(replace(drafter.config, draft_vocabulary=tuple(range(9)))).bfloat16()
-    (project / "start").mkdir()
-    DFLASH.write(project / "start", start.config, start.state_dict())
-    layers = start.config.body.num_layers
-    edit(project, "first", SETTINGS | {"start": {"path": "start"}})
-    edit(project, "drafter.layers", layers)
-    edit(project, "drafter.block_size", start.config.block_size + 2)
+    stored = []
+    for name, config in (("first", drafter.config), ("second", replace(drafter.config, role="variable_prefix"))):
+        start = Drafter(replace(config, draft_vocabulary=tuple(range(9)))).bfloat16()
+        (project / name).mkdir()
+        DFLASH.write(project / name, start.config, start.state_dict())
+        edit(project, name, SETTINGS | {"start": {"path": name}})
+        stored.append(DFLASH.load(project / name, torch.float32).state_dict())
+    edit(project, "drafter.layers", drafter.config.body.num_layers)
+    edit(project, "drafter.block_size", drafter.config.block_size + 2)
     edit(project, "drafter.draft_vocab_size", 12)
     made = noted(monkeypatch, Trainer)
     trained(project)
-    stored = DFLASH.load(project / "start", torch.float32).state_dict()
-    began = made[0][1]
-    assert all(torch.equal(began[name], stored[name]) for name in stored)
-    config = DFLASH.read_config(project / "out" / "first")
-    assert config.block_size == start.config.block_size + 2
-    assert config.draft_vocabulary is not None
-    assert len(config.draft_vocabulary) == 12
+    for (_, began), tensors in zip(made, stored, strict=True):
+        assert all(torch.equal(began[name], tensors[name]) for name in tensors)
+    for role in ("first", "second"):
+        config = DFLASH.read_config(project / "out" / role)
+        assert config.block_size == drafter.config.block_size + 2
+        assert config.draft_vocabulary is not None
+        assert len(config.draft_vocabulary) == 12
+        assert config.role == ("first" if role == "first" else "variable_prefix")
+
+
+def test_a_second_that_starts_trained_has_layers_of_its_own(project: Path) -> None:
+    edit(project, "second", SETTINGS | {"start": {"path": "nowhere"}, "layers": 1})
+    assert "second.start has its own" in refusal(project)
+    edit(project, "second", SETTINGS | {"start": {"path": "nowhere"}})
+    assert "nowhere" in refusal(project)
 
 
 def test_kinds_of_prefixes() -> None:

@@ -11,7 +11,10 @@ from typing import Any
 import yaml
 from click.testing import Result
 
+from d2sd.bundle.load import load_bundle
+from d2sd.bundle.serving import make_engine
 from d2sd.io import MARKER
+from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.train.data.responses import Response, read_responses
 from d2sd.viz.training import Curve
 from tests.commands import passed, run_cli, succeeds
@@ -140,6 +143,24 @@ def bundled(finished: Path, calibration: str | None) -> Path:
     (finished / "bundle.yaml").write_text(yaml.safe_dump(recipe))
     succeeds("build", f"{finished}/bundle.yaml", "--out", f"{finished}/bundle")
     return finished / "bundle"
+
+
+def selector_of_first(project: Path) -> PolicySelector:
+    """What chooses policies in a bundle of the trained first drafter, `project/bundle.yaml`."""
+    recipe = {
+        "d2sd": 1,
+        "name": "tiny",
+        "target": {"path": "target"},
+        "drafters": {"first": {"path": "out/first"}, "calibration": {"path": "out/calibration.json"}},
+        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
+        "limits": {"max_context": 64},
+        "sampling": {"max_new_tokens": 8},
+    }
+    (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
+    succeeds("build", project / "bundle.yaml", "--out", project / "bundle")
+    selector = make_engine(load_bundle(project / "bundle")).selector
+    assert selector is not None
+    return selector
 
 
 def nth_time(real: Callable[..., Any], number: int) -> Callable[..., Any]:

@@ -7,16 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
 from d2sd.errors import RecipeError
 from d2sd.train.loop import Trainer
 from d2sd.train_recipe import load_train_recipe
-from tests.commands import passed, succeeds
-from tests.d2sd.cli.train.helpers import LOGGED, SETTINGS, edit, logged, nth_time, train, trained, write_training
+from tests.commands import passed
+from tests.d2sd.cli.train.helpers import (
+    LOGGED,
+    SETTINGS,
+    edit,
+    logged,
+    nth_time,
+    selector_of_first,
+    train,
+    trained,
+    write_training,
+)
 
 HEAD = {"kind": "eagle3", "layers": 1, "block_size": 4, "mask_token_id": 63, "target_layer_ids": [0, 1]}
 
@@ -39,19 +46,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert json.loads(files["evaluation.json"])["methods"]["chain"]["rows"] == 4
     head = EAGLE3.load(project / "out" / "first", torch.float32)
     assert (head.config.drafts, len(head.config.draft_vocabulary or ())) == (3, 12)
-    recipe = {
-        "d2sd": 1,
-        "name": "tiny",
-        "target": {"path": "target"},
-        "drafters": {"first": {"path": "out/first"}, "calibration": {"path": "out/calibration.json"}},
-        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
-        "limits": {"max_context": 64},
-        "sampling": {"max_new_tokens": 8},
-    }
-    (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
-    succeeds("build", project / "bundle.yaml", "--out", project / "bundle")
-    selector = make_engine(load_bundle(project / "bundle")).selector
-    assert selector is not None
+    selector = selector_of_first(project)
     assert {policy.name for policy in selector.policies} >= {"off", "chain", "ddtree"}
     assert trained(project) == files
 

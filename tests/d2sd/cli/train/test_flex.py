@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
-from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
@@ -21,9 +18,19 @@ from d2sd.runtime.speculation.policy import Chain, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.finish import weights_digest
 from d2sd.train_recipe import load_train_recipe
-from tests.commands import passed, refused, run_cli, succeeds
+from tests.commands import passed, refused, run_cli
 from tests.convert.helpers import edit_json
-from tests.d2sd.cli.train.helpers import LOGGED, SETTINGS, edit, logged, nth_time, train, trained, write_training
+from tests.d2sd.cli.train.helpers import (
+    LOGGED,
+    SETTINGS,
+    edit,
+    logged,
+    nth_time,
+    selector_of_first,
+    train,
+    trained,
+    write_training,
+)
 
 HEAD = {"layers": 1, "block_size": 4, "calibration_size": 8, "draft_vocab_size": 12}
 
@@ -58,20 +65,7 @@ def test_a_head_is_trained_resumed_and_built(project: Path, monkeypatch: pytest.
     assert head.config.draft_vocabulary is not None
     assert len(head.config.draft_vocabulary) == 12
     assert head.calibration.outer.weight.any()
-
-    recipe = {
-        "d2sd": 1,
-        "name": "tiny",
-        "target": {"path": "target"},
-        "drafters": {"first": {"path": "out/first"}, "calibration": {"path": "out/calibration.json"}},
-        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
-        "limits": {"max_context": 64},
-        "sampling": {"max_new_tokens": 8},
-    }
-    (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
-    succeeds("build", project / "bundle.yaml", "--out", project / "bundle")
-    selector = make_engine(load_bundle(project / "bundle")).selector
-    assert selector is not None
+    selector = selector_of_first(project)
     assert {policy.name for policy in selector.policies} == {"off", "lookup", "chain", "ddtree", "flex_parallel"}
     calibration = load_calibration(project / "out" / "calibration.json")
     for warm in calibration.slope:
