@@ -34,6 +34,7 @@ PUBLISHED = {
     "qwen3-4b": (4_022_468_096, "8.04 GB"),
     "qwen3-8b": (8_190_735_360, "16.38 GB"),
     "qwen3-14b": (14_768_307_200, "29.54 GB"),
+    "qwen3-32b-fp8": (32_762_123_264, "34.33 GB"),
     "qwen3-coder-30b-a3b": (30_532_122_624, "61.06 GB"),
     "qwen3.5-4b": (4_205_751_296, "8.41 GB"),
     "qwen3.5-9b": (8_953_803_264, "17.91 GB"),
@@ -166,7 +167,9 @@ def write_small(name: str, checkpoints: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-coder-30b-a3b", *STATES])
+@pytest.mark.parametrize(
+    "name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-32b-fp8", "qwen3-coder-30b-a3b", *STATES]
+)
 def test_it_builds_on_random_weights_and_is_lossless(name: str, tmp_path: Path) -> None:
     write_small(name, lay_out(tmp_path) / "checkpoints")
     undescribed = ["target.geometry=null", "target.dequantize=false", "drafters.first.geometry=null", "checks.tokens=8"]
