@@ -134,7 +134,7 @@ _GEMMA4 = "its global layers have heads of another size, which d2sd does not run
 #: What to do instead of targets that are asked for.
 _UNREAD = {
     "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it",
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified"), _GEMMA4),
+    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
 }
 FAMILIES: dict[str, TargetFamily] = {
     family.name: family

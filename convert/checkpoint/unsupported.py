@@ -31,6 +31,11 @@ class Kind:
     run: str = "run"  # what d2sd does not do with it
 
 
+_CHOOSE = "choose a DFlash, DFlash 2 or DSpark drafter of the same target"
+_DSPINE = Kind(
+    "DSpine drafter", "its layers pass what a slot predicts on to the next slot", ("DSpineDraftModel",),
+    {"dspine_config": (None,)}, _CHOOSE,
+)  # fmt: skip
 #: The first match is reported, so specific kinds come before general ones.
 _KINDS = (
     Kind(
@@ -39,8 +44,9 @@ _KINDS = (
     ),
     Kind(
         "Domino drafter", "it has a recurrent correction head", ("DominoDraftModel",),
-        dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), _NOTHING),
+        dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), _NOTHING), _CHOOSE,
     ),
+    _DSPINE,
     Kind(
         "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
         {"flexdraft_config": (None,), "enable_anchor_bias_logits": _OFF, "anchor_bias_rank": _NOTHING},
@@ -64,7 +70,7 @@ _KINDS = (
     ),
     Kind(
         "drafter with a projector", "its head is not only the target's", (),
-        {"projector_type": (None, "none", "dspark", "d2sd_pair")},  # the last is read by `heads.py`
+        {"projector_type": (None, "none", "dspark", "d2sd_pair")}, _CHOOSE,  # the last is read by `heads.py`
     ),
     Kind(
         "drafter with another attention", "d2sd runs plain grouped-query attention", (),
@@ -86,9 +92,9 @@ _KINDS = (
 #: Keys that may appear anywhere in a config, because `refuse_unsupported` has checked their values.
 KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
 #: Beginnings of tensors' names that mark another model, where no key of its config is known.
-_TENSORS = dict.fromkeys(
+_TENSORS = {"injection.": _DSPINE} | dict.fromkeys(
     ("mode_embed", "mode_gate"),
-    Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published"),
+    Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published", fix=_CHOOSE),
 )
 
 
@@ -111,7 +117,8 @@ def refuse_tensors(headers: Mapping[str, TensorInfo]) -> None:
     for name, info in headers.items():
         for beginning, kind in _TENSORS.items():
             if name.startswith(beginning):
-                raise CheckpointError(_what(kind), where=f"{info.file}: {name}", expected="a plain DFlash drafter")
+                where = f"{info.file}: {name}"
+                raise CheckpointError(_what(kind), where=where, expected="a plain DFlash drafter", fix=kind.fix)
 
 
 def _what(kind: Kind) -> str:

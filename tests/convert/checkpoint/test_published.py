@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.hf_config import HFConfig
@@ -76,7 +77,6 @@ def test_what_the_keys_mean() -> None:
         (GEMMA_3_1B, {"query_pre_attn_scalar": None}, "query_pre_attn_scalar"),
         (GEMMA_3_1B, {"rope_parameters": {"full_attention": 3}}, "full_attention"),
         (GEMMA_3_1B, {"model_type": "gemma3"}, "gemma3"),
-        (GEMMA_3_1B, {"model_type": "gemma4_text"}, "heads of another size"),
         (LFM2_8B, {"num_dense_layers": -1}, "num_dense_layers"),
         (LFM2_8B, {"num_dense_layers": 10**12}, "num_dense_layers"),
         (LFM2_8B, {"layer_types": [["conv"], *["full_attention"] * 23]}, "layer_types"),
@@ -90,3 +90,11 @@ def test_what_the_keys_mean() -> None:
 def test_what_is_not_modelled_is_refused_by_name(values: dict[str, Any], change: dict[str, Any], named: str) -> None:
     with pytest.raises(CheckpointError, match=named):
         parsed(values | change)
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"])
+def test_gemma_4_as_transformers_saves_it_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    told = rf'not supported(.|\n)*json: model_type(.|\n)*found: "{kind}"(.|\n)*fix: its global layers have heads of'
+    with pytest.raises(CheckpointError, match=told):
+        parse_target_config(HFConfig.read(tmp_path))

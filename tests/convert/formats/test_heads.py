@@ -352,13 +352,17 @@ def test_copies_that_differ_from_the_targets_are_refused(tmp_path: Path, target:
         read_drafter(folder, read_target_parts(target))
 
 
-@pytest.mark.parametrize("name", ["mode_embed", "mode_embed.weight", "mode_gate.weight"])
-def test_a_multi_future_drafter_is_called_by_its_name(tmp_path: Path, name: str) -> None:
-    """An MFD drafter has a DFlash config, so only tensor names identify it."""
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [(name, "multi-future drafter") for name in ("mode_embed", "mode_embed.weight", "mode_gate.weight")]
+    + [(f"injection.{name}.weight", "DSpine drafter") for name in ("readouts.0", "message")],
+)
+def test_a_drafter_is_called_by_its_name_where_only_tensors_tell(tmp_path: Path, name: str, kind: str) -> None:
+    """Drafters with a config of plain DFlash."""
     drafter = drafter_of(None)
     folder = write_foreign(tmp_path / "a", public_fields(drafter), drafter.state_dict() | {name: torch.ones(8, 32)})
     for read in (lambda: read_drafter(folder), lambda: DFLASH.check_tensors(folder, DFLASH.read_config(folder))):
-        with pytest.raises(CheckpointError, match=rf"multi-future drafter \(MFD\)(.|\n)*{name}"):
+        with pytest.raises(CheckpointError, match=rf"{kind}(.|\n)*{name}(.|\n)*fix: choose a DFlash"):
             read()
 
 
