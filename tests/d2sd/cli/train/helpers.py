@@ -146,7 +146,7 @@ def bundled(finished: Path, calibration: str | None) -> Path:
 
 
 def selector_of_first(project: Path) -> PolicySelector:
-    """What chooses policies in a bundle of the trained first drafter, `project/bundle.yaml`."""
+    """Return the policy selector of a bundle of the trained first drafter, `project/bundle.yaml`."""
     recipe = {
         "d2sd": 1,
         "name": "tiny",
