@@ -130,7 +130,7 @@ def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
     return body
 
 
-_GEMMA4 = "its global layers have heads of another size, which d2sd does not run; choose a target of these families"
+_GEMMA4 = "its global layers have heads of another size, larger than attention takes; choose a target of these families"
 #: What to do instead of targets that are asked for.
 _UNREAD = {
     "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it",
