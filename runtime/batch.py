@@ -92,7 +92,8 @@ def _text(sequence: Sequence, vocab_size: int, device: str) -> Text:
     request = sequence.request
     if sequence.counts is None and request.sampling.has_penalty:
         sequence.counts = Counts()
-    text = Text(sequence.tokens, len(request.prompt), request.stop_tokens, sequence.bias, sequence.counts)
+    known = sequence.tokens, len(request.prompt), request.stop_tokens
+    text = Text(*known, sequence.bias, sequence.counts, request.markers)
     if sequence.bias is None and request.sampling.has_bias:
         sequence.bias = Entries.of(request.sampling, text, vocab_size, device)
         text = text._replace(entries=sequence.bias)

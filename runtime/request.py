@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from d2sd.errors import ContextLengthExceeded, RequestError
 from d2sd.runtime.sampling_params import MAX_STOP_LENGTH, MAX_STOP_STRINGS, MAX_STOP_TOKENS, SamplingParams
+from d2sd.runtime.thought import Markers
 
 if TYPE_CHECKING:
     from d2sd.recipe import Limits as RecipeLimits
@@ -25,6 +26,7 @@ class Request:
     stop: tuple[str, ...] = ()
     stop_visible: bool = False  # the text includes the stop string or stop token that ended it
     grammar: Grammar | None = None  # the answer is in its language, unless the length limit cuts it
+    markers: Markers | None = None  # around a thought; read if it has a budget
     priority: int = 0  # lower values are served first
     #: Clients take turns, so that one with many requests does not keep the others waiting. It may be a secret.
     client: str = field(default="", repr=False)
@@ -118,7 +120,15 @@ def _check_tokens(request: Request, vocab_size: int) -> None:
             found=sampling.bad_words,
             fix="pass bad_words_token_ids to the engine",
         )
+    if sampling.thinking_token_budget is not None and request.markers is None:
+        raise RequestError(
+            "This model does not think between markers that its chat template names.",
+            where="thinking_token_budget",
+            found=sampling.thinking_token_budget,
+            fix="leave it out",
+        )
     named = {
+        "thinking_token_budget": [] if request.markers is None else request.markers[2:],
         "logit_bias": sampling.logit_bias,
         "bad_words_token_ids": [token for word in sampling.bad_words_token_ids for token in word],
     }

@@ -82,6 +82,7 @@ class SamplingParams:
         logit_bias: token id -> number added to its logit, -100 .. 100; up to 32,768 tokens.
         bad_words: strings whose token sequences are not generated, up to 1,024 strings of 32,768 characters in all.
         min_tokens: tokens before which neither a stop string nor a stop token ends the completion.
+        thinking_token_budget: tokens of a thought behind its beginning, where its end is forced; -1 or None: no limit.
         stop_token_ids: tokens that end the completion, besides the target's own; up to 4,096.
         ignore_eos: whether to generate on after the target's stop tokens.
         include_stop_str_in_output: whether the stop string or stop token is part of the text.
@@ -92,8 +93,9 @@ class SamplingParams:
         structured_outputs: the form of the completion: JSON, a regular expression, a choice or a grammar.
         speculative: whether its steps verify drafts, or `{"policy": ...}`, by which tree policy; the text is the same.
 
-    First the logits are changed, for greedy requests too: logit_bias, bad_words, min_tokens, then the penalties. Then
-    come temperature, min_p, top_k and top_p, each on the probabilities that the one before it left.
+    First the logits are changed, for greedy requests too: logit_bias, bad_words, min_tokens and thinking_token_budget,
+    then the penalties. Then come temperature, min_p, top_k and top_p, each on the probabilities that the one before it
+    left.
 
     Numbers may be numpy's. Raises `RequestError` naming the field that is out of range or of another type.
     """
@@ -128,6 +130,7 @@ class SamplingParams:
         Bound(lambda words: sum(map(len, words)) <= MAX_BAD_CHARACTERS, f"{MAX_BAD_CHARACTERS} characters"),
     ] = ()
     min_tokens: Annotated[int, Bound(lambda count: count >= 0, "0 or more")] = 0
+    thinking_token_budget: Annotated[int | None, Bound(lambda count: count >= 0, "0 or more; -1 or None: off")] = None
     stop_token_ids: Annotated[Sequence[int], _at_most(MAX_STOP_TOKEN_IDS, "tokens")] = ()
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -152,6 +155,7 @@ class SamplingParams:
         for name, value in (
             ("stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)),
             ("top_k", 0 if self.top_k == -1 else self.top_k),
+            ("thinking_token_budget", None if self.thinking_token_budget == -1 else self.thinking_token_budget),
             ("bad_words", tuple(self.bad_words)),
             ("bad_words_token_ids", tuple(map(tuple, self.bad_words_token_ids))),
             ("stop_token_ids", tuple(self.stop_token_ids)),
@@ -172,7 +176,8 @@ class SamplingParams:
 
     @property
     def has_bias(self) -> bool:
-        return bool(self.logit_bias or self.bad_words_token_ids or self.min_tokens)
+        budget = self.thinking_token_budget is not None
+        return bool(self.logit_bias or self.bad_words_token_ids or self.min_tokens or budget)
 
     @property
     def has_penalty(self) -> bool:

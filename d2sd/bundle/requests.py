@@ -12,6 +12,7 @@ from d2sd.bundle.turns import encode_turns
 from d2sd.errors import RequestError
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SEEDS, SamplingParams
+from d2sd.runtime.thought import Markers
 
 if TYPE_CHECKING:
     from d2sd.bundle.load import Bundle
@@ -45,6 +46,7 @@ def make_request(
         stop=tuple(params.stop),
         stop_tokens=frozenset(() if params.ignore_eos else bundle.stop_token_ids) | frozenset(params.stop_token_ids),
         stop_visible=params.include_stop_str_in_output,
+        markers=None if params.thinking_token_budget is None else Markers.of(bundle.tokenizer),
         **others,
     )
 

@@ -64,6 +64,7 @@ _ROWS = (
     Field("max_tokens", bodies="completions", triton=_named("max_tokens"), data_type="INT32", dynamo="stop_conditions"),
     Field("stop", str | Texts, triton=_named("stop", "stop_words"), data_type="STRING"),
     Field("min_tokens", dynamo="stop_conditions"),
+    Field("thinking_token_budget"),  # Dynamo's max_thinking_tokens
     Field("ignore_eos", dynamo="stop_conditions"),
     Field("stop_token_ids", TokenIds, dynamo="stop_conditions"),
     Field("logprobs", bodies="none", dynamo="output_options"),

@@ -1,45 +1,10 @@
-"""The part of an answer that the model thinks before it speaks, between markers that its chat template knows."""
+"""Divides the text of an answer into what the model thinks, between markers of its chat template, and what it says."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
-#: Markers of templates: Qwen3's, which DeepSeek-R1, SmolLM3, GLM and others have too, and Seed-OSS's.
-MARKERS = (("<think>", "</think>"), ("<seed:think>", "</seed:think>"))
-#: A template that begins the thought itself ends with its marker, and at most a token of white space.
-_PROMPT_END = 2
-
-
-class Markers(NamedTuple):
-    """The beginning and the end of a thought: a token each, which is text."""
-
-    begin: str
-    end: str
-    begin_id: int
-    end_id: int
-
-    @staticmethod
-    def of(tokenizer: Any) -> Markers | None:
-        """Find the markers that the chat template names and the tokenizer has; None: the model does not think aloud."""
-        template = tokenizer.chat_template
-        for begin, end in MARKERS if isinstance(template, str) else ():
-            ids = [tokenizer(text, add_special_tokens=False).input_ids for text in (begin, end)]
-            if end in template and all(len(one) == 1 and one[0] not in tokenizer.all_special_ids for one in ids):
-                return Markers(begin, end, ids[0][0], ids[1][0])
-        return None
-
-    def begun(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends with the beginning of a thought."""
-        last = prompt[-_PROMPT_END:]
-        return self.begin_id in last and self.end_id not in last
-
-    def tokens(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
-        """Tokens of the answer up to the end of its thought."""
-        if not self.begun(prompt) and self.begin_id not in answer[:_PROMPT_END]:
-            return 0
-        return answer.index(self.end_id) + 1 if self.end_id in answer else len(answer)
+from d2sd.runtime.thought import Markers
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
-"""Biases on single tokens that may depend on what was written before: logit_bias, bad words and min_tokens.
+"""Biases on single tokens that may depend on what was written before: logit_bias, bad words, min_tokens and budgets.
 
-A bad word bans its last token after its other tokens, min_tokens bans the stop tokens up to a position, and logit_bias
-holds anywhere, so all three are entries of one table. It is ragged: its size is the number of entries and of the tokens
-that they ask for, whatever else is in the batch. The entries of a request are made once, those of a batch every step.
+A bad word bans its last token after its other tokens, min_tokens bans the stop tokens up to a position, logit_bias
+holds anywhere, and the budget of a thought forces its end at a position before which it has not ended, so all four are
+entries of one table. It is ragged: its size is the number of entries and of the tokens that they ask for, whatever else
+is in the batch. The entries of a request are made once, those of a batch, and of a budget that ends soon, every step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from d2sd.runtime.sampling_params import SamplingParams
 
 _NONE = -1  # in a text: before its first token
 _ALWAYS = sys.maxsize  # a position that no text reaches
+#: Added to the logit of a token that must come. Times the largest penalty, by the lowest temperature, it is finite.
+_FORCED = 1e30
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +34,10 @@ class Entries:
 
     token: Tensor  # [E] int64
     bias: Tensor  # [E] fp32
+    since: Tensor  # [E] int64, the first position at which the entry holds
     until: Tensor  # [E] int64, the first position at which the entry holds no more
     length: Tensor  # [E] int64, tokens that must come before
-    before: Tensor  # [C] int64, these tokens, entry after entry
+    before: Tensor  # [C] int64, these tokens, entry after entry; ~token: any other than this one
     entry: Tensor  # [C] int64, whose they are
     back: Tensor  # [C] int64, how far before the entry's token each must be, 1 the next
     longest: int
@@ -48,26 +52,49 @@ class Entries:
         if not tokens:
             return None
         until = text.prompt_len + params.min_tokens
-        lengths = [*repeat(0, len(biases) + len(stops)), *(len(word) - 1 for word in words)]
         bans = repeat(-torch.inf, len(stops) + len(words))
         ends = [*repeat(_ALWAYS, len(biases)), *repeat(until, len(stops)), *repeat(_ALWAYS, len(words))]
+        before = [[*zip(word[:-1], range(len(word) - 1, 0, -1), strict=True)] for word in words]
+        conditions = [*repeat([], len(biases) + len(stops)), *before]
+        return Entries._made(tokens, [*biases.values(), *bans], [0] * len(tokens), ends, conditions, device)
+
+    @staticmethod
+    def of_thought(params: SamplingParams, text: Text, device: str) -> Entries | None:
+        """None where no token that the next steps choose spends the budget of a thought."""
+        if params.thinking_token_budget is None or text.markers is None:
+            return None
+        found = text.markers.closings(text.tokens, text.prompt_len, params.thinking_token_budget)
+        if not found:
+            return None
+        places, before = [one.place for one in found], [one.before for one in found]
+        tokens, ends = [text.markers.end_id] * len(found), [place + 1 for place in places]
+        return Entries._made(tokens, [_FORCED] * len(found), places, ends, before, device)
+
+    @staticmethod
+    def _made(
+        tokens: list[int],
+        biases: list[float],
+        since: list[int],
+        until: list[int],
+        conditions: list[list[tuple[int, int]]],
+        device: str,
+    ) -> Entries:
+        """`conditions` are what must come before each token, and how far."""
 
         def int64(values: list[int]) -> Tensor:
             return torch.tensor(values, dtype=torch.int64, device=device)
 
-        length = int64(lengths)
-        entry = torch.repeat_interleave(torch.tensor(lengths), output_size=sum(lengths)).to(device)
-        stop = int64([*accumulate(lengths)])  # behind each entry's tokens in `before`
-        before = int64([*chain.from_iterable(word[:-1] for word in words)])
+        lengths, flat = [len(one) for one in conditions], [*chain.from_iterable(conditions)]
         return Entries(
             token=int64(tokens),
-            bias=torch.tensor([*biases.values(), *bans], dtype=torch.float32, device=device),
-            until=int64(ends),
-            length=length,
-            before=before,
-            entry=entry,
-            back=stop[entry] - torch.arange(len(before), device=device),
-            longest=max(lengths),
+            bias=torch.tensor(biases, dtype=torch.float32, device=device),
+            since=int64(since),
+            until=int64(until),
+            length=int64(lengths),
+            before=int64([token for token, _ in flat]),
+            entry=torch.repeat_interleave(torch.tensor(lengths), output_size=len(flat)).to(device),
+            back=int64([back for _, back in flat]),
+            longest=max((back for _, back in flat), default=0),
         )
 
 
@@ -78,6 +105,7 @@ class TokenBias:
     row: Tensor  # [E] int64, the request that an entry belongs to
     token: Tensor  # [E] int64
     bias: Tensor  # [E] fp32
+    since: Tensor  # [E] int64
     until: Tensor  # [E] int64
     length: Tensor  # [E] int64
     before: Tensor  # [C] int64
@@ -92,9 +120,10 @@ class TokenBias:
     ) -> TokenBias | None:
         """None where no request has an entry."""
         biased = [
-            (row, t, t.entries or Entries.of(p, t, vocab_size, device))
+            (row, t, entries)
             for row, (p, t) in enumerate(zip(params, texts, strict=True))
             if p.has_bias
+            for entries in (t.entries or Entries.of(p, t, vocab_size, device), Entries.of_thought(p, t, device))
         ]
         requests = [(row, text, entries) for row, text, entries in biased if entries is not None]
         if not requests:
@@ -112,6 +141,7 @@ class TokenBias:
             row=rows.repeat_interleave(torch.tensor(sizes), output_size=sum(sizes)).to(device),
             token=torch.cat([e.token for e in parts]),
             bias=torch.cat([e.bias for e in parts]),
+            since=torch.cat([e.since for e in parts]),
             until=torch.cat([e.until for e in parts]),
             length=torch.cat([e.length for e in parts]),
             before=torch.cat([e.before for e in parts]),
@@ -123,17 +153,23 @@ class TokenBias:
 
     def apply(self, logits: Tensor, position: Tensor) -> Tensor:
         """logits [B, V] of the token at `position` [B] -> [B, V]."""
-        holds = position[self.row] < self.until
+        holds = self._hold_at(position)
         if len(self.before):
-            there = self.tail[self.row[self.entry], self.tail.shape[1] - self.back] == self.before
-            holds &= torch.zeros_like(self.length).index_add_(0, self.entry, there.long()) == self.length
+            said = self.tail[self.row[self.entry], self.tail.shape[1] - self.back]
+            met = torch.where(self.before < 0, said != ~self.before, said == self.before)
+            holds &= torch.zeros_like(self.length).index_add_(0, self.entry, met.long()) == self.length
         return self._added(logits, holds)
 
     def apply_at(self, logits: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
         """logits [B, X] of `tokens` [B, X] -> [B, X], by the entries at `position` [B] that need no earlier token."""
-        holds = (position[self.row] < self.until) & (self.length == 0)
+        holds = self._hold_at(position) & (self.length == 0)
         whole = self._added(logits.new_zeros(len(logits), self.vocab_size), holds)
         return logits + whole.gather(1, tokens)
+
+    def _hold_at(self, position: Tensor) -> Tensor:
+        """Whether each entry [E] holds at `position` [B], whatever comes before."""
+        there = position[self.row]
+        return (self.since <= there) & (there < self.until)
 
     def _added(self, logits: Tensor, holds: Tensor) -> Tensor:
         """logits [B, V] with the biases of the entries that hold."""
@@ -156,6 +192,7 @@ class TokenBias:
             row=row[selected],
             token=self.token[selected],
             bias=self.bias[selected],
+            since=self.since[selected],
             until=self.until[selected],
             length=self.length[selected],
             before=self.before[of_selected],

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.thought import Markers
 
 if TYPE_CHECKING:
     from d2sd.runtime.sampling.bias import Entries
@@ -37,6 +38,7 @@ class Text(NamedTuple):
     stop_tokens: frozenset[int] = frozenset()
     entries: Entries | None = None  # those of its biases, if they have been made
     counts: Counts | None = None  # of its tokens, kept from step to step; None: all tokens are counted
+    markers: Markers | None = None  # around a thought
 
 
 NO_TEXT = Text((), 0)

@@ -18,6 +18,7 @@ from d2sd.runtime.grammar.grammar import Grammar
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import GREEDY_BELOW
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.thought import Markers
 from tests.runtime.configurations import BLOCKS, DENSE, EAGLE, Configuration
 from tests.runtime.grammar.tokens import END, guidance, vocab_size
 from tests.runtime.helpers import BLOCK, WINDOWS
@@ -139,6 +140,7 @@ def parameters(dice: random.Random, one: Configuration, seed: int) -> SamplingPa
         logit_bias=biases,
         bad_words_token_ids=words,
         min_tokens=dice.choice((0, 0, 0, 1, 5)),
+        thinking_token_budget=dice.choice((None, None, 0, 1, 2, 3, 5, 8, 13)),
         logprobs=dice.choice((None, None, None, 0, 3, 20)),
         prompt_logprobs=dice.choice((None, None, None, 0, 3, 20)),
     )
@@ -173,15 +175,21 @@ def requests(dice: random.Random, one: Configuration) -> list[Request]:
         stop = tuple(decode([dice.randrange(VOCABULARY) for _ in range(dice.choice((1, 1, 2)))]) for _ in range(3))
         grammar = dice.choice(grammars(one.grammar)) if one.grammar != "none" and dice.random() < 0.6 else None
         ends = {END} if one.grammar == "guided" else set[int]()
+        sampling = replace(parameters(dice, one, dice.randrange(2**27) * 16 + seed), speculative=switch(dice, one))
+        liked = max(
+            sampling.logit_bias, key=lambda token: sampling.logit_bias[token], default=0
+        )  # may begin the answer
+        markers = Markers("", "", dice.choice((prompt[-1], prompt[-2:][0], liked)), dice.randrange(VOCABULARY))
         found.append(
             Request(
                 prompt,
                 dice.randrange(5, 23),
-                replace(parameters(dice, one, dice.randrange(2**27) * 16 + seed), speculative=switch(dice, one)),
+                sampling,
                 frozenset({*dice.sample(range(VOCABULARY), dice.choice((0, 0, 1, 9))), *ends}),
                 stop if dice.random() < 0.3 else (),
                 dice.random() < 0.5,
                 grammar,
+                markers,
                 dice.choice((0, 0, 0, 1)),
                 client=("", "", "a", "b")[seed % 4],
             )

@@ -30,6 +30,7 @@ from d2sd.runtime.sequence import Output, Sequence
 from d2sd.runtime.speculation.calibration import Calibration
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.text import Decode
+from d2sd.runtime.thought import Markers
 from tests.runtime.cheating import CheatingRunner
 from tests.runtime.oracle import plain_text
 from tests.tiny import of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
@@ -117,8 +118,9 @@ def plain(
     length: int,
     stop_tokens: frozenset[int] = frozenset(),
     windows: str = "none",
+    markers: Markers | None = None,
 ) -> tuple[int, ...]:
-    return tuple(plain_text(models(windows)[0], prompt, sampling, length, stop_tokens))
+    return tuple(plain_text(models(windows)[0], prompt, sampling, length, stop_tokens, markers))
 
 
 def expected(request: Request, windows: str = "none") -> list[int]:
@@ -127,10 +129,10 @@ def expected(request: Request, windows: str = "none") -> list[int]:
 
 
 def _longer(request: Request, windows: str) -> tuple[int, ...]:
-    if windows == HYBRID:
-        return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens, windows)
-    of_target = next(name for name, one in WINDOWS.items() if one[0] == WINDOWS[windows][0])  # it alone writes the text
-    return plain(request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens, of_target)
+    if windows != HYBRID:  # the target alone writes the text
+        windows = next(name for name, one in WINDOWS.items() if one[0] == WINDOWS[windows][0])
+    how = request.prompt, request.sampling, request.max_new_tokens + BLOCK, request.stop_tokens
+    return plain(*how, windows, request.markers)
 
 
 def texts_of(requests: SequenceOf[Request], windows: str = "none") -> dict[int, tuple[int, ...]]:

@@ -16,6 +16,7 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.runtime.sampling_params import SamplingParams
+from d2sd.runtime.thought import Markers
 from tests.tiny import full_logits
 
 _WORD = 2**32
@@ -47,8 +48,9 @@ def changed(
     text: Sequence[int],
     prompt_len: int,
     stop_tokens: Collection[int] = (),
+    markers: Markers | None = None,
 ) -> list[float]:
-    """Logits of the token after `text`, by bias, bad words, min_tokens and penalties."""
+    """Logits of the token after `text`, by bias, bad words, min_tokens, budget and penalties."""
     scores, answer = list(logits), list(text[prompt_len:])
     for token, bias in params.logit_bias.items():
         scores[token] += bias
@@ -57,11 +59,25 @@ def changed(
     banned += stop_tokens if len(answer) < params.min_tokens else []
     for token in banned:
         scores[token] = -math.inf
+    end = forced(text, prompt_len, params.thinking_token_budget, markers)
+    if end is not None and scores[end] > -math.inf:
+        scores = [score if token == end else -math.inf for token, score in enumerate(scores)]
     for token in set(text):
         scores[token] *= params.repetition_penalty if scores[token] < 0 else 1 / params.repetition_penalty
     for token in set(answer):
         scores[token] -= params.frequency_penalty * answer.count(token) + params.presence_penalty
     return scores
+
+
+def forced(text: Sequence[int], prompt_len: int, budget: int | None, markers: Markers | None) -> int | None:
+    """The end of a thought that goes on and has taken as many tokens as its budget."""
+    if budget is None or markers is None:
+        return None
+    last, answer = text[:prompt_len][-2:], list(text[prompt_len:])
+    begun = markers.begin_id in last and markers.end_id not in last
+    starts = [0] if begun else [place + 1 for place, token in enumerate(answer[:2]) if token == markers.begin_id]
+    spent = any(len(answer) - start == budget and markers.end_id not in answer[start:] for start in starts)
+    return markers.end_id if spent else None
 
 
 def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]:
@@ -79,7 +95,12 @@ def allowed(logits: Sequence[float], params: SamplingParams) -> dict[int, float]
 
 
 def plain_text(
-    decoder: Decoder, prompt: Sequence[int], params: SamplingParams, length: int, stop_tokens: Collection[int] = ()
+    decoder: Decoder,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    length: int,
+    stop_tokens: Collection[int] = (),
+    markers: Markers | None = None,
 ) -> list[int]:
     """`length` tokens of plain decoding, the whole text computed anew for each; stop tokens do not end it."""
     text = list(prompt)
@@ -87,7 +108,7 @@ def plain_text(
     signed = number - 2**64 if number >= 2**63 else number
     for _ in range(length):
         logits = full_logits(decoder, torch.tensor([text]))[0, -1]
-        scores = changed(logits.tolist(), params, text, len(prompt), stop_tokens)
+        scores = changed(logits.tolist(), params, text, len(prompt), stop_tokens, markers)
         if params.temperature == 0:
             text.append(max(range(len(scores)), key=lambda t: scores[t]))
             continue

@@ -15,6 +15,7 @@ _FIELDS = (
     *("messages", "prompt", "model", "stream", "stream_options", "temperature", "top_p", "top_k", "min_p", "seed"),
     *("n", "max_tokens", "max_completion_tokens", "stop", "stop_token_ids", "min_tokens", "ignore_eos"),
     *("logit_bias", "bad_words", "logprobs", "top_logprobs", "prompt_logprobs", "presence_penalty"),
+    "thinking_token_budget",
     *("frequency_penalty", "repetition_penalty", "response_format", "structured_outputs", "tools", "tool_choice"),
     *("deadline", "functions", "return_token_ids", "user", "metadata", "cache_salt", "priority", "best_of"),
     *("suffix", "echo", "modalities", "include_stop_str_in_output", "parallel_tool_calls", "function_call"),

@@ -32,7 +32,7 @@ _SHARED = {name: FIELDS[name].dynamo for name in hints() if FIELDS[name].dynamo 
 #: Fields of each part without a row in the table: those that are read here, and those of Dynamo's frontend and router.
 _OWN: Mapping[str, Sequence[str]] = {
     "sampling_options": ("guided_decoding",),
-    "stop_conditions": (*_STOP_IDS, "stop"),
+    "stop_conditions": (*_STOP_IDS, "stop", "max_thinking_tokens"),
     "output_options": ("skip_special_tokens", "return_tokens_as_token_ids", "formatted_prompt", "no_stop_trim"),
     "routing": (
         *("backend_instance_id", "prefill_worker_id", "decode_worker_id", "dp_rank", "prefill_dp_rank"),
@@ -72,7 +72,8 @@ def depends_on_prompt(request: Request) -> bool:
     repetition_penalty counts prompt and answer alike. A grammar depends on it too, but such requests are not moved.
     """
     sampling = request.sampling
-    return bool(sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens)
+    counts = sampling.presence_penalty or sampling.frequency_penalty or sampling.min_tokens
+    return bool(counts) or sampling.thinking_token_budget is not None
 
 
 class RequestReader:
@@ -92,6 +93,7 @@ class RequestReader:
         found = {name: _part(message, part).get(name) for name, part in _SHARED.items()}
         values = {name: value for name, value in found.items() if value is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
+        values["thinking_token_budget"] = stops.get("max_thinking_tokens")
         length = values.pop("max_tokens", max(1, self._capacity - len(prompt)))
         ends = set[int]().union(*(stops.get(name, ()) for name in _STOP_IDS))
         ends -= set(bundle.stop_token_ids) if stops.get("ignore_eos") else set()

@@ -19,6 +19,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from d2sd.bundle.serving import offer_choices
 from d2sd.errors import RequestError
+from d2sd.runtime.thought import Markers
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded
 from d2sd.serve.openai import errors
@@ -42,7 +43,6 @@ from d2sd.serve.openai.responses_api.events import ResponseFormat
 from d2sd.serve.openai.responses_api.protocol import ResponsesBody
 from d2sd.serve.openai.spans import Spans
 from d2sd.serve.openai.trace import make_recording, page, page_file, trace_events
-from d2sd.serve.reasoning import Markers
 from d2sd.serve.turns import Turns
 from d2sd.viz.nodes import token_text
 

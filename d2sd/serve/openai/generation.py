@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from d2sd.runtime.thought import Markers
 from d2sd.serve.openai.metrics import Metrics, RequestTimer
-from d2sd.serve.reasoning import Markers, Thought
+from d2sd.serve.reasoning import Thought
 
 if TYPE_CHECKING:
     from d2sd.runtime.sequence import FinishReason, Output, TokenLogprobs

@@ -116,10 +116,10 @@ def test_bad_words_are_encoded_alone_and_after_a_space() -> None:
 
 
 FLOATS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
-INTEGERS = ("top_k", "n", "min_tokens", "seed", "max_tokens", "logprobs", "prompt_logprobs")
+INTEGERS = ("top_k", "n", "min_tokens", "thinking_token_budget", "seed", "max_tokens", "logprobs", "prompt_logprobs")
 FLAGS = ("ignore_eos", "include_stop_str_in_output")
 LISTS = ("stop", "bad_words", "bad_words_token_ids", "stop_token_ids", "logit_bias")
-OPTIONAL = ("seed", "max_tokens", "logprobs", "prompt_logprobs", "structured_outputs")
+OPTIONAL = ("seed", "max_tokens", "thinking_token_budget", "logprobs", "prompt_logprobs", "structured_outputs")
 WRONG: dict[tuple[str, ...], list[Any]] = {
     FLOATS: ["1", True, None, [1.0], 1j, b"1", np.array([0.5, 0.5]), ..., float("nan"), 10**400],
     INTEGERS: ["1", True, 1.5, 1.0, [1], np.float64(1), np.True_, ..., float("inf")],
@@ -157,6 +157,7 @@ OUTSIDE: list[tuple[str, Any]] = [
     ("frequency_penalty", -3.0),
     ("logit_bias", {1: 101.0}),
     ("min_tokens", -1),
+    ("thinking_token_budget", -2),
     ("logprobs", -1),
     ("logprobs", 21),
     ("prompt_logprobs", 21),

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from d2sd.serve.reasoning import MARKERS, Markers, Thought, unfinished
+from d2sd.runtime.thought import MARKERS, Markers
+from d2sd.serve.reasoning import Thought, unfinished
 
 THINK = Markers("<think>", "</think>", 7, 8)
 #: Answer, whether the prompt began its thought -> thought, said.

@@ -22,6 +22,7 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.sequence import Sequence
 from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.thought import Markers
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
 
 
@@ -54,7 +55,9 @@ def test_policies_and_tensors_arrive_as_they_were() -> None:
 def test_a_step_of_any_parameters_arrives_as_it_was() -> None:
     """All kinds of values: of a batch that filters, penalises and forbids, and of a draft that a grammar leads."""
     params = SamplingParams(0.5, 0.9, 5, 3, min_p=0.1, repetition_penalty=1.2, logit_bias={3: 1.0}, min_tokens=1)
-    sequence = Sequence(0, Request((1, 2), 9, params, frozenset({4})), [1, 2, 3], pages=page_row([1]))
+    params = replace(params, thinking_token_budget=4)
+    request = Request((1, 2), 9, params, frozenset({4}), markers=Markers("", "", 2, 5))
+    sequence = Sequence(0, request, [1, 2, 3], pages=page_row([1]))
     batch = Batch.pack([sequence], 64, "cpu")
     given = batch, Link.pack([sequence], 1), Draft(torch.ones(1, 2, 3), torch.zeros(1, 2, 3)), PoolSizes(3, 4)
     line = Line()

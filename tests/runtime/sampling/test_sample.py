@@ -25,6 +25,7 @@ from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import SequenceStats
+from d2sd.runtime.thought import Markers
 from tests.runtime.helpers import STEADY, choices, gumbel_scores
 from tests.runtime.oracle import allowed, chi_square_p
 from tests.tiny import full_logits, runner_of, tiny_decoder, tiny_drafter
@@ -268,3 +269,25 @@ def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     if policy != "off":
         assert sum(n for length, n in stats.accepted.items() if length > 1) > 400  # drafts did take part
         assert stats.accepted_branches.keys() == {0, 1, 2}
+
+
+@pytest.mark.parametrize("policy", ["off", "d2sd"])
+def test_a_thought_that_is_ended_keeps_the_distribution(policy: PolicyName) -> None:
+    """A budget of one token: the second token ends the thought unless the first has, and the third is free."""
+    end = int(logits()[0, 0, 0].argmax())  # many texts end it by themselves
+    probability: dict[tuple[int, ...], float] = {}
+    for a, p in allowed(logits()[0, 0, 0].tolist(), KINDS["T=1"]).items():
+        second = allowed(logits()[a, 0, 1].tolist(), KINDS["T=1"]) if a == end else {end: 1.0}
+        for b, q in second.items():
+            for c, r in allowed(logits()[a, b, 2].tolist(), KINDS["T=1"]).items():
+                probability[a, b, c] = p * q * r
+    first = tiny_drafter(target().config, layers=1, block_size=BLOCK)
+    second_drafter = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
+    made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
+    limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
+    engine = Engine(runner_of(deepcopy(target()), first, second_drafter), made, limits)
+    kinds = [SamplingParams(1.0, seed=seed, thinking_token_budget=1) for seed in range(ENGINE_SEEDS)]
+    asked = [Request((PROMPT,), 3, kind, markers=Markers("", "", PROMPT, end)) for kind in kinds]
+    texts = Counter(tuple(sequence.answer) for sequence in engine.generate(asked))
+    assert chi_square_p(texts, probability) > 1e-3
+    assert 400 < sum(count for text, count in texts.items() if text[0] != end) < ENGINE_SEEDS - 400

@@ -49,6 +49,9 @@ def test_a_request_has_what_the_client_sent(reader: RequestReader) -> None:
     assert (sampling.min_p, sampling.repetition_penalty, sampling.presence_penalty) == (0.1, 1.3, 0.2)
     assert (sampling.min_tokens, request.priority, request.cache_salt) == (3, -3, "a")
     assert depends_on_prompt(request)
+    budgeted = reader.read({"token_ids": [3, 9], "stop_conditions": {"max_thinking_tokens": 5}})
+    assert budgeted.sampling.thinking_token_budget == 5
+    assert depends_on_prompt(budgeted)
     assert not depends_on_prompt(reader.read(message([3, 9], repetition_penalty=1.5)))
 
 
@@ -74,7 +77,6 @@ def test_capacity_is_what_the_pages_hold() -> None:
         ("sampling_options", "best_of", 3),
         ("sampling_options", "use_beam_search", True),
         ("sampling_options", "length_penalty", 0.5),
-        ("stop_conditions", "max_thinking_tokens", 5),
         ("output_options", "prompt_logprobs", 1),
         ("sampling_options", "logit_bias", {"5": 1.0}),
         ("sampling_options", "bad_words", ["w5"]),

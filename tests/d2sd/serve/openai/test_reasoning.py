@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import openai
 import pytest
 from openai.types.responses import Response
 
@@ -138,3 +139,52 @@ def test_earlier_thoughts_are_not_sent_again(thinker: Running) -> None:
         sent = {"role": "assistant", "content": "Cold.", "reasoning_content": thought}
         counts.add(thinker.http.post("/tokenize", json={"messages": [USER, sent, USER]}).json()["count"])
     assert len(counts) == 1
+
+
+@pytest.mark.parametrize("budget", [0, 1, 7, 20])
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 3}])
+def test_a_budget_ends_the_thought(thinker: Running, budget: int, options: dict[str, Any]) -> None:
+    """A random model ends none by itself. Chats, whole and streamed, and responses think the same."""
+    asked = {"chat_template_kwargs": {"begins": True}, "thinking_token_budget": budget, "ignore_eos": True, **options}
+    found = ask(thinker, max_tokens=30, return_token_ids=True, **asked)
+    (choice,), end = found.choices, worded_tokenizer().convert_tokens_to_ids("</think>")
+    assert found.usage.completion_tokens_details.reasoning_tokens == budget + 1
+    assert choice.token_ids.index(end) == budget
+    assert len(choice.token_ids) == 30
+    thought, said, _ = streamed(thinker, max_tokens=30, **asked)
+    assert (thought or None, said or None) == (choice.message.reasoning_content, choice.message.content)
+    whole, _ = responses(thinker, input=USER["content"], max_output_tokens=30, **asked)
+    assert whole.output_text == said
+    assert whole.usage
+    assert whole.usage.output_tokens_details.reasoning_tokens == budget + 1
+    free = ask(thinker, max_tokens=30, **asked | {"thinking_token_budget": -1})
+    assert free.usage.completion_tokens_details.reasoning_tokens == 30
+
+
+def test_a_prompt_may_begin_a_thought(thinker: Running) -> None:
+    options: Any = {"thinking_token_budget": 3, "ignore_eos": True}
+    for prompt, forced in (("x<think>", True), ("x<think></think>", False)):
+        text = thinker.openai.completions.create(model="tiny", prompt=prompt, max_tokens=9, extra_body=options)
+        assert ("</think>" in text.choices[0].text) == forced
+
+
+def test_a_demanded_call_leaves_no_room_for_a_thought(thinker: Running) -> None:
+    options = {"tools": [TOOL], "tool_choice": "required", "chat_template_kwargs": {"begins": True}}
+    (choice,) = ask(thinker, thinking_token_budget=2, parallel_tool_calls=False, **options).choices
+    assert choice.finish_reason == "tool_calls"
+
+
+@pytest.mark.parametrize("budget", [-2, "7", True, 1.5, float("nan"), [], 10**30])
+def test_budgets_that_are_none(thinker: Running, budget: Any) -> None:
+    """But any number of tokens is one."""
+    body = json.dumps({"model": "tiny", "messages": [USER], "max_tokens": 2, "thinking_token_budget": budget})
+    found = thinker.http.post("/v1/chat/completions", content=body, headers={"content-type": "application/json"})
+    assert found.status_code == (200 if budget == 10**30 else 400)
+    if found.status_code == 400 and budget == budget:  # NaN is no JSON
+        assert found.json()["error"]["param"] == "thinking_token_budget"
+
+
+def test_a_model_that_does_not_think_has_no_budget(agent: Running) -> None:
+    with pytest.raises(openai.BadRequestError, match="does not think between markers") as refused:
+        ask(agent, thinking_token_budget=5)
+    assert refused.value.param == "thinking_token_budget"
