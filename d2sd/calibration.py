@@ -7,40 +7,19 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 from typing_extensions import Self
 
 from d2sd.errors import CheckpointError
 from d2sd.io import write_text
-from d2sd.policies import (
-    FACTS,
-    DrafterName,
-    DrafterRole,
-    DraftUse,
-    PolicyName,
-    UseName,
-    current_name,
-    current_places,
-    parse_method,
-)
+from d2sd.policies import FACTS, DrafterName, DrafterRole, DraftUse, PolicyName, UseName, parse_method
 from d2sd.schema import Closed, read_model
 
 NAME = "calibration.json"
 
 
-def _of_two(table: object) -> object:
-    """The table of the first and the second drafter, where an older file has a third: of a FlexDraft head, which had a
-    place of its own and is the first now.
-    """
-    if isinstance(table, list) and all(isinstance(warm, list) and len(warm) == 3 for warm in table):
-        return [[head, second] for _, second, head in table]
-    return table
-
-
 #: By temperature (0, 1), role of the drafter, distance and kind of candidate (best, sibling).
-Table = Annotated[list[list[list[list[float]]]], BeforeValidator(_of_two)]
-#: A policy, with copies or without; `current_name`.
-Method = Annotated[str, BeforeValidator(current_name)]
+Table = list[list[list[list[float]]]]
 
 
 class CopyTable(Closed):
@@ -67,7 +46,7 @@ class CalibrationFile(Closed):
 
     d2sd_calibration: Literal[1] = 1
     #: Fingerprints by name.
-    drafters: Annotated[dict[DrafterName, str], BeforeValidator(current_places)]
+    drafters: dict[DrafterName, str]
     block_size: Annotated[int, Field(ge=2)]
     slope: Table
     offset: Table
@@ -78,7 +57,7 @@ class CalibrationFile(Closed):
     copies: dict[Literal["0", "1"], CopyTable] | None = None
     #: tokens a step by temperature ("0", "1") and policy, with copies under `hybrid+lookup`, with fewer branches than
     #: the recipe's under `hybrid/1`, of which older files have none; entry n is for n + 1 nodes
-    tau: dict[Literal["0", "1"], dict[Method, list[Annotated[float, Field(ge=1)]]]]
+    tau: dict[Literal["0", "1"], dict[str, list[Annotated[float, Field(ge=1)]]]]
     #: what it was fitted on, and the expected calibration error before and after
     report: dict[str, float]
 

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
 
 from d2sd.errors import BundleError
 from d2sd.licence import NOT_STATED
-from d2sd.policies import DrafterName, current_places
+from d2sd.policies import DrafterName
 from d2sd.recipe import Builder, Recipe
 from d2sd.schema import read_model
 
@@ -91,7 +91,7 @@ class Manifest(_Part):
     d2sd_bundle: Literal[1] = SCHEMA
     recipe: Recipe
     target: TargetGeometry
-    drafters: Annotated[dict[DrafterName, DrafterGeometry], BeforeValidator(current_places)]
+    drafters: dict[DrafterName, DrafterGeometry]
     engines: Engines | None = None
     files: dict[FileName, Sha256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes

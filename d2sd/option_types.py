@@ -10,7 +10,6 @@ from typing import Any, get_args
 
 import click
 
-from d2sd.policies import current_name
 from d2sd.recipe import Method as MethodName
 
 
@@ -87,14 +86,7 @@ class Listed(click.ParamType):  # type: ignore[type-arg]  # generic in newer ver
         return [self.item_type.convert(part.strip(), param, ctx) for part in str(value).split(",")]
 
 
-class _Policy(click.Choice):  # type: ignore[type-arg]
-    """A policy, with +lookup or without; an older name is read as today's."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(current_name(value), param, ctx)
-
-
-PolicyType = _Policy(get_args(MethodName))
+PolicyType = click.Choice(get_args(MethodName))
 
 
 class Method(click.ParamType):  # type: ignore[type-arg]

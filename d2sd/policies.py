@@ -13,8 +13,6 @@ NAMES: tuple[PolicyName, ...] = get_args(PolicyName)
 #: A policy whose drafts copies of earlier text compete with: `LOOKUP` behind the name. Without it copies compete where
 #: a recipe says so (`tree.lookup`), and in benchmarks and statistics, which name what ran, they do not.
 CopyingName = Literal["auto+lookup", "ddtree+lookup", "hybrid+lookup"]
-#: Names that policies had before; they are read wherever one is named.
-_OLD_NAMES = {"flex": "chain", "flex_tree": "ddtree"}
 #: A drafter in files, logs and messages: the `key` of its role.
 DrafterName = Literal["first", "second"]
 #: A use of a drafter there: the `key` of a `DraftUse`.
@@ -161,27 +159,7 @@ LOOKUP = "+lookup"
 def parse_method(method: str) -> tuple[str, bool]:
     """The policy, and whether copies of earlier text compete with its drafts, of `hybrid` or `hybrid+lookup`."""
     policy = method.removesuffix(LOOKUP)
-    return _OLD_NAMES.get(policy, policy), policy != method
-
-
-def current_name(method: object) -> object:
-    """The name that a policy, with copies or without, has today; other values are returned unchanged."""
-    if not isinstance(method, str):
-        return method
-    policy, copies = parse_method(method)
-    return f"{policy}{LOOKUP}" if copies else policy
-
-
-def current_places(drafters: object) -> object:
-    """A mapping by places, in which `flex` is read as `first`: FlexDraft heads had a place of their own before."""
-    if not isinstance(drafters, dict) or "flex" not in drafters:
-        return drafters
-    now = {key: value for key, value in drafters.items() if key != "flex"}
-    if drafters["flex"] is None:
-        return now
-    if now.get("first") is not None:
-        raise ValueError("flex is an older name of first, and a bundle has one of them; remove either")
-    return now | {"first": drafters["flex"]}
+    return policy, policy != method
 
 
 def with_branches(name: str, branches: int) -> str:

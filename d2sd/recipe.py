@@ -23,17 +23,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from d2sd.errors import RecipeError, shortened
-from d2sd.policies import (
-    FACTS,
-    MAX_BLOCK_SIZE,
-    MAX_NODES,
-    CopyingName,
-    DrafterRole,
-    FirstPass,
-    PolicyName,
-    current_name,
-    current_places,
-)
+from d2sd.policies import FACTS, MAX_BLOCK_SIZE, MAX_NODES, CopyingName, DrafterRole, FirstPass, PolicyName
 from d2sd.schema import validated
 from d2sd.shipped import find_recipe
 from d2sd.yaml_reader import parse_yaml, read_yaml
@@ -239,7 +229,7 @@ class Drafters(Part):
     """The drafters of the bundle and their calibration."""
 
     #: The first drafter, of the kind that its config.json says; without it the bundle is a plain target, and
-    #: tree.policy must be off, lookup or auto. `flex` is an older name of this key.
+    #: tree.policy must be off, lookup or auto.
     first: DrafterSource | None = None
     #: The variable-prefix drafter of the second pass: d2sd needs it, and hybrid falls back to the first.
     second: SecondSource | None = None
@@ -252,11 +242,6 @@ class Drafters(Part):
     #: on short texts draft worse behind long ones.
     window: Positive | None = None
 
-    @model_validator(mode="before")
-    @classmethod
-    def _old_key(cls, values: object) -> object:
-        return current_places(values)
-
     @property
     def sources(self) -> dict[DrafterRole, Source]:
         """The drafters that there are, in the order of their roles."""
@@ -268,7 +253,7 @@ class Tree(Part):
     """How drafts are made and merged into a tree."""
 
     #: Tree policy; auto chooses the fastest one at each batch size from measured step times, or plain decoding.
-    policy: Annotated[Policy, BeforeValidator(current_name)] = "auto"
+    policy: Policy = "auto"
     #: Most tokens that a step commits of a draft: those of a block, and one that the target adds. A drafter with larger
     #: blocks runs smaller ones.
     block_size: Annotated[int, Field(ge=2, le=MAX_BLOCK_SIZE)] = 8

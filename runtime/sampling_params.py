@@ -8,10 +8,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, Literal, NamedTuple, get_type_hints
 
-from pydantic import BeforeValidator
-
 from d2sd.errors import RequestError
-from d2sd.policies import current_name
 from d2sd.runtime.grammar.forms import StructuredOutputsParams
 from d2sd.typed import typed
 
@@ -145,8 +142,7 @@ class SamplingParams:
     ] = ()
     structured_outputs: StructuredOutputsParams | None = None
     speculative: Annotated[
-        bool | Mapping[Literal["policy"], Annotated[str, BeforeValidator(current_name)]],
-        Bound(lambda asked: asked != {}, 'True, False or {"policy": ...}'),
+        bool | Mapping[Literal["policy"], str], Bound(lambda asked: asked != {}, 'True, False or {"policy": ...}')
     ] = field(default=True, hash=False)
 
     def __post_init__(self) -> None:

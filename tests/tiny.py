@@ -28,7 +28,7 @@ from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.shared.fp8 import LARGEST, to_pages
-from d2sd.policies import NAMES, DrafterRole, PolicyName, parse_method
+from d2sd.policies import LOOKUP, NAMES, DrafterRole, PolicyName
 from d2sd.runtime.model_runner import ModelRunner
 
 _HYBRID: dict[str, Any] = {"qk_norm": True, "norm_offset": True, "rotary_dim": 4, "output_gate": True}
@@ -240,8 +240,8 @@ def tiny_eagle(
     return head
 
 
-#: Policies of a FlexDraft head, by the names that its own had: it stands in the first drafter's place.
-FLEX_CASES = ("flex", "flex_tree", "flex_parallel")
+#: Policies with a FlexDraft head as the first drafter, by names of their own.
+FLEX_CASES: dict[str, PolicyName] = {"flex": "chain", "flex_tree": "ddtree", "flex_parallel": "flex_parallel"}
 #: Those of a pair, and all.
 PAIR_CASES = tuple(name for name in NAMES if name not in FLEX_CASES)
 CASES = (*PAIR_CASES, *FLEX_CASES)
@@ -254,7 +254,7 @@ def of_case(case: str, first: DraftModel, second: DraftModel, flex: DraftModel) 
 
 def policy_name(case: str) -> PolicyName:
     """The policy of one of `CASES`."""
-    return cast("PolicyName", parse_method(case)[0])
+    return FLEX_CASES.get(case) or cast("PolicyName", case.removesuffix(LOOKUP))
 
 
 def prepared(

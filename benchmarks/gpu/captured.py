@@ -19,7 +19,7 @@ from benchmarks.gpu.cases import Case, Note
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
-from d2sd.policies import PolicyName, parse_method
+from d2sd.policies import PolicyName
 from d2sd.runtime.cuda_graphs.capture import Capture, CudaGraphs
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
@@ -57,7 +57,8 @@ def served(
     asked = requests_of(requests)
     texts = cpu_texts(asked)
     wanted = [texts[request.seed][len(request.prompt) :] for request in asked]
-    of_head, name = policy == "flex", cast("PolicyName", parse_method(policy)[0])
+    of_head = policy == "flex"
+    name = "chain" if of_head else cast("PolicyName", policy)
     eager, eager_ms = _serve(name, _runner(dtype, device, None, texts, of_head=of_head), asked)
     captured, captured_ms = _serve(name, _runner(dtype, device, capture(device), texts, of_head=of_head), asked)
     equal = {

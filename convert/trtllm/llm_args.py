@@ -25,7 +25,7 @@ from d2sd.errors import BundleError, RecipeError
 from d2sd.io import read_text, write_text
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import DecoderConfig, DraftConfig, DrafterConfig
-from d2sd.policies import FACTS, FirstPass, PolicyName, current_name
+from d2sd.policies import FACTS, FirstPass, PolicyName
 from d2sd.recipe import Recipe
 from d2sd.runtime.speculation.policy import Policy, make_policy
 from d2sd.yaml_reader import parse_yaml
@@ -99,7 +99,7 @@ def tree_policy(recipe: Recipe, name: str | None = None) -> PolicyName:
     # drafters that read pages of their own, which is all that there is for them
     runs = {name: facts.among(drafters) for name, facts in FACTS.items() if facts.first_pass is FirstPass.DRAFTER}
     there = [name for name, facts in runs.items() if drafters >= set(facts.drafters)]
-    wanted = str(current_name(name or recipe.tree.policy))
+    wanted = name or recipe.tree.policy
     if wanted == "auto" or (name is None and wanted not in there):
         return "hybrid" if recipe.drafters.second is not None else "ddtree"
     known = next((policy for policy in there if policy == wanted), None)

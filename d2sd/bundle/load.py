@@ -31,8 +31,6 @@ from d2sd.progress import Progress, silent
 from d2sd.recipe import Recipe
 
 CALIBRATION = f"calibration/{CALIBRATION_NAME}"
-#: The folder of a FlexDraft head in bundles in which it had a place of its own; it is the first drafter.
-_OLD_FOLDER = "drafter_flex"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +119,6 @@ def assemble(
     drafters: dict[DrafterRole, DraftModel] = {}
     for role in manifest.recipe.drafters.sources:
         folder = path / role.folder
-        if not folder.exists():
-            folder = path / _OLD_FOLDER
         kind = KINDS[read_kind(folder)]
         config = kind.read_config(folder)
         if shard is not None and config.borrows_mlps:

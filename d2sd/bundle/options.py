@@ -8,12 +8,11 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 from typing_extensions import Self, TypedDict
 
 from d2sd.bundle.devices import BackendName
 from d2sd.errors import D2SDError
-from d2sd.policies import current_name
 from d2sd.progress import Progress, silent
 from d2sd.recipe import Method
 from d2sd.schema import Closed
@@ -34,9 +33,7 @@ class EngineOptions(Closed):
 
     max_batch: Annotated[int | None, Field(ge=1, le=4096, description="Requests that decode together.")] = None
     prefix_cache: Annotated[bool | None, Field(description="Reuse K/V of shared prefixes.")] = None
-    policy: Annotated[
-        Annotated[Method, BeforeValidator(current_name)] | None, Field(description="Tree policy; +lookup: with copies.")
-    ] = None
+    policy: Annotated[Method | None, Field(description="Tree policy; +lookup: with copies.")] = None
     device: Annotated[str, Field(description="PyTorch device: cpu, cuda or cuda:N.")] = "cpu"
     tensor_parallel: Annotated[
         int, Field(ge=1, le=64, description="Processes that share the target, on CUDA a GPU each.")

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
-import yaml
 
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import auto_policies, can_run, make_engine, offer_choices
-from d2sd.calibration import CalibrationFile, write_calibration
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
-from d2sd.io import sha256
 from d2sd.manifest import Engines, load_manifest
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import DrafterRole
@@ -77,69 +73,6 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     assert others == [off, off]
 
 
-def test_old_names_of_the_place_and_the_policies(recipe: Path) -> None:
-    """Recipes of before, and requests, name `flex`; what is served has the names of today."""
-    values = yaml.safe_load(recipe.read_text())
-    recipe.write_text(yaml.safe_dump(values | {"drafters": {"flex": {"path": "flex"}}, "tree": values["tree"]}))
-    read = load_recipe(recipe, ["tree.policy=flex_tree"])
-    assert (read.tree.policy, list(read.drafters.sources)) == ("ddtree", [DrafterRole.FIRST])
-    bundle = made(recipe)
-    old, now = (make_engine(bundle, policy=name) for name in cast("tuple[Policy, ...]", ("flex", "chain")))
-    assert old.policy == now.policy
-    assert str(make_engine(bundle, policy=cast("Policy", "flex_tree+lookup")).policy) == "ddtree+lookup of 16 rows"
-    recipe.write_text(yaml.safe_dump(values | {"drafters": {"first": {"path": "a"}, "flex": {"path": "flex"}}}))
-    with pytest.raises(RecipeError, match="older name of first, and a bundle has one of them; remove either"):
-        load_recipe(recipe)
-
-
-def test_a_bundle_of_when_heads_had_a_place_of_their_own(recipe: Path) -> None:
-    """The folder, the name and the third row of a calibration are read as the first drafter's: the same steps."""
-    marks = {"first": FLEXDRAFT.fingerprint(FLEXDRAFT.load(recipe.parent / "flex", torch.float32))}
-    rows = [[[2.0, 1.5]] * 3, [[1.0, 1.0]] * 3]  # of the head, and of a second drafter
-    curves = {"chain": [1.0, 1.5, 1.75], "ddtree": [1.0, 1.5, 2.0]}
-    known: dict[str, Any] = {
-        "drafters": marks,
-        "slope": [rows] * 2,
-        "offset": [rows] * 2,
-        "tau": dict.fromkeys("01", curves),
-    }
-    calibration = CalibrationFile(block_size=4, report={}, **known)
-    write_calibration(recipe.with_name("calibration.json"), calibration)
-    edit = yaml.safe_load(recipe.read_text())
-    edit["drafters"]["calibration"] = "calibration.json"
-    recipe.write_text(yaml.safe_dump(edit))
-    now = made(recipe)
-    expected = [s.answer for s in make_engine(now, policy="ddtree").generate(REQUESTS)]
-
-    old = now.path.with_name("old")
-    shutil.copytree(now.path, old)
-    (old / "drafter_first").rename(old / "drafter_flex")
-    file = old / "calibration" / "calibration.json"
-    before = json.loads(file.read_text())
-    before["drafters"] = {"flex": marks["first"]}
-    before["slope"], before["offset"] = (
-        [[warm[1], warm[1], warm[0]] for warm in before[key]] for key in ("slope", "offset")
-    )
-    before["tau"] = {key: {"flex": curves["chain"], "flex_tree": curves["ddtree"]} for key in "01"}
-    file.write_text(json.dumps(before))
-    manifest = json.loads((old / "manifest.json").read_text())
-    manifest["drafters"] = {"flex": manifest["drafters"]["first"]}
-    named = manifest["recipe"]["drafters"]
-    manifest["recipe"]["drafters"] = named | {"first": None, "flex": named["first"]}
-    manifest["recipe"]["tree"]["policy"] = "flex_tree"
-    manifest["files"] = {
-        name.replace("drafter_first", "drafter_flex"): hashed for name, hashed in manifest["files"].items()
-    }
-    manifest["files"]["calibration/calibration.json"] = sha256(file)
-    (old / "manifest.json").write_text(json.dumps(manifest))
-
-    bundle = load_bundle(old)
-    assert bundle.calibration == calibration
-    engine = make_engine(bundle)
-    assert engine.policy == make_engine(load_bundle(now.path), policy="ddtree").policy
-    assert [s.answer for s in engine.generate(REQUESTS)] == expected
-
-
 def test_a_head_has_no_second_drafter(tmp_path: Path) -> None:
     """Behind it, or in its place."""
     path = write_project(tmp_path / "project")
@@ -173,7 +106,7 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
     with pytest.raises(BundleError, match=r"drafters\.first in its recipe"):
         make_engine(made(plain), policy="chain")
     with pytest.raises(RecipeError, match=r"needs drafters\.first"):
-        load_recipe(plain, ["tree.policy=flex"])
+        load_recipe(plain, ["tree.policy=chain"])
 
 
 def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> None:

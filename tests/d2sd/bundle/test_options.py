@@ -83,17 +83,5 @@ def test_numbers_may_be_numpys() -> None:
     assert EngineOptions.of({"max_batch": np.int64(3)}, "", strict=True) == EngineOptions(max_batch=3)
 
 
-@pytest.mark.parametrize(
-    ("old", "now"), [("flex", "chain"), ("flex_tree", "ddtree"), ("flex_tree+lookup", "ddtree+lookup")]
-)
-def test_older_names_of_policies_are_read_and_not_shown(old: str, now: str) -> None:
-    assert EngineOptions.of({"policy": old}, "", strict=True) == EngineOptions.of({"policy": now}, "")
-    assert Parameters.parse(["bundle=/b", f"policy={old}"]).strings()["policy"] == now
-    (option,) = (one for one in serve.params if one.name == "policy")
-    assert isinstance(option.type, click.Choice)
-    assert option.type.convert(old, option, None) == now
-    assert old not in option.type.choices
-
-
 def test_type_checkers_know_every_option() -> None:
     assert EngineKeywords.__annotations__.keys() == EngineOptions.model_fields.keys()

@@ -111,7 +111,7 @@ def test_a_head_is_fp8_too(of_head: Path) -> None:
 
 
 def test_the_bundle_generates_and_shows_itself(bundle: Path, of_head: Path) -> None:
-    for path, policy in ((bundle, "hybrid"), (bundle, "off"), (of_head, "flex")):
+    for path, policy in ((bundle, "hybrid"), (bundle, "off"), (of_head, "chain")):
         passed(CliRunner().invoke(main, ["generate", str(path), "-p", WORDS[0], "--policy", policy, "--raw"]))
     shown = passed(CliRunner().invoke(main, ["inspect", str(bundle)]))
     assert "FP8" in shown.output
