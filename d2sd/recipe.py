@@ -201,6 +201,9 @@ class DrafterSource(Source):
 
     #: The repository has another layout, and `path` what `d2sd convert --to z-lab` makes of it.
     converted: bool = False
+    #: Arguments of the target's chat template that it was trained with, if its publisher says so: no checkpoint does.
+    #: Plans, builds and `inspect` warn where target.template has others.
+    template: dict[str, bool | int | str] = {}
 
 
 class SecondSource(DrafterSource):
@@ -243,7 +246,7 @@ class Drafters(Part):
     window: Positive | None = None
 
     @property
-    def sources(self) -> dict[DrafterRole, Source]:
+    def sources(self) -> dict[DrafterRole, DrafterSource]:
         """The drafters that there are, in the order of their roles."""
         named = {role: getattr(self, role.key) for role in DrafterRole}
         return {role: source for role, source in named.items() if source is not None}

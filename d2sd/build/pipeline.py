@@ -40,8 +40,8 @@ from d2sd.convert.trtllm.llm_args import FOLDER as TRTLLM
 from d2sd.convert.trtllm.llm_args import unsupported_reason, write_llm_args
 from d2sd.errors import BuildError
 from d2sd.io import digest, hash_files, write_json
-from d2sd.licence import warning
 from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
+from d2sd.model_warnings import model_warnings
 from d2sd.modeling.config import DecoderConfig
 from d2sd.policies import DrafterRole
 from d2sd.progress import Progress, silent
@@ -84,7 +84,7 @@ def build(
         plan = make_plan(recipe)
     finished("fetch")
     for part in plan.parts:
-        if said := warning(part.name, part.licence):
+        for said in model_warnings(recipe, part.name, part.licence):
             print(said, file=sys.stderr)
     with work.locked():
         manifest = _stages(plan, work, validate, fit)

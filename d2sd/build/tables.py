@@ -16,7 +16,7 @@ from d2sd.console import line, lines, show_settings, show_table
 from d2sd.convert.checkpoint.target_shapes import left_out
 from d2sd.errors import D2SDError
 from d2sd.io import size_text
-from d2sd.licence import warning
+from d2sd.model_warnings import model_warnings
 from d2sd.modeling.config import DecoderConfig
 from d2sd.recipe import Source
 from d2sd.runtime.request import Limits
@@ -54,7 +54,7 @@ def show_plan(plan: Plan, output: Path) -> None:
         if part.role is not None and (ids := part.draft_config.draft_vocabulary) is not None:
             line("", f"drafts {len(ids):,} of {part.config.vocab_size:,} tokens")
         line("", f"licence: {part.licence}")
-        if said := warning(part.name, part.licence):
+        for said in model_warnings(plan.recipe, part.name, part.licence):
             line("warning", said)
         if part.choice is not None:
             lines(part.choice.lines())

@@ -8,8 +8,8 @@ from rich.table import Table
 
 from d2sd.console import line, lines, show_settings, show_table
 from d2sd.io import size_text
-from d2sd.licence import warning
 from d2sd.manifest import FIT_EXPLANATION, Manifest
+from d2sd.model_warnings import model_warnings
 
 
 def show_manifest(bundle: Path, manifest: Manifest) -> None:
@@ -23,7 +23,7 @@ def show_manifest(bundle: Path, manifest: Manifest) -> None:
     for name, model in models.items():
         fields = model.model_dump(exclude={"parameters"}, exclude_none=True)
         line(name, ", ".join(f"{key} {value}" for key, value in fields.items()))
-        if said := warning(name, model.licence):
+        for said in model_warnings(manifest.recipe, name, model.licence):
             line("warning", said)
         size = sum(count for file, count in sizes.items() if file.startswith(f"{name}/"))
         table.add_row(name, f"{model.parameters:,}", size_text(size))

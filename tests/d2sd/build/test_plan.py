@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor
 
+from d2sd.build.pipeline import build
 from d2sd.build.plan import Plan, make_plan
-from d2sd.build.tables import _memory, kv_lines
+from d2sd.build.tables import _memory, kv_lines, show_plan
+from d2sd.bundle.contents import show_manifest
 from d2sd.console import show_table
 from d2sd.convert.checkpoint.families import parse_target_config
 from d2sd.convert.checkpoint.headers import Shapes, stored_as
@@ -24,6 +28,8 @@ from d2sd.convert.checkpoint.quantization import KEY, Quantization, described
 from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError, RecipeError
+from d2sd.manifest import load_manifest
+from d2sd.model_warnings import model_warnings
 from d2sd.modeling.config import Family
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Engines, load_recipe
@@ -211,3 +217,43 @@ def make_drafter_fp8(folder: Path) -> None:
     shapes = DFLASH.shapes(config, quantization)
     wide = [name.removesuffix(".weight") for name in shapes if re.search(r"(fc|[qkv]_proj)\.weight$", name)]
     DFLASH.write(folder, config, ones(shapes), quantization, dict.fromkeys(wide, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("trained", "served", "found"),
+    [
+        ({}, {"enable_thinking": True}, None),
+        ({"enable_thinking": False}, {"enable_thinking": False, "other": 1}, None),
+        ({"enable_thinking": False}, {"enable_thinking": True}, "found true, expected false"),
+        ({"enable_thinking": True}, {}, "found not set, expected true"),
+        ({"effort": "low"}, {"effort": "high"}, 'found "high", expected "low"'),
+    ],
+)
+def test_a_drafter_of_other_prompts_is_told(
+    tmp_path: Path, trained: dict[str, object], served: dict[str, object], found: str | None, capsys: Any
+) -> None:
+    """By the plan's table and by a build, which goes on."""
+    project = write_project(tmp_path / "project")
+    settings = [f"drafters.first.template={json.dumps(trained)}", f"target.template={json.dumps(served)}"]
+    recipe = load_recipe(project, settings)
+    plan = make_plan(recipe)
+    told = [said for part in plan.parts for said in model_warnings(recipe, part.name, part.licence)]
+    assert len(told) == (found is not None)
+    if found is not None:
+        assert told[0].startswith("drafter_first: other prompts than it was trained with")
+        assert f"target.template.{next(iter(trained))}: {found}; set it so" in told[0]
+        build(recipe, tmp_path / "out", validate=False)
+        assert told[0] in capsys.readouterr().err.splitlines()
+        show_plan(plan, tmp_path / "out")
+        show_manifest(tmp_path / "out", load_manifest(tmp_path / "out"))
+        assert capsys.readouterr().out.count(told[0]) == 2
+
+
+def test_the_public_drafters_of_our_recipes_are_served_as_they_were_trained() -> None:
+    stated = 0
+    for file in sorted(Path("recipes").glob("*.yaml")):
+        recipe = load_recipe(file)
+        for source in recipe.drafters.sources.values():
+            assert source.template.items() <= recipe.target.template.items(), file
+            stated += bool(source.template)
+    assert stated == 2
