@@ -144,7 +144,7 @@ class Sequence:
         """
         request = self.request
         self.cached += len(tokens)
-        appended, text = [], ""
+        appended, shown, text = [], list[int](), ""
         for token in tokens:
             self.error = self._problem(token)
             if self.error is not None:
@@ -156,14 +156,18 @@ class Sequence:
             may_stop = length > request.sampling.min_tokens
             if self.ends_at(token) and may_stop:
                 self.finish = "stop"
-            if self.text is not None and (self.finish is None or request.stop_visible):
-                text += self.text.feed(token, may_stop=may_stop and self.finish is None)
+            if self.finish is None or request.stop_visible:
+                shown.append(token)
+            if self.text is not None and request.stop and shown:
+                text += self.text.feed(shown.pop(), may_stop=may_stop and self.finish is None)
                 if self.text.stopped:
                     self.finish = "stop"
             if self.finish is None and length >= request.max_new_tokens:
                 self.finish = "length"
             if self.finish is not None:
                 break
+        if self.text is not None and shown:
+            text = self.text.feed_all(shown)
         if self.finish is not None and self.text is not None:
             text += self.text.flush()
             if self.text.stopped:  # the last characters, held back until now, complete a stop string

@@ -47,6 +47,19 @@ class TextStream:
             self._ids, self._read = self._ids[self._read :], read - self._read
         return self._release(now[len(before) :], may_stop)
 
+    def feed_all(self, tokens: list[int]) -> str:
+        """Text that these tokens complete, as `feed` would give it token by token, in two calls of `decode`.
+
+        For streams without stop strings, which end an answer at one of the tokens.
+        """
+        assert not self._stop
+        ids = [*self._ids, *tokens]
+        before, now = self._decode(ids[: self._read]), self._decode(ids)
+        if now.endswith(_UNFINISHED) or len(now) <= len(before):
+            return "".join(self.feed(token) for token in tokens)
+        self._ids, self._read = ids[self._read :], len(ids) - self._read
+        return now[len(before) :]
+
     def flush(self) -> str:
         """The text still held back, at the end of the answer; "" if a stop string ended it."""
         if self.stopped:

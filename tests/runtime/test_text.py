@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from itertools import cycle, groupby, pairwise
 from typing import Any
 
 import pytest
@@ -16,6 +16,22 @@ from tests.runtime.helpers import STEADY
 
 def vocabulary(*tokens: bytes) -> Callable[[list[int]], str]:
     return lambda ids: b"".join(tokens[i] for i in ids).decode("utf-8", errors="replace")
+
+
+def byte_fallback(*tokens: bytes) -> Callable[[list[int]], str]:
+    """SentencePiece's: tokens of one byte that follow each other are characters together, or none of them is."""
+
+    def decode(ids: list[int]) -> str:
+        text = ""
+        for single, group in groupby((tokens[i] for i in ids), lambda piece: len(piece) == 1):
+            for run in [b"".join(group)] if single else group:
+                try:
+                    text += run.decode()
+                except UnicodeDecodeError:
+                    text += "\ufffd" * len(run)
+        return text
+
+    return decode
 
 
 def run(pieces: list[bytes], stop: tuple[str, ...] = ()) -> tuple[list[str], TextStream]:
@@ -84,6 +100,44 @@ def test_nothing_is_taken_back_or_held_longer_than_needed(
         assert sure.startswith(out)
         rest = sure[len(out) :]
         assert rest.endswith("\ufffd") or rest == "" or any(s.startswith(rest) for s in stop)
+
+
+@STEADY
+@pytest.mark.parametrize("tokenizer", [vocabulary, byte_fallback])
+@given(st.lists(alphabet, max_size=40), st.sets(st.integers(0, 120)), st.lists(st.integers(1, 9), min_size=1))
+def test_tokens_of_a_step_are_decoded_together(
+    tokenizer: Callable[..., Callable[[list[int]], str]], characters: list[bytes], cuts: set[int], sizes: list[int]
+) -> None:
+    """After each step what has come out is what the tokens give one by one, and few calls of `decode` are made."""
+    data = b"".join(characters)
+    pieces = pieces_of(data, cuts)
+    if tokenizer is byte_fallback:  # a token is a character or a byte of one
+        pieces = [
+            part
+            for piece in (c for c in characters if len(c) > 1 or c < b"\x80")
+            for part in ([piece] if len(data) % 2 else [bytes([byte]) for byte in piece])
+        ]
+    calls, decode = 0, tokenizer(*pieces)
+
+    def counted(ids: list[int]) -> str:
+        nonlocal calls
+        calls += 1
+        return decode(ids)
+
+    together, alone, place = TextStream(counted), TextStream(decode), 0
+    out = [""] * 2
+    for size in cycle(sizes):
+        if place == len(pieces):
+            break
+        step, before = [*range(place, min(place + size, len(pieces)))], calls
+        new = together.feed_all(step)
+        fallen_back = calls - before > 2
+        out = [out[0] + new, out[1] + "".join(alone.feed(token) for token in step)]
+        assert out[0] == out[1]
+        whole = decode([*range(place + len(step))])
+        assert not fallen_back or whole.endswith("\ufffd") or not decode(step)
+        place += len(step)
+    assert out[0] + together.flush() == out[1] + alone.flush() == decode([*range(len(pieces))])
 
 
 def test_a_visible_stop_string_stays_and_what_follows_it_does_not() -> None:
