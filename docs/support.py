@@ -157,7 +157,7 @@ def _ledger(row: Row) -> tuple[str, str]:
 
 
 def _limits() -> Iterator[str]:
-    """What is refused, by what a target has, and what holds for all."""
+    """List what is refused, by what a target has, and what holds for all."""
     for feature, reasons in REFUSED.items():
         yield f"**{feature[0].upper()}{feature[1:]}**: " + " ".join(reasons.values())
     yield "**GeGLU, norms of branches, scaled queries, a second RoPE** (Gemma 3): " + " ".join(UNFUSED.values())

@@ -93,7 +93,7 @@ _NO_SUBJECT = re.compile(
 )
 
 
-@pytest.mark.parametrize("folder", [*TOP_ROOMS, "benchmarks", "d2sd", "tests", "tools"])
+@pytest.mark.parametrize("folder", [*TOP_ROOMS, "benchmarks", "d2sd", "docs", "tests", "tools"])
 def test_docstrings_begin_with_a_subject_or_a_verb(folder: str) -> None:
     """Not with "Of", "As" or "What", which leave both out, nor with a pronoun, which says neither."""
     wrong = []
