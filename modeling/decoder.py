@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
 from d2sd.modeling.inference import ServedModel
+from d2sd.modeling.joining import JoinedAttention
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import CosSin, KeysValues, Rotary, layer_of, norm_of
 from d2sd.modeling.state_pool import StatePass, StateRows
@@ -30,6 +31,7 @@ class DecoderOutput:
     k: Tensor  # [L, B, T, Hkv, D], of the layers that attend
     v: Tensor  # [L, B, T, Hkv, D]
     states: StateRows | None = None  # of trees in hybrids; chunks advance states in the pass
+    joined: Tensor | None = None  # [B, T, G, E], normed, of the rows that joined behind each row
 
     def commit(self, pool: KVPool, where: Where, positions: Tensor, keep: Tensor, path: Tensor) -> None:
         """Append rows `path [B, G]` where `keep [B, G]` at these positions, and advance the states along them."""
@@ -129,22 +131,34 @@ class Decoder(TargetModel):
         if self.compiled is not None:
             given = self.compiled.input_of(tokens, self.embed_tokens)
             return DecoderOutput(*self.compiled(given, self.rotary, rows, pool, aux_layer_ids))
-        x = self.embed_tokens(tokens)
-        angles = self.angles(rows.positions, x.dtype)
-        attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
-        memories = attend, None if pool.states is None else StatePass(pool.states, rows)
+        x, count, joining = self.embed_tokens(tokens), tokens.shape[1], rows.joining
+        others = () if joining is None else joining.model.own_layers
+        split = len(self.own_layers) - len(others)
+        angles, memories = self._arguments(rows, pool, x)
         aux_outputs: dict[int, Tensor] = {}
         committable = list[KeysValues](), list[StateRows]()
         for index, layer in enumerate(self.own_layers):
             own = cast("list[Any]", committable[layer.mixer.recurrent])
-            x, of_rows = layer(x, angles[index], len(own), memories[layer.mixer.recurrent])
+            if joining is not None and index == split:
+                x = torch.cat([x, joining.x.expand(len(x), count * joining.size, -1)], 1)
+                angles, memories = self._arguments(joining.beside(rows), pool, x)
+            mixer = JoinedAttention(layer.self_attn, others[index - split].self_attn, count) if index >= split else None
+            x, of_rows = layer(x, angles[index], len(own), memories[layer.mixer.recurrent], mixer)
             own.append(of_rows)
             if index in aux_layer_ids:
-                aux_outputs[index] = x
-        features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[..., :0]
+                aux_outputs[index] = x[:, :count]
+        features = torch.cat([aux_outputs[i] for i in aux_layer_ids], dim=-1) if aux_layer_ids else x[:, :count, :0]
         keys_values, states = committable
         stacked = type(states[0]).stack(states) if states and isinstance(rows, Rows) else None
-        return DecoderOutput(self.norm(x), features, *KeysValues.stack(keys_values), stacked)
+        hidden = self.norm(x)
+        joined = None if joining is None else hidden[:, count:].unflatten(1, (count, joining.size))
+        return DecoderOutput(hidden[:, :count], features, *KeysValues.stack(keys_values), stacked, joined)
+
+    def _arguments(self, rows: Rows | Chunks, pool: KVPool, x: Tensor) -> tuple[list[CosSin], tuple[Any, Any]]:
+        """Arguments of layers over `rows` x: rotations, and what attention and recurrences read."""
+        attend = pool.attend(rows, exact=not x.is_cuda and self.packed_head is not None)
+        states = None if pool.states is None else StatePass(pool.states, rows)
+        return self.angles(rows.positions, x.dtype), (attend, states)
 
     def angles(self, positions: Tensor, dtype: torch.dtype) -> list[CosSin]:
         """The rotation of rows at `positions` in each layer."""

@@ -29,7 +29,8 @@ What rows write into states goes where a commit of all layers reads it: two laun
 Rows of context that a drafter injects as it drafts are in the qkv products of the draft; `qk_norm_rope` writes their
 K/V to the pages before the layer attends. Without a draft, K/V of all layers are one product and one `qk_norm_rope`; in
 FP8 a product a layer, because no FP8 product is batched. A drafter that borrows the target's MLPs has a qkv and an o
-product of its own; all else is the target's fused layers'.
+product of its own; all else is the target's fused layers'. Where its rows join the target's pass, both have products of
+attention and rotations of their own, and all else once.
 
 Values are `layers.py`'s: ops round where it rounds. In FP8 an input that several products share is quantized once, with
 the largest of their scales. E4M3 is a floating-point type, so that costs no precision but next to zero. The weights of
@@ -53,7 +54,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import Fp8Cache, Fp8Linear
 from d2sd.modeling.fused_context import ContextProduct
-from d2sd.modeling.fused_layer import FusedAttention, FusedLayer
+from d2sd.modeling.fused_layer import FusedAttention, FusedLayer, JoinedAttention
 from d2sd.modeling.fused_pass import Pass, PassWithContext, Shared, numbers
 from d2sd.modeling.inference import ContextLayers, LayerOutputs
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, KVPool, Rows, windowed
@@ -209,10 +210,14 @@ class FusedLayers(ContextLayers):
         with torch.cuda.device_of(numbers(x)):  # type: ignore[no-untyped-call]
             out = Pass(self._config, x, rows, aux_layer_ids)
             residual, branch = self._run(out, x, rotary, rows, pool)
+            count, joining = len(residual), rows.joining
+            if joining is not None:
+                residual, branch = self._joined(out, residual, branch, rotary, rows, pool)
             total, offset = out.columns.get(len(self._layers) - 1), self._config.norm_offset
             given = residual, branch, self._norm, self._config.rms_norm_eps
             hidden = add_rms_norm(*given, total=total, offset=offset)
-            return hidden.view(x.shape), out.features, out.k, out.v, out.states
+            joined = None if joining is None else hidden[count:].view(*x.shape[:2], joining.size, -1)
+            return hidden[:count].view(x.shape), out.features, out.k, out.v, out.states, joined
 
     def _begin(
         self, out: Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks
@@ -232,10 +237,29 @@ class FusedLayers(ContextLayers):
         normed = first.norm(x, None, eps, None, made)
         return x, normed, *rotary.tables(rows.positions, x.dtype, None if front is None else front.positions)
 
+    def _joined(
+        self, out: Pass, stream: Tensor, branch: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
+    ) -> tuple[Tensor, Tensor]:
+        """`_run` through the layers that rows join, which come after all of the pass's own: [R + U, E]."""
+        assert rows.joining is not None
+        assert not out.columns, "features are of passes that none join"
+        others, both, eps = rows.joining.compiled(FusedLayers), rows.joining.beside(rows), self._config.rms_norm_eps
+        count = rows.joining.size * len(stream)
+        stream = torch.cat([stream, rows.joining.x.expand(count, -1)])
+        branch = torch.cat([branch, torch.zeros_like(stream[-count:])])
+        attention = JoinedAttention(out, both, rotary, pool.attend(both, exact=self.exact))
+        first = len(self._layers) - len(others._layers)
+        for index, (own, other) in enumerate(zip(self._layers[first:], others._layers, strict=True), first):
+            normed = add_rms_norm(stream, branch, own.input_norm, eps, total=stream, offset=own.offset)
+            branch = own.mlp(stream, attention(index, normed, (own.mixer, other.mixer)), eps, stream)
+        return stream, branch
+
     def _run(
         self, out: Pass, given: Tensor | TokenRows, rotary: Rotary, rows: Rows | Chunks, pool: KVPool
     ) -> tuple[Tensor, Tensor]:
-        """All layers over rows [B, T, E] -> the residual stream [R, E], and what is to be added to it."""
+        """All layers over rows [B, T, E], or those before others join -> the residual stream [R, E], and what is to be
+        added to it.
+        """
         eps, exact, states, mask = self._config.rms_norm_eps, self.exact, None, None
         x, normed, cos, sin = self._begin(out, given, rotary, rows)
         if pool.states is not None:
@@ -243,7 +267,8 @@ class FusedLayers(ContextLayers):
             states = StatePass(pool.states, rows, exact=exact, mask=mask)
         shared = Shared(cos, sin, pool.attend(rows, exact=exact, mask=mask), states)
         buffer, branch = torch.empty_like(x), None
-        for index, layer in enumerate(self._layers):
+        stop = None if rows.joining is None else -rows.joining.layers
+        for index, layer in enumerate(self._layers[:stop]):
             if branch is not None:
                 total = out.columns.get(index - 1, buffer)
                 made = layer.mixer.room(len(x)) if out.normed is None else out.normed

@@ -5,6 +5,7 @@ Both are joined products and the ops between them, which `d2sd.modeling.fused` l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -14,10 +15,11 @@ from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Cache
 from d2sd.modeling.fused_pass import Pass, Shared
-from d2sd.modeling.layers import Attention, Layer, RMSNorm
+from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.layers import Attention, Layer, RMSNorm, Rotary
 from d2sd.modeling.product import Linear, Product
 from d2sd.plugins.gated_layers import gate_heads
-from d2sd.plugins.layer_ops import Heads, add_rms_norm, silu_mul
+from d2sd.plugins.layer_ops import Heads, add_rms_norm, qk_norm_rope, silu_mul
 
 # Shape letters: R rows, E hidden, I intermediate.
 
@@ -129,6 +131,30 @@ class FusedAttention(FusedMixer):
         heads = shared.attend(index, q, k, v, scale, room, sinks=self._sinks)
         added: Tensor = self.out(heads.reshape(rows, -1))
         return added
+
+
+class JoinedAttention:
+    """The attention of a pass that rows join, which come after all of its own in [R + U, E]."""
+
+    def __init__(self, out: Pass, rows: Rows, rotary: Rotary, attend: Callable[..., Tensor]) -> None:
+        """`out` is of the pass's own rows, the first of `rows`; `attend` is of all."""
+        _, batch, count, *heads = out.k.shape
+        self._out, self._attend, self._counts = out, attend, [count, rows.positions.shape[1] - count]
+        self._tables = [rotary.tables(part, out.k.dtype) for part in torch.split(rows.positions, self._counts, 1)]
+        self._dropped = out.k.new_empty(2, batch, self._counts[1], *heads).unbind()  # K/V of one layer at a time
+
+    def __call__(self, index: int, normed: Tensor, mixers: tuple[FusedMixer, FusedMixer]) -> Tensor:
+        """normed [R + U, E] -> what layer `index` adds, by the projections of the pass and of rows that join."""
+        both, batch, made = cast("tuple[FusedAttention, FusedAttention]", mixers), self._out.k.shape[1], []
+        parts = torch.split(normed, [batch * count for count in self._counts])
+        caches = (self._out.k[index], self._out.v[index]), self._dropped
+        for mixer, part, table, (k, v) in zip(both, parts, self._tables, caches, strict=True):
+            cache = k.flatten(0, 1)[None], v.flatten(0, 1)[None]
+            q = qk_norm_rope(mixer.joint(part)[None], *table, mixer.heads, *cache)
+            made.append((q.view(batch, -1, *q.shape[1:]), k, v))
+        heads = self._attend(index, *(torch.cat(of_both, 1) for of_both in zip(*made, strict=True)))
+        of_kinds = zip(both, torch.split(heads.flatten(2), self._counts, 1), strict=True)
+        return torch.cat([mixer.out(part.flatten(0, 1)) for mixer, part in of_kinds])
 
 
 def _weight(norm: nn.Module) -> Tensor | None:

@@ -21,7 +21,9 @@ from d2sd.plugins.layer_ops import Front
 
 #: The fields of `DecoderOutput`; of a drafter's graph the first alone.
 LayerOutputs = (
-    tuple[Tensor] | tuple[Tensor, Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor, StateRows | None]
+    tuple[Tensor]
+    | tuple[Tensor, Tensor, Tensor, Tensor]
+    | tuple[Tensor, Tensor, Tensor, Tensor, StateRows | None, Tensor | None]
 )
 
 
@@ -110,13 +112,7 @@ class ServedModel(nn.Module):
         """Whether it has PyTorch's layers alone, and compiled ones can replace them."""
         return self.compiled is None and len(self.own_layers) > 0 and all(layer.compiles for layer in self.own_layers)
 
-    @property
-    def keeps_layers(self) -> bool:
-        """Whether its PyTorch layers stay when it has compiled ones."""
-        return False
-
     def replace_layers(self, layers: InferenceLayers) -> None:
-        """Put `layers` in place of the model's own, which go unless the model `keeps_layers`."""
+        """Put `layers` in place of the model's own."""
         self.compiled = layers
-        if not self.keeps_layers:
-            self.layers = nn.ModuleList()
+        self.layers = nn.ModuleList()

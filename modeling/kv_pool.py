@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention, counters
 from d2sd.plugins.kv_pages import write_pages
 from d2sd.plugins.layer_ops import Behind, PagedRows
+
+if TYPE_CHECKING:
+    from d2sd.modeling.joining import Joining
 
 # Shape letters: B requests, T rows of each, N rows of all or positions to write, M pages a request, Z tokens a page, P
 # pages, L layers, Hkv heads, D head size, E hidden, n auxiliary layers.
@@ -73,6 +76,7 @@ class Rows:
     needed: tuple[int, ...] | None = None  # rows of each request, its first, whose outputs are read; None: all
     packed: Tensor | None = None  # [B, T, ceil(T/32)] int32, `attn_mask` in bits, where they are known
     cut: int = 0  # where a context goes on that was cut behind its first tokens; 0: none is
+    joining: Joining | None = None  # what joins behind them in a target's last layers
 
     @cached_property
     def positions(self) -> Tensor:
@@ -90,6 +94,8 @@ class Rows:
 @dataclass(frozen=True, slots=True)
 class Chunks:
     """The next rows of B prompts, one prompt behind the other: tensors of a pass over them are [1, N, ...]."""
+
+    joining: ClassVar[None] = None
 
     attn_mask: ChunkMask
     positions: Tensor  # [1, N] int64

@@ -288,9 +288,16 @@ class Layer(nn.Module):
         """The part that mixes tokens."""
         return cast("Mixer", getattr(self, self.mixer_name))
 
-    def forward(self, x: Tensor, cos_sin: CosSin, index: int, memory: Any) -> tuple[Tensor, Any]:
-        """x [B, T, E] -> (x of the next layer, what the rows commit); see `Mixer.forward`."""
-        branch, rows = self.mixer(self.input_layernorm(x), cos_sin, index, memory)
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: CosSin,
+        index: int,
+        memory: Any,
+        mixer: Callable[..., tuple[Tensor, Any]] | None = None,
+    ) -> tuple[Tensor, Any]:
+        """x [B, T, E] -> (x of the next layer, what the rows commit); see `Mixer.forward`. `mixer`: not its own."""
+        branch, rows = (mixer or self.mixer)(self.input_layernorm(x), cos_sin, index, memory)
         return self.behind_attention(x, self._whole(branch)), rows
 
     def _whole(self, branch: Tensor) -> Tensor:

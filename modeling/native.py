@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import accumulate
 from threading import Lock
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.feed_forward import FeedForward
 from d2sd.modeling.fp8 import Fp8Linear, carried_product
-from d2sd.modeling.inference import InferenceLayers
+from d2sd.modeling.inference import InferenceLayers, LayerOutputs
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows, first_rows, windowed
 from d2sd.modeling.layers import Layer, RMSNorm, Rotary
 from d2sd.modeling.quantized import ComputedLinear, carrier
@@ -53,6 +53,34 @@ def _is_plain(layer: Layer) -> bool:
     parts = *(layer.get_submodule(f"self_attn.{part}_proj") for part in "qkvo"), *products
     plain = all(type(part) is nn.Linear for part in parts) and type(layer.self_attn.k_cache) is nn.Identity
     return plain and layer.reduce is None
+
+
+class Order(NamedTuple):
+    """The order of the rows of a pass, one request after the other."""
+
+    starts: Tensor  # [B + 1] int64, of each request and behind the last; with rows that join [2·B + 1]
+    longest: int  # most rows of a request
+    kept: Tensor | None  # [N], their numbers among the B·T; None: all, as they come
+    own: int = 0  # T of the pass, in front of those that join
+
+    @classmethod
+    def of(cls, needed: tuple[int, ...] | None, shape: Sequence[int], size: int = 0) -> Order:
+        """The order of `needed` rows or all [B, T], and after all of them of the blocks of `size` that join."""
+        batch, count = shape
+        lengths = needed or (count,) * batch
+        starts = torch.tensor([0, *accumulate((*lengths, *(size * length for length in lengths if size)))])
+        if not size:
+            return cls(starts, max(lengths), None if needed is None else first_rows(lengths, count))
+        every = (1 + size) * count
+        behind = first_rows([size * length for length in lengths], every) + count
+        return cls(starts, every, torch.cat([first_rows(lengths, every), behind]), count)
+
+    def spread(self, x: Tensor, axis: int, shape: Sequence[int]) -> Tensor:
+        """x [..., N, ...] -> [..., B, T, ...]; rows that were not kept are undefined."""
+        if self.kept is not None:
+            size = *x.shape[:axis], shape[0] * shape[1], *x.shape[axis + 1 :]
+            x = x.new_empty(size).index_copy_(axis, self.kept, x)
+        return x.view(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
 
 
 class NativeLayers(InferenceLayers):
@@ -145,21 +173,46 @@ class NativeLayers(InferenceLayers):
 
     def forward(
         self, x: Tensor, rotary: Rotary, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    ) -> LayerOutputs:
         """x [B, T, E], of chunks [1, N, E] -> the fields of `DecoderOutput`."""
-        body, dtype = self._config, self._dtype
-        batch, count, hidden = x.shape
-        assert pool.dtype == dtype
-        assert rows.positions.shape == (batch, count)
+        shape, joining, end, joined = x.shape[:2], rows.joining, len(self._layers), None
+        assert rows.positions.shape == shape
         if isinstance(rows, Chunks):
-            starts, longest, kept = rows.attn_mask.starts, max(rows.attn_mask.lengths), None
+            order = Order(rows.attn_mask.starts, max(rows.attn_mask.lengths), None)
         else:
-            assert rows.attn_mask.shape == (batch, count, count)
-            lengths = rows.needed or (count,) * batch
-            starts, longest = torch.tensor([0, *accumulate(lengths)]), max(lengths)
-            kept = None if rows.needed is None else first_rows(rows.needed, count)
-        x = _flat(x.to(torch.float32, copy=True), kept).contiguous()  # becomes the last output
-        angles = self._angles(rotary, rows, kept)
+            assert rows.attn_mask.shape == (*shape, shape[1])
+            order = Order.of(rows.needed, shape)
+        flat = _flat(x.to(torch.float32, copy=True), order.kept).contiguous()  # becomes the last output
+        split, count = end if joining is None else end - joining.layers, len(flat)
+        out, features, k, v = self._through(range(split), flat, order, rotary, rows, pool, aux_layer_ids)
+        if joining is not None:
+            assert not aux_layer_ids, "features are of passes that none join"
+            flat, both = torch.cat([flat, joining.x.float().expand(joining.size * count, -1)]), joining.beside(rows)
+            given = Order.of(both.needed, shape, joining.size), rotary, both, pool, ()
+            every, _, *own = self._through(range(split, end), flat, *given, joining.compiled(NativeLayers))
+            k, v = (torch.cat([first, rest[:, :count]]) for first, rest in zip((k, v), own, strict=True))
+            out, joined = every[:count], order.spread(every[count:].view(count, joining.size, -1), 0, shape)
+        hidden, features = (order.spread(part, 0, shape) for part in (out, features))
+        k, v = (order.spread(part, 1, shape) for part in (k, v))
+        return hidden, features, k, v, None, joined
+
+    def _through(
+        self,
+        span: range,
+        x: Tensor,
+        order: Order,
+        rotary: Rotary,
+        rows: Rows | Chunks,
+        pool: KVPool,
+        aux_layer_ids: tuple[int, ...],
+        other: NativeLayers | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """x [N, E] fp32, in this order, through layers `span`: outputs [N, E], normed, features [N, n·E] and K/V
+        [L, N, Hkv, D]; x becomes the last layer's output. `other` has the attention of rows that join.
+        """
+        body, dtype, hidden = self._config, self._dtype, x.shape[1]
+        assert pool.dtype == dtype
+        kept, angles = order.kept, self._angles(rotary, rows, order.kept)
         context, width = rows.where.context_len.long().contiguous(), rows.where.pages.shape[1]
         masks = [_mask(rows, *view, kept) for view in self._views]
         tables = [pool.page_table(rows, layer).long().contiguous() for layer in self._views.values()]
@@ -169,25 +222,25 @@ class NativeLayers(InferenceLayers):
         ]
         assert int(context.max()) <= width * pool.page_size, "the context is longer than its pages"
         aux = torch.tensor(aux_layer_ids, dtype=torch.long)
-        k, v = torch.empty(2, body.num_layers, len(x), body.num_kv_heads, body.head_dim, dtype=dtype)
+        k, v = torch.empty(2, len(span), len(x), body.num_kv_heads, body.head_dim, dtype=dtype)
         features = torch.empty(len(x), len(aux_layer_ids) * hidden, dtype=dtype)
         out = torch.empty(len(x), hidden, dtype=dtype)
         arguments = library.Pass(
-            len(context), longest, address(starts), address(x),
+            len(context), order.longest, address(order.starts), address(x),
             (library.View * len(views))(*views), len(views), *map(library.addresses, pool.addresses), pool.page_size,
             address(context), address(k), address(v),
-            address(aux), len(aux_layer_ids), address(features), address(out),
+            address(aux), len(aux_layer_ids), address(features), address(out), span.start, span.start,
+            span.start, None if other is None else other._layers, order.own,
         )  # fmt: skip
         with self._lock:
-            for index, network in self._between.items():
+            for index in [layer for layer in self._between if layer in span]:
                 self._run(arguments, index + 1)
-                x += network(out)
+                x += self._between[index](out)
                 if index in aux_layer_ids:
                     place = aux_layer_ids.index(index) * hidden
                     features[:, place : place + hidden] = x
-            self._run(arguments, body.num_layers)
-        where = kept, (batch, count)
-        return _spread(out, 0, *where), _spread(features, 0, *where), _spread(k, 1, *where), _spread(v, 1, *where)
+            self._run(arguments, span.stop)
+        return out, features, k, v
 
     def _angles(self, rotary: Rotary, rows: Rows | Chunks, kept: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         """cos and sin [N, D] of the rows in layers of each view."""
@@ -259,14 +312,6 @@ def _flat(x: Tensor, kept: Tensor | None) -> Tensor:
     return x if kept is None else x[kept]
 
 
-def _spread(x: Tensor, axis: int, kept: Tensor | None, shape: tuple[int, int]) -> Tensor:
-    """The inverse of `_flat` on an axis; rows that were not kept are undefined."""
-    if kept is not None:
-        size = *x.shape[:axis], shape[0] * shape[1], *x.shape[axis + 1 :]
-        x = x.new_empty(size).index_copy_(axis, kept, x)
-    return x.view(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
-
-
 def _padded(weight: Tensor) -> Tensor:
     """Zero outputs after the last, up to a whole panel."""
     return torch.cat([weight, weight.new_zeros(-len(weight) % PANEL, *weight.shape[1:])])
@@ -304,16 +349,18 @@ class PackedLinear(nn.Module):
 def pack(model: TargetModel | DraftModel, target: TargetModel | None = None) -> None:
     """Replace the layers of a CPU model, and give a target's head a packed copy: a step of `prepare_for_inference`.
 
-    `target` lends its MLPs to a drafter that borrows them, and is packed before.
+    `target` lends its MLPs to a drafter that borrows them, and is packed before; if it is not compiled, nor is the
+    drafter.
 
     Packing twice is fine. Afterwards `state_dict` lacks the replaced weights: a packed model can only serve.
     """
     weight = next((parameter for parameter in model.parameters() if parameter.dtype != torch.float8_e4m3fn), None)
     if weight is None:
         return
-    if model.is_plain and supported(body := model.config.body, model.own_layers, weight.dtype):
-        shared = target.compiled if isinstance(target, Decoder) else None
-        assert shared is None or isinstance(shared, NativeLayers)
+    shared = target.compiled if isinstance(target, Decoder) else None
+    assert shared is None or isinstance(shared, NativeLayers)
+    alike = target is None or shared is not None
+    if alike and model.is_plain and supported(body := model.config.body, model.own_layers, weight.dtype):
         context = isinstance(model, Drafter)
         model.replace_layers(NativeLayers(body, model.own_layers, model.norm, context=context, target=shared))
     elif not library.available():

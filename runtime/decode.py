@@ -95,7 +95,7 @@ def decode_step(
     drafted = draft_trees(runner, policy, batch, calibration, timer)
     tree, mode = drafted.tree, runner.parallel if policy.first_pass is FirstPass.CARRIED else None
     with timer("verify"):
-        verified = runner.verify(batch, tree) if mode is None else mode.verify(runner, batch, tree)
+        verified = runner.verify(batch, tree, None if mode is None else mode.head.joining)
     mask = _mask(batch.grammar, drafted.paths, tree, verified.logits, timer)
     with timer("accept"):
         how = batch.where.context_len, batch.sampling, min(runner.block_size, policy.num_nodes), mask, verified.places

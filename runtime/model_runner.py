@@ -18,6 +18,7 @@ from d2sd.errors import CheckpointError, D2SDError, RecipeError
 from d2sd.modeling.config import DraftConfig
 from d2sd.modeling.decoder import DecoderOutput, TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.joining import Joining
 from d2sd.modeling.kv_pool import Chunks, CommittedRows, ContextRows, PoolSizes, Rows, first_rows
 from d2sd.modeling.where import Where
 from d2sd.plugins import choice, handover, lookup
@@ -45,7 +46,6 @@ class Verified:
     logits: Tensor  # [B, N, V], or [M, V] of some: fp32, or the head's own type where kernels choose the tokens
     rows: DecoderOutput
     places: Tensor | None = None  # [B, N], the row of each node in `logits [M, V]`; 0 in padding. None: all have one
-    drafted: Tensor | None = None  # [B, N, G, E], hidden states behind every node: of `ParallelMode` alone
 
     def at(self, request: Tensor | int, node: Tensor | int) -> Tensor:
         """The logits [..., V] at nodes [...]."""
@@ -185,10 +185,11 @@ class ModelRunner:
         self.drafts.extend(tokens, rows, rows.pages[-1])
 
     @torch.inference_mode()
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
-        """The target over all nodes; on a CPU, without those that pad a tree unless `padded`."""
-        needed = None if padded or self.static_shapes else _nodes(tree)
-        rows = Rows(Behind(batch.where.context_len, tree.depth), tree.attn_mask, batch.where, needed)
+    def verify(self, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
+        """The target over all nodes, and what joins behind them; on a CPU, without those that pad a tree."""
+        needed = None if self.static_shapes else _nodes(tree)
+        placed = Behind(batch.where.context_len, tree.depth)
+        rows = Rows(placed, tree.attn_mask, batch.where, needed, joining=joining)
         out: DecoderOutput = self.target(tree.tokens, rows, self.target_pool, self.aux_layer_ids)
         hidden, places = out.hidden, None
         if needed is not None:

@@ -28,6 +28,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.feed_forward import FeedForward
+from d2sd.modeling.joining import Joining
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, Rows
 from d2sd.modeling.layers import Attend, Attention, Layer, RMSNorm, Rotary
 
@@ -86,11 +87,6 @@ class FlexHead(DraftModel):
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
 
-    @property
-    def keeps_layers(self) -> bool:
-        """Parallel mode runs them."""
-        return not self.config.anchored
-
     def join(self, target: Decoder) -> None:
         """Take the layer norms, MLPs and last norm of a whole target: the same modules, not copies."""
         deep = cast("list[DraftLayer]", list(self.layers))
@@ -98,6 +94,11 @@ class FlexHead(DraftModel):
         for layer, source in zip(deep, sources, strict=True):
             layer.shared = (source,)
         object.__setattr__(self, "norm", target.norm)  # not registered: it is the target's
+
+    @property
+    def joining(self) -> Joining:
+        """The blocks of parallel mode, which join the target's own pass. They do not know an anchor."""
+        return Joining(self, self.mask_embedding, self.config.block_size, self.config.body.num_layers)
 
     def blocks(self, anchor: Tensor) -> Tensor:
         """The input of the split layer: blocks [..., G, E] behind anchors whose embeddings are `anchor [..., E]`."""
@@ -119,7 +120,7 @@ class FlexHead(DraftModel):
         if self.compiled is not None:
             hidden: Tensor = self.compiled(x, self.rotary, rows, pool)[0]
         else:
-            hidden = self(x, rows.positions, pool.attend(rows))
+            hidden = self(x, rows.positions, pool.attend(rows, exact=not x.is_cuda))
         return hidden
 
     def draft_hidden(

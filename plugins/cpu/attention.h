@@ -14,7 +14,7 @@
 
 struct keys {
     const char *pages; /* of the layer, [P, Z, Hkv, D] */
-    const char *rows;  /* of the request, [T, Hkv, D] */
+    const char *rows;  /* [T, Hkv, D], of the request, or with `seen` of the pass */
     const int64_t *table;
     long page_size, first, context; /* positions in pages, from `first` on, at most `context` */
     const int32_t *seen; /* numbers of new rows, or NULL: the first ones */

@@ -64,7 +64,8 @@ struct view {
 
 struct pass {
     long batch, rows;      /* B, and T: the most rows that a request has */
-    const int64_t *starts; /* [B + 1], first row of each request, and M */
+    const int64_t *starts; /* [B + 1], first row of each request, and M; with `joined` [2 B + 1]: behind all others come
+                              each request's rows that join */
     float *x;              /* [M, E], overwritten */
     const struct view *view;
     long views;
@@ -78,6 +79,9 @@ struct pass {
     void *hidden;          /* [M, E], normed, written */
     long begin, end;       /* the layers to run: of those before `end` the last one alone may lack a feed-forward network.
                               If it does, `hidden` is what that network reads, and x goes on behind its attention */
+    long from;             /* the layer with whose rows `k`, `v` and `joined` begin */
+    const struct layer *joined; /* the attention of rows that join; NULL: there are none */
+    long own;              /* rows of the mask before those of rows that join */
 };
 
 struct run {
@@ -87,13 +91,19 @@ struct run {
     char *input;           /* [M, stride] of what the next linear layer reads */
     float *qkv;            /* [M, width] */
     float *branch;         /* [M, E], where layers have a branch norm */
-    int32_t *request;      /* [M], of each row */
+    int32_t *part;         /* [M], of each row: its request, and B more where it joins */
     int32_t *seen, *count; /* [views, M, T] and [views, M]: the new rows that a row sees; NULL without masks */
     float *scores;         /* a share of `room` * HEADS a thread */
     long room;
 };
 
-INLINE long all_rows(const struct pass *pass) { return pass->starts[pass->batch]; }
+INLINE long parts(const struct pass *pass) { return pass->joined ? 2 * pass->batch : pass->batch; }
+INLINE long all_rows(const struct pass *pass) { return pass->starts[parts(pass)]; }
+/* The layer whose attention the rows of a part have. */
+INLINE const struct layer *attention_of(const struct run *run, long number, long part) {
+    const struct pass *pass = run->pass;
+    return part < pass->batch ? run->body->layer + number : pass->joined + number - pass->from;
+}
 INLINE long whole_panels(long n) { return (n + PANEL - 1) / PANEL * PANEL; }
 
 /* Store a row for a linear layer to read. */
@@ -137,11 +147,17 @@ static void silu_times(void *to, const float *up, const float *gate, long row, i
     }
 }
 
-/* A product of attention. */
+/* A product of attention, of `own` rows and of those that join. */
 static void each_attention_tile(
-    const struct run *run, const struct linear *layer, float *rows, long stride, int add, const struct share *share) {
-    struct output output = {layer->bias, rows, stride, stride, add};
-    each_tile(layer, run->input, run->stride, all_rows(run->pass), 0, put_sums, &output, share);
+    const struct run *run, const struct linear *own, const struct linear *joined, float *rows, long stride, int add,
+    const struct share *share) {
+    const long count = run->pass->starts[run->pass->batch];
+    struct output output = {own->bias, rows, stride, stride, add};
+    each_tile(own, run->input, run->stride, count, 0, put_sums, &output, share);
+    if (!joined) return;
+    struct output behind = {joined->bias, rows + count * stride, stride, stride, add};
+    each_tile(joined, run->input + count * run->stride * input_size(joined->type), run->stride,
+              all_rows(run->pass) - count, 0, put_sums, &behind, share);
 }
 
 /* --- phases of a layer --- */
@@ -155,8 +171,8 @@ static void heads_of_rows(const struct run *run, long number, const struct share
     long first, last;
     divide(all, share, &first, &last);
     for (long row = first; row < last; row++) {
-        const struct layer *layer = body->layer + number;
-        const struct view *view = pass->view + layer->view;
+        const struct layer *layer = attention_of(run, number, run->part[row]);
+        const struct view *view = pass->view + body->layer[number].view;
         float *q = run->qkv + row * run->width, *k = q + keys;
         for (long h = 0; h < body->heads + body->kv_heads; h++) {
             float *head = h < body->heads ? q + h * size : k + (h - body->heads) * size;
@@ -164,8 +180,9 @@ static void heads_of_rows(const struct run *run, long number, const struct share
             if (weight) rms_norm(head, weight, (float)body->eps, head, size);
             rotate(head, view->cos + row * size, view->sin + row * size, size);
         }
-        store((int)body->type, pass->k, (number * all + row) * kv, k, kv);
-        store((int)body->type, pass->v, (number * all + row) * kv, k + kv, kv);
+        const long line = (number - pass->from) * all + row;
+        store((int)body->type, pass->k, line * kv, k, kv);
+        store((int)body->type, pass->v, line * kv, k + kv, kv);
     }
 }
 
@@ -193,8 +210,7 @@ static __attribute__((noinline)) void attend_heads(
 static void attend_rows(const struct run *run, long number, const struct share *share) {
     const struct body *body = run->body;
     const struct pass *pass = run->pass;
-    const struct layer *layer = body->layer + number;
-    const struct view *view = pass->view + layer->view;
+    const struct view *view = pass->view + body->layer[number].view;
     const long size = body->head_dim, group = body->heads / body->kv_heads, all = all_rows(pass);
     const long row_bytes = body->kv_heads * size * type_size(body->type);
     const long at_once = size <= 64 ? HEADS : size <= 128 ? 2 : 1;
@@ -202,14 +218,17 @@ static void attend_rows(const struct run *run, long number, const struct share *
     long first, last;
     divide(all * body->kv_heads, share, &first, &last);
     for (long item = first; item < last; item++) {
-        const long b = run->request[item / body->kv_heads], start = pass->starts[b], rows = pass->starts[b + 1] - start;
+        const long part = run->part[item / body->kv_heads], b = part % pass->batch;
+        const long start = pass->starts[part], rows = pass->starts[part + 1] - start;
+        const struct layer *layer = attention_of(run, number, part);
         const long h = (item - start * body->kv_heads) / rows, row = start + (item - start * body->kv_heads) % rows;
         const long context = pass->context[b], bound = view->first ? view->first[row] : 0;
-        const long first = bound < context ? bound : context, line = layer->view * all + row;
+        const long first = bound < context ? bound : context, line = (view - pass->view) * all + row;
         const long skipped = run->seen ? 0 : bound - first; /* rows of a prompt's chunk in front of the window */
+        const long base = ((number - pass->from) * all + (run->seen ? 0 : start + skipped)) * row_bytes;
         struct keys k = {
             .pages = pass->k_pages[number],
-            .rows = (const char *)pass->k + (number * all + start + skipped) * row_bytes,
+            .rows = (const char *)pass->k + base,
             .table = view->table + b * view->table_width, .page_size = pass->page_size,
             .first = first, .context = context,
             .seen = run->seen ? run->seen + line * pass->rows : NULL,
@@ -218,7 +237,7 @@ static void attend_rows(const struct run *run, long number, const struct share *
         };
         struct keys v = k;
         v.pages = pass->v_pages[number];
-        v.rows = (const char *)pass->v + (number * all + start + skipped) * row_bytes;
+        v.rows = (const char *)pass->v + base;
         for (long done = 0; done < group; done += at_once) {
             const long heads = group - done < at_once ? group - done : at_once, column = (h * group + done) * size;
             attend_heads((int)heads, (int)size, (int)body->type, run->qkv + row * run->width + column, &k, &v,
@@ -235,11 +254,13 @@ static void list_seen(const struct run *run, const struct share *share) {
     divide(pass->views * all, share, &first, &last);
     for (long line = first; line < last; line++) {
         const struct view *view = pass->view + line / all;
-        const long row = line % all, b = run->request[row], start = pass->starts[b], rows = pass->starts[b + 1] - start;
-        const uint8_t *mask = view->mask + b * view->mask_batch + (row - start) * view->mask_row;
+        const long row = line % all, part = run->part[row], b = part % pass->batch;
+        const long at = row - pass->starts[part] + (part < pass->batch ? 0 : pass->own);
+        const uint8_t *mask = view->mask + b * view->mask_batch + at * view->mask_row;
         int32_t *seen = run->seen + line * pass->rows, count = 0;
-        for (long u = 0; u < rows; u++)
-            if (mask[u]) seen[count++] = (int32_t)u;
+        for (long other = b; other < parts(pass); other += pass->batch, mask += pass->own)
+            for (long start = pass->starts[other], u = 0; u < pass->starts[other + 1] - start; u++)
+                if (mask[u]) seen[count++] = (int32_t)(start + u);
         run->count[line] = count;
     }
 }
@@ -256,17 +277,19 @@ static void forward(void *arguments, const struct share *share) {
     while (aux < pass->aux_count && pass->aux[aux] < pass->begin) aux++;
     for (long number = pass->begin; number < pass->end; number++) {
         const struct layer *layer = body->layer + number;
+        const struct layer *joined = pass->joined ? pass->joined + number - pass->from : NULL;
         struct output down = {layer->down.bias, pass->x, hidden, hidden, 1};
         norm_rows(run, layer->input_norm, share);
         barrier(share);
-        each_attention_tile(run, &layer->qkv, run->qkv, run->width, 0, share);
+        each_attention_tile(run, &layer->qkv, joined ? &joined->qkv : NULL, run->qkv, run->width, 0, share);
         barrier(share);
         heads_of_rows(run, number, share);
         barrier(share);
         attend_rows(run, number, share);
         barrier(share);
         const int normed_branch = layer->branch_norm != NULL;
-        each_attention_tile(run, &layer->o, normed_branch ? run->branch : pass->x, hidden, !normed_branch, share);
+        each_attention_tile(run, &layer->o, joined ? &joined->o : NULL, normed_branch ? run->branch : pass->x, hidden,
+                            !normed_branch, share);
         barrier(share);
         if (normed_branch) {
             add_normed(run, layer->branch_norm, share);
@@ -308,12 +331,12 @@ static struct run run_of(
     struct run run = {.body = body, .pass = pass, .room = longest + pass->rows + LANES};
     const long lines = pass->view->mask ? pass->views * all : 0, seen = lines * (pass->rows + 1) * 4;
     char *at = at_least(memory, first + seen + all * 4 + threads * HEADS * run.room * 4) + first;
-    run.request = (int32_t *)at;
+    run.part = (int32_t *)at;
     run.count = lines ? (int32_t *)(at + all * 4) : NULL;
     run.seen = lines ? run.count + lines : NULL;
     run.scores = (float *)(at + all * 4 + seen);
-    for (long b = 0; b < pass->batch; b++)
-        for (long row = pass->starts[b]; row < pass->starts[b + 1]; row++) run.request[row] = (int32_t)b;
+    for (long part = 0; part < parts(pass); part++)
+        for (long row = pass->starts[part]; row < pass->starts[part + 1]; row++) run.part[row] = (int32_t)part;
     return run;
 }
 

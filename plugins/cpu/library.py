@@ -90,6 +90,7 @@ class Pass(Structure):
         ("context", c_void_p), ("k", c_void_p), ("v", c_void_p),
         ("aux", c_void_p), ("aux_count", c_long), ("features", c_void_p), ("hidden", c_void_p),
         ("begin", c_long), ("end", c_long),
+        ("from", c_long), ("joined", POINTER(Layer)), ("own", c_long),
     ]  # fmt: skip
 
 

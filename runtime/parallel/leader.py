@@ -13,6 +13,7 @@ from torch import Tensor
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.joining import Joining
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.modeling.where import Where
@@ -87,9 +88,9 @@ class LeadingRunner(ModelRunner):
         self.send("prompt_logits", hidden)
         return super().prompt_logits(hidden)
 
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
         self.passes += 1
-        return super().verify(batch, tree, padded=padded)
+        return super().verify(batch, tree, joining)
 
     def on_failure(self, report: Callable[[D2SDError], None]) -> None:
         self.others.on_failure(report)

@@ -1,12 +1,11 @@
 """FlexDraft's parallel mode, all of it: a step drafts for the next one, behind every node that it verifies.
 
     take     the draft that the step before made for each anchor
-    verify   the target's pass; then a block of mask rows behind every node, for the case that the path ends there
+    verify   the target's pass, which a block of mask rows joins behind every node, in case the path ends there
     keep     the block behind the last accepted node, corrected by the bonus token: the next step's draft
 
-A block sees what its node sees, the node and itself, so the one that is used equals the block of sequential mode. Mask
-rows pass the head's own layers behind the target's pass, over the same keys and values. Anchored heads have no such
-mode: mask rows behind a node do not know what follows it.
+A block sees what its node sees, the node and itself, so the one that is used equals the block of sequential mode, on a
+CPU to the bit. Anchored heads have no such mode: mask rows behind a node do not know what follows it.
 
 Drafts stay on the device, one a page of K/V: that of the last committed token, which has one owner. A draft is used if
 position and anchor are those it was made for, so nothing is to drop after steps of another policy, or with a page.
@@ -15,29 +14,24 @@ position and anchor are those it was made for, so nothing is to drop after steps
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-from d2sd.modeling.decoder import DecoderOutput
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.interface import Tables
-from d2sd.modeling.kv_pool import KVPool, Rows
+from d2sd.modeling.kv_pool import KVPool
 from d2sd.modeling.where import Where
 from d2sd.plugins.choice import WIDTH, candidates
-from d2sd.plugins.layer_ops import Behind
-from d2sd.plugins.trees import Accepted, Draft, Tree
+from d2sd.plugins.trees import Accepted, Draft
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 
 if TYPE_CHECKING:
     from d2sd.runtime.model_runner import ModelRunner, Verified
 
-# Shape letters: B requests, M pages a request, P pages, N nodes, G block size γ, S slots after the anchor, W candidates
-# of a slot, E hidden, Hq/Hkv heads, D head size.
+# Shape letters: B requests, P pages, S slots after the anchor, W candidates of a slot.
 
 
 def parallel_mode(runner: ModelRunner) -> ParallelMode | None:
@@ -51,11 +45,11 @@ def parallel_mode(runner: ModelRunner) -> ParallelMode | None:
 
 
 class ParallelMode:
-    """The passes of one head, and the drafts that they leave to the next step."""
+    """A head that joins the passes of a target, and the drafts that they leave to the next step."""
 
     def __init__(self, head: FlexHead, tables: Tables, pool: KVPool, shape: tuple[int, int, int]) -> None:
         """`pool` has the target's pages; `shape` is P, S, W."""
-        self._head, self._tables, self._pool = head, tables, pool
+        self.head, self._tables, self._pool = head, tables, pool
         self._tokens = torch.zeros(shape, dtype=torch.long, device=pool.device)
         self._logprob = torch.zeros(shape, device=pool.device)
         self._anchor = torch.full((shape[0], 2), -1, device=pool.device)  # position and token that a draft is for
@@ -73,19 +67,12 @@ class ParallelMode:
         return Draft(self._tokens[page].where(made, 0), self._logprob[page].where(made, -math.inf))
 
     @torch.inference_mode()
-    def verify(self, runner: ModelRunner, batch: Batch, tree: Tree) -> Verified:
-        """`ModelRunner.verify`, with `drafted`."""
-        verified = runner.verify(batch, tree, padded=True)  # mask rows read the keys and values of every node
-        rows = Rows(Behind(batch.where.context_len, tree.depth), tree.attn_mask, batch.where)
-        return replace(verified, drafted=mask_rows(self._head, self._pool, rows, verified.rows))
-
-    @torch.inference_mode()
     def keep(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Keep the draft behind the last node of each accepted path, for the step that begins there."""
-        assert verified.drafted is not None
-        head, where, (_, slots, width) = self._head, batch.where.after(accepted.count), self._tokens.shape
+        assert verified.rows.joined is not None
+        head, where, (_, slots, width) = self.head, batch.where.after(accepted.count), self._tokens.shape
         of_rows, last = torch.arange(len(batch.anchor), device=batch.anchor.device), accepted.count - 1
-        hidden = verified.drafted[of_rows, accepted.path[of_rows, last]][:, None, 1:]
+        hidden = verified.rows.joined[of_rows, accepted.path[of_rows, last]][:, None, 1:]
         token = accepted.tokens[of_rows, last]
         # an id below 0, at which the request has ended, is not in the table; there any row will do
         logits = head.logits(hidden, token.clamp(min=0)[:, None], self._tables)
@@ -99,37 +86,3 @@ class ParallelMode:
         """The page [B] of each request's last committed token; that of the first, where none is."""
         last = (where.context_len - 1).clamp(0, where.pages.shape[1] * self._pool.page_size - 1)
         return where.pages.gather(1, last[:, None] // self._pool.page_size)[:, 0]
-
-
-def mask_rows(head: FlexHead, pool: KVPool, rows: Rows, out: DecoderOutput) -> Tensor:
-    """Hidden states [B, N, G, E] of a block of mask rows behind each of the target's `rows`.
-
-    `out` are the target's outputs at `rows`, and `pool` has its pages.
-    """
-    count, size, split = rows.positions.shape[1], head.config.block_size, head.config.split_layer
-    wide = rows_behind(rows, size)
-    attend_all = pool.from_layer(split).attend(wide)
-
-    def attend(index: int, q: Tensor, k: Tensor, v: Tensor, *, sinks: Tensor | None = None) -> Tensor:
-        q = torch.cat([q.new_zeros(len(q), count, *q.shape[2:]), q], 1)
-        k, v = (torch.cat([nodes[split + index], masks], 1) for nodes, masks in ((out.k, k), (out.v, v)))
-        return attend_all(index, q, k, v)[:, count:]
-
-    positions = wide.positions[:, count:]
-    hidden: Tensor = head(head.mask_embedding.expand(*positions.shape, -1), positions, attend)
-    return hidden.reshape(len(hidden), count, size, -1)
-
-
-def rows_behind(rows: Rows, size: int) -> Rows:
-    """The rows of `rows`, then behind each of them, in their order, a block of `size` mask rows.
-
-    A block sees what its row sees, and itself; nothing else sees it.
-    """
-    count, device = rows.positions.shape[1], rows.positions.device
-    slots = torch.arange(size, device=device)
-    positions = (rows.positions[:, :, None] + 1 + slots).flatten(1)
-    of_block = torch.arange(count, device=device).repeat_interleave(size)
-    masks = torch.cat([rows.attn_mask[:, of_block], (of_block[:, None] == of_block).expand(len(positions), -1, -1)], 2)
-    row_mask = F.pad(rows.attn_mask, (0, count * size))
-    attn_mask = torch.cat([row_mask, masks], 1)
-    return Rows(torch.cat([rows.positions, positions], 1), attn_mask, rows.where)

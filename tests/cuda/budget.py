@@ -71,7 +71,7 @@ LAUNCHES: dict[tuple[str, bool, bool], dict[str, int]] = {
     ("flex_parallel", False, False): {
         "draft_first": 12,  # finds the draft that the step before has left
         "build_tree": 5,
-        "verify": 678,  # PyTorch's attention, which moves what is broken in five layers: 6 launches each
+        "verify": 376,  # mask rows join five layers: two products of a kind and two rotations, and joint q, k and v
         "accept": 3,
         "commit": 29,
         "handover": 2,
@@ -83,5 +83,5 @@ COPIES: dict[str, dict[str, int]] = {
     "d2sd": {"draft_first": 1, "draft_second": 1},
     "hybrid": {"draft_first": 1, "draft_second": 1},
     "flex": {"draft_first": 2},
-    "flex_parallel": {"commit": 1},
+    "flex_parallel": {"verify": 12, "commit": 1},
 }

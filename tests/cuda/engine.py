@@ -43,6 +43,7 @@ def guarded() -> None:
         ("chain", NARROW, {}),
         ("d2sd", HOT, {}),
         ("flex", HOT, {}),
+        ("flex_parallel", HOT, {}),
         (EAGLE, HOT, {}),
         ("d2sd", HOT, WINDOWED),
         *(pytest.param(case, GREEDY, {}, marks=FULL) for case in ("reanchor", "ddtree", "hybrid")),

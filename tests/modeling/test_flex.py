@@ -6,6 +6,7 @@ Shape letters: B requests, G block size, C context tokens, E hidden, V vocabular
 from __future__ import annotations
 
 from copy import deepcopy
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from d2sd.errors import D2SDError
+from d2sd.modeling import native
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import kv_scales
@@ -20,7 +24,6 @@ from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.native import pack
 from d2sd.modeling.where import Where
 from d2sd.plugins.cpu import library
-from d2sd.runtime.speculation.flex_parallel import mask_rows
 from tests.modeling.test_drafter import Vector, rms_norm, rope
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
@@ -37,47 +40,60 @@ def drafted(target: Decoder, head: FlexHead, anchors: Tensor, rows: Rows, pool: 
     return head.draft(head.blocks(target.embed_tokens(anchors)), rows, pool.from_layer(head.config.split_layer))
 
 
+def layer_of_loops(
+    stream: list[Vector], given: tuple[list[Vector], list[Vector]], mine: dict[str, Vector], theirs: dict[str, Vector],
+    body: BodyConfig, *, causal: bool,
+) -> tuple[list[Vector], list[Vector], list[Vector]]:  # fmt: skip
+    """Rows behind a context whose keys and values are `given` [token][K/V head]: outputs, and both with the rows'."""
+    eps, theta, size = body.rms_norm_eps, body.rope.theta, body.head_dim
+    (keys, values), start = map(list, given), len(given[0])
+    normed = [rms_norm(x, theirs["input_layernorm.weight"], eps) for x in stream]
+
+    def heads(name: str, x: Vector, place: int) -> Vector:
+        parts = (mine[f"{name}_proj.weight"] @ x + mine.get(f"{name}_proj.bias", 0)).reshape(-1, size)
+        if name == "v":
+            return parts
+        if body.qk_norm:
+            parts = np.array([rms_norm(part, mine[f"{name}_norm.weight"], eps) for part in parts])
+        return np.array([rope(part, start + place, theta) for part in parts])
+
+    keys += [heads("k", x, place) for place, x in enumerate(normed)]
+    values += [heads("v", x, place) for place, x in enumerate(normed)]
+    after = []
+    for place, x in enumerate(normed):
+        attended, seen = [], start + place + 1 if causal else len(keys)
+        for index, q in enumerate(heads("q", x, place)):
+            group = index * body.num_kv_heads // body.num_heads
+            scores = np.array([q @ key[group] for key in keys[:seen]]) / size**0.5
+            chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
+            attended.append(sum(c * value[group] for c, value in zip(chances, values, strict=False)))
+        y = stream[place] + mine["o_proj.weight"] @ np.concatenate(attended)
+        inner = rms_norm(y, theirs["post_attention_layernorm.weight"], eps)
+        gate, up = theirs["mlp.gate_proj.weight"] @ inner, theirs["mlp.up_proj.weight"] @ inner
+        after.append(y + theirs["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+    return after, keys, values
+
+
 def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vector, Vector]:
-    """The block behind `tokens`, whose last is the anchor: hidden states [G, E] and calibrated logits [G-1, V]."""
+    """The block behind `tokens`, whose last is the anchor: hidden states [G, E] and calibrated logits [G-1, V]. The
+    context's keys and values are computed by the same loops.
+    """
     own = {name: x.double().numpy() for name, x in head.state_dict().items()}
     weights = {name: x.double().numpy() for name, x in target.state_dict().items()}
-    body, split, context = target.config.body, head.config.split_layer, tokens[:-1]
-    eps, theta, size = body.rms_norm_eps, body.rope.theta, body.head_dim
-    known = target.full_pass(torch.tensor([context])) if context else None
-    stream = [own["mask_embedding"]] * head.config.block_size
+    body, split = target.config.body, head.config.split_layer
+    block = [own["mask_embedding"]] * head.config.block_size
     if "anchor_projection.weight" in own:
-        stream[0] = own["anchor_projection.weight"] @ weights["embed_tokens.weight"][tokens[-1]]
-    for layer in range(split, body.num_layers):
-        mine = {key.rsplit(".", 2)[-2]: own[key] for key in own if key.startswith(f"layers.{layer - split}.")}
+        block[0] = own["anchor_projection.weight"] @ weights["embed_tokens.weight"][tokens[-1]]
+    stream = [weights["embed_tokens.weight"][token] for token in tokens[:-1]]
+    for layer in range(body.num_layers):
         theirs = {key.split(".", 2)[2]: weights[key] for key in weights if key.startswith(f"layers.{layer}.")}
-        normed = [rms_norm(x, theirs["input_layernorm.weight"], eps) for x in stream]
-        keys: list[Vector] = [] if known is None else list(known.k[layer, 0].double().numpy())  # [token][K/V head]
-        values: list[Vector] = [] if known is None else list(known.v[layer, 0].double().numpy())
-
-        def heads(name: str, x: Vector, place: int, mine: dict[str, Vector] = mine) -> Vector:
-            parts = (mine[f"{name}_proj"] @ x).reshape(-1, size)
-            if name == "v":
-                return parts
-            if body.qk_norm:
-                parts = np.array([rms_norm(part, mine[f"{name}_norm"], eps) for part in parts])
-            return np.array([rope(part, len(context) + place, theta) for part in parts])
-
-        keys += [heads("k", x, place) for place, x in enumerate(normed)]
-        values += [heads("v", x, place) for place, x in enumerate(normed)]
-        after = []
-        for place, x in enumerate(normed):
-            attended = []
-            for index, q in enumerate(heads("q", x, place)):
-                group = index * body.num_kv_heads // body.num_heads
-                scores = np.array([q @ key[group] for key in keys]) / size**0.5
-                chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-                attended.append(sum(c * value[group] for c, value in zip(chances, values, strict=True)))
-            y = stream[place] + mine["o_proj"] @ np.concatenate(attended)
-            inner = rms_norm(y, theirs["post_attention_layernorm.weight"], eps)
-            gate, up = theirs["mlp.gate_proj.weight"] @ inner, theirs["mlp.up_proj.weight"] @ inner
-            after.append(y + theirs["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
-        stream = after
-    hidden = np.array([rms_norm(x, weights["norm.weight"], eps) for x in stream])
+        attention = {key.removeprefix("self_attn."): x for key, x in theirs.items() if key.startswith("self_attn.")}
+        stream, *known = layer_of_loops(stream, ([], []), attention, theirs, body, causal=True)
+        if layer >= split:
+            at = f"layers.{layer - split}.self_attn."
+            mine = {key.removeprefix(at): x for key, x in own.items() if key.startswith(at)}
+            block, _, _ = layer_of_loops(block, (known[0], known[1]), mine, theirs, body, causal=False)
+    hidden = np.array([rms_norm(x, weights["norm.weight"], body.rms_norm_eps) for x in block])
     anchor = weights["embed_tokens.weight"][tokens[-1]]
     logits = []
     for h in hidden[1:]:
@@ -125,38 +141,79 @@ def test_mask_rows_equal_the_reference(
         torch.testing.assert_close(logits[row].double(), torch.from_numpy(expected), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize("compiled", [False, True])
-def test_a_block_behind_a_node_is_the_one_drafted_after_it(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tree of two branches over contexts of three lengths: its own rows are those of a pass without mask rows, bit by
-    bit, and every block equals the block of sequential mode once the path to its node is committed.
-    """
-    target, head = pair()
-    lengths, parents = [9, 3, 0], [0, 0, 1, 0, 3]
-    tokens, nodes = random_tokens(target, 3, 16), random_tokens(target, 3, 5)
-    if not compiled:
-        monkeypatch.setattr(library, "available", lambda: False)
+#: How the layers run on a CPU: all at once, by operators with products that keep a row's bits, and by PyTorch's.
+LAYERS = ("compiled", "packed", "plain")
+
+
+def prepared_pair(kind: str, monkeypatch: pytest.MonkeyPatch, layers: int = 2) -> tuple[Decoder, FlexHead]:
+    target, head = pair(layers)
+    if kind != "compiled":
+        patched = (native, "supported") if kind == "packed" else (library, "available")
+        monkeypatch.setattr(*patched, lambda *_: False)
     pack(target)
     pack(head, target)
-    pool, rows = prefilled(target, tokens, lengths)
+    assert (target.compiled is not None) == (head.compiled is not None) == (kind == "compiled" and library.available())
+    return target, head
+
+
+@pytest.mark.parametrize("needed", [None, (5, 3, 1)])
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_block_behind_a_node_is_the_one_drafted_after_it(
+    kind: str, needed: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tree of two branches over contexts of three lengths: its own rows are those of a pass without mask rows, every
+    block equals the block of sequential mode once the path to its node is committed, and the reference's. Bit by bit
+    where the products are the library's.
+    """
+    lengths, parents = [9, 3, 0], [0, 0, 1, 0, 3]
+    target, head = pair()
+    tokens, nodes = random_tokens(target, 3, 16), random_tokens(target, 3, 5)
     paths: list[list[int]] = []
     for node, parent in enumerate(parents):
         paths.append([*paths[parent], node] if node else [0])
+    texts = [[tokens[row, :n].tolist() + nodes[row, path].tolist() for path in paths] for row, n in enumerate(lengths)]
+    wanted = [[reference(target, head, [*text, 0])[0] for text in of_request] for of_request in texts]
+    target, head = prepared_pair(kind, monkeypatch)
+    exact = kind != "plain" and library.available()
+    pool, rows = prefilled(target, tokens, lengths)
     mask = torch.tensor([[one in path for one in range(5)] for path in paths]).expand(3, -1, -1)
     depth = torch.tensor([len(path) - 1 for path in paths])
-    tree = Rows(rows.where.context_len[:, None] + depth, mask, Where(rows.where.pages, rows.where.context_len))
-    out = target(nodes, tree, pool, (1, 2))
-    behind = mask_rows(head, pool, tree, out)
-    alone = target(nodes, tree, pool, (1, 2))
-    for name in ("hidden", "features", "k", "v"):
-        assert torch.equal(getattr(out, name), getattr(alone, name)), name
-    assert behind.shape == (3, 5, GAMMA, target.config.body.hidden_size)
+    context_len = rows.where.context_len
+    tree = Rows(context_len[:, None] + depth, mask, Where(rows.where.pages, context_len), needed)
+    out = target(nodes, replace(tree, joining=head.joining), pool)
+    alone = target(nodes, tree, pool)
+    kept = torch.arange(5) < torch.tensor(needed or (5, 5, 5))[:, None]
+
+    def assert_same(one: Tensor, other: Tensor) -> None:
+        torch.testing.assert_close(one, other, rtol=0, atol=0 if exact else 1e-5)
+
+    assert_same(out.hidden[kept], alone.hidden[kept])
+    for name in ("k", "v"):
+        assert_same(getattr(out, name)[:, kept], getattr(alone, name)[:, kept])
+    assert out.joined is not None
+    assert alone.joined is None
+    assert out.joined.shape == (3, 5, GAMMA, target.config.body.hidden_size)
     for node, path in enumerate(paths):
-        at = rows.where.context_len[:, None] + torch.arange(len(path))
-        pool.write(out.k[:, :, path], out.v[:, :, path], (rows.where.pages,), at, torch.ones_like(at, dtype=torch.bool))
-        context = rows.where.context_len + len(path)
+        at = context_len[:, None] + torch.arange(len(path))
+        pool.write(out.k[:, :, path], out.v[:, :, path], (rows.where.pages,), at, kept[:, path])
+        context = context_len + len(path)
         after = Rows(context[:, None] + torch.arange(GAMMA), rows.attn_mask, Where(rows.where.pages, context))
         hidden = drafted(target, head, nodes[:, 0], after, pool)  # which mask rows do not see
-        torch.testing.assert_close(behind[:, node], hidden, rtol=0, atol=1e-5)
+        for row in kept[:, node].nonzero().flatten().tolist():
+            assert_same(out.joined[row, node], hidden[row])
+            loops = torch.from_numpy(wanted[row][node])
+            torch.testing.assert_close(out.joined[row, node].double(), loops, rtol=0, atol=1e-4)
+
+
+@pytest.mark.skipif(not library.available(), reason="layers of one kind")
+def test_a_head_that_is_not_compiled_is_refused_in_a_compiled_pass() -> None:
+    target, head = pair()
+    tokens = random_tokens(target, 1, 4)
+    pool, rows = prefilled(target, tokens, [0])
+    pack(target)
+    with pytest.raises(D2SDError, match="cannot draft in the target's pass") as refused:
+        target(tokens, replace(rows, joining=head.joining), pool)
+    assert "sequential" in str(refused.value)
 
 
 def test_the_target_is_the_same_to_the_bit() -> None:

@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -30,7 +31,6 @@ from d2sd.modeling.layers import Layer
 from d2sd.modeling.product import Product
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
-from d2sd.runtime.speculation.flex_parallel import mask_rows
 from tests.tiny import Model, feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 AUX = (0, 2)
@@ -228,8 +228,8 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
 @pytest.mark.usefixtures("anywhere")
 @pytest.mark.parametrize(("narrow", "narrow_head"), FP8.values(), ids=FP8)
 @torch.inference_mode()
-def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
-    """In parallel mode a head keeps its own layers behind the target's fused ones, and their weights are views."""
+def test_rows_that_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
+    """In parallel mode mask rows pass the target's fused MLPs beside its own rows, and a head keeps no layers."""
     target = tiny_decoder("qwen3", layers=4)
     target = in_fp8(target, linear_names(target), cache=True) if narrow else target
     head = tiny_flex(target, layers=2, block_size=3)
@@ -245,10 +245,9 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
     def run() -> tuple[Tensor, ...]:
         pool, table = pool_for(target.config.body, REQUESTS, 12, fp8=kv_scales(target))
         feed(target, tokens[:, :9], pool, table, torch.zeros(REQUESTS, dtype=torch.long))
-        rows = Rows.chain(3, Where(table, context))
-        out = target(tokens[:, 9:], rows, pool, (0, 1, 3))
-        masks = mask_rows(head, pool, rows, out)
-        return out.hidden, out.features, out.k, out.v, masks
+        rows = replace(Rows.chain(3, Where(table, context)), joining=head.joining)
+        out = target(tokens[:, 9:], rows, pool)
+        return out.hidden, out.k, out.v, out.joined
 
     expected = run()
     fuse(target)
@@ -256,7 +255,7 @@ def test_mask_rows_behind_fused_layers(narrow: bool, narrow_head: bool) -> None:
     for found, wanted in zip(run(), expected, strict=True):
         assert_agrees(found, wanted, 5e-5, narrow=narrow)
     assert isinstance(head.compiled, FusedLayers)
-    assert storages(weights_of(head.layers)) <= storages([one.weight for one in products(head.compiled)])
+    assert not len(head.layers)
 
 
 def products(native: FusedLayers) -> list[Product]:

@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
+from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.kv_pool import KVPool
 from d2sd.policies import PolicyName
 from d2sd.runtime.engine import Engine
@@ -20,7 +21,7 @@ from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import make_policy
 from tests.plugins.on_kernels import run_kernels
 from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET
-from tests.tiny import runner_of, tiny_decoder, tiny_drafter
+from tests.tiny import runner_of, tiny_decoder, tiny_drafter, tiny_flex
 from tools.ptxsim.launch import executed_as_ptx
 
 #: Seeds without a near tie, which bf16 may decide otherwise in another order of sums.
@@ -47,10 +48,12 @@ def answers(policy: PolicyName, dtype: torch.dtype, *, windows: bool = False) ->
     narrow: dict[str, Any] = {"windows": (None, 17), "sinks": True} if windows else {}
     target = tiny_decoder("qwen3", layers=2, heads=4, kv_heads=1, head_dim=16, **narrow).to(dtype)
     shape: dict[str, Any] = {"block_size": BLOCK, "layers": 1, "attention": {"windows": (9,)} if windows else {}}
-    drafters = (
+    drafters: tuple[DraftModel, ...] = (
         tiny_drafter(target.config, **shape).to(dtype),
         tiny_drafter(target.config, **shape, role="variable_prefix", seed=2).to(dtype),
     )
+    if policy == "flex_parallel":  # mask rows join in the second layer
+        drafters = (tiny_flex(target, block_size=BLOCK).to(dtype),)
     made = make_policy(policy, block_size=BLOCK, branches=BRANCHES, row_budget=BUDGET)
     limits = Limits(4, max_context=256, page_size=16, prefill_chunk=32)
     engine = Engine(runner_of(target, *drafters), made, limits)
@@ -65,6 +68,7 @@ def answers(policy: PolicyName, dtype: torch.dtype, *, windows: bool = False) ->
         pytest.param("d2sd", torch.bfloat16, 90, False),
         pytest.param("d2sd", torch.bfloat16, 90, True, marks=pytest.mark.full),
         pytest.param("hybrid", torch.float32, 80, True, marks=pytest.mark.full),
+        pytest.param("flex_parallel", torch.float32, 80, False, marks=pytest.mark.full),
         *(
             pytest.param(policy, dtype, capability, False, marks=pytest.mark.full)
             for policy, dtype in (("d2sd", torch.bfloat16), ("hybrid", torch.float16), ("d2sd", torch.float32))

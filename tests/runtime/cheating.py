@@ -18,6 +18,7 @@ from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.modeling.joining import Joining
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.plugins.choice.reference import philox
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
@@ -97,9 +98,9 @@ class CheatingRunner(ModelRunner):
         self._second = Draft(torch.tensor(tokens), torch.tensor(logprob))
         return self._second
 
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
         self._tree = tree
-        return super().verify(batch, tree, padded=padded)
+        return super().verify(batch, tree, joining)
 
     def commit(self, batch: Batch, verified: Verified, accepted: Accepted) -> None:
         """Also count who was accepted without having been the best of a slot."""

@@ -13,6 +13,7 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import MarkovConfig
+from d2sd.modeling.joining import Joining
 from d2sd.plugins.trees import Tree
 from d2sd.policies import PolicyName
 from d2sd.runtime.batch import Batch
@@ -64,9 +65,9 @@ def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatc
     trees: list[tuple[list[int], ...]] = []
     verify = ModelRunner.verify
 
-    def watched(self: ModelRunner, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+    def watched(self: ModelRunner, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
         trees.append(tuple(part.flatten().tolist() for part in (tree.tokens, tree.parent, tree.valid)))
-        return verify(self, batch, tree, padded=padded)
+        return verify(self, batch, tree, joining)
 
     monkeypatch.setattr(ModelRunner, "verify", watched)
     target, (first, second) = models()[0], drafters("pair")

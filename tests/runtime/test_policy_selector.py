@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from d2sd.errors import RequestError
+from d2sd.modeling.joining import Joining
 from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Accepted, Branches, Draft, Tree
 from d2sd.policies import DrafterRole
@@ -474,7 +475,7 @@ class Scripted:
     def second(self, batch: Batch, branches: Branches, role: DrafterRole, width: int) -> Draft:
         return self._pass(batch, role, branches.prefix_len.shape[1], 3, width)
 
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
         assert not batch.active.any()
         assert 0 <= int(batch.where.pages.min()) <= int(batch.where.pages.max()) < self.page_counts[0]
         size, rows = tree.tokens.shape

@@ -13,6 +13,7 @@ import torch
 
 from d2sd.plugins.cpu import compiler, library
 from tests.modeling.test_families import test_prompt_in_chunks_then_decoding as family
+from tests.modeling.test_flex import test_a_block_behind_a_node_is_the_one_drafted_after_it as joining
 from tests.modeling.test_native import test_bits_of_a_row_are_its_own as layers
 from tests.modeling.test_native import test_keys_and_values_of_a_context as context
 from tests.modeling.test_native import test_windows_and_sinks as windows
@@ -78,7 +79,7 @@ MUTANTS = {
     ),
     "one rotation for all layers": (
         "layers.c",
-        "view = pass->view + layer->view;\n        float",
+        "view = pass->view + body->layer[number].view;\n        float",
         "view = pass->view;\n        float",
         "Gemma 3",
     ),
@@ -104,6 +105,8 @@ MUTANTS = {
         "pairs",
     ),
     "a context at its first place": ("drafts.h", "c->cos + row * c->head_dim", "c->cos", "context"),
+    "rows that join have the pass's heads": ("layers.c", "return part < pass->batch ?", "return 1 ?", "joining"),
+    "rows that join see what the first row sees": ("layers.c", "(part < pass->batch ? 0 : pass->own)", "0", "joining"),
     "the sink of the first heads": ("layers.c", "layer->sinks + h * group + done", "layer->sinks + done", "windows"),
 }
 
@@ -141,6 +144,7 @@ def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytes
         "likeliest": [partial(likeliest, 1000), ties],
         "pairs": [partial(pairs, torch.float32, "slot", 1)],
         "context": [partial(context, "qwen3", torch.float32, monkeypatch)],
+        "joining": [partial(joining, "compiled", None, monkeypatch)],
         "windows": [partial(windows, (4, 9, 4), sinks=True)],
         **{case: [partial(family, case, 1)] for case in ("Gemma 3", "Qwen3-30B-A3B")},
     }

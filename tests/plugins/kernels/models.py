@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -81,3 +82,21 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
     fuse(head, target)
     assert head.compiled is not None
     torch.testing.assert_close(head.draft(x, rows, pool), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_rows_that_join_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_decoder("qwen3", layers=2, head_dim=16)
+    head, context = tiny_flex(target), torch.tensor([9, 5])
+    pool, table = pool_for(target.config.body, 2, 9)
+    feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
+    rows, tokens = Rows.chain(3, Where(table, context)), random_tokens(target, 2, 3)
+    rows = replace(rows, joining=head.joining)
+    expected = target(tokens, rows, pool)
+    on_kernels(monkeypatch, fused=True)
+    fuse(target)
+    fuse(head, target)
+    assert head.compiled is not None
+    out = target(tokens, rows, pool)
+    for name in ("hidden", "k", "v", "joined"):
+        torch.testing.assert_close(getattr(out, name), getattr(expected, name), rtol=1e-4, atol=1e-5)

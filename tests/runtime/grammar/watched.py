@@ -13,6 +13,7 @@ import torch
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
+from d2sd.modeling.joining import Joining
 from d2sd.plugins.choice.reference import gumbel
 from d2sd.plugins.lookup import find_copy
 from d2sd.plugins.trees import Branches, Draft, Tree
@@ -56,9 +57,9 @@ class WatchedRunner(CheatingRunner):
         self._branches = branches
         return super()._redrafted(honest, batch, branches, *others)
 
-    def verify(self, batch: Batch, tree: Tree, *, padded: bool = False) -> Verified:
+    def verify(self, batch: Batch, tree: Tree, joining: Joining | None = None) -> Verified:
         self._watch(batch, tree)
-        return super().verify(batch, tree, padded=padded)
+        return super().verify(batch, tree, joining)
 
     def _watch(self, batch: Batch, tree: Tree) -> None:
         usual = None

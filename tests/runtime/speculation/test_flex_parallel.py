@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from d2sd.modeling.decoder import DecoderOutput
 from d2sd.plugins.trees import Accepted, Draft
 from d2sd.policies import PolicyName
 from d2sd.runtime.batch import Batch
@@ -24,7 +25,9 @@ def leave(mode: ParallelMode, batch: Batch) -> Batch:
     """A step that commits 1, 3 and 2 tokens of three requests, and the batch of the step after it."""
     count, tokens = torch.tensor([1, 3, 2]), torch.arange(3 * BLOCK).view(3, BLOCK) + 20
     behind = torch.randn(3, BLOCK, BLOCK, models()[0].config.body.hidden_size)
-    verified = Verified(tokens, behind[..., 0, :], None, drafted=behind)  # type: ignore[arg-type]
+    here = behind[..., 0, :]
+    rows = DecoderOutput(here, here, here, here, joined=behind)
+    verified = Verified(tokens, behind[..., 0, :], rows)
     path = torch.arange(BLOCK).expand(3, -1)
     mode.keep(batch, verified, Accepted(path, count, tokens, torch.zeros_like(count)))
     return replace(batch, anchor=tokens.gather(1, count[:, None] - 1)[:, 0], where=batch.where.after(count))
@@ -57,8 +60,8 @@ def test_a_draft_is_for_one_anchor() -> None:
     assert proposed(mode.take(after)) == [True, False, True]
 
 
-def drafts(policy: str, temperature: float) -> dict[tuple[int, int], list[int]]:
-    """By request and anchor's position: the tokens drafted there."""
+def drafts(policy: str, temperature: float) -> dict[tuple[int, int], tuple[list[int], list[float]]]:
+    """By request and anchor's position: the tokens drafted there, and their log-probabilities."""
     engine = make_engine(honest(case=policy), policy)
     engine.record_trace = True
     found = {}
@@ -71,14 +74,15 @@ def drafts(policy: str, temperature: float) -> dict[tuple[int, int], list[int]]:
         assert engine.trace.first is not None
         starts = dict(before)
         for row, sequence in enumerate(engine.trace.sequences):
-            if (start := starts.get(sequence, 0)) and engine.trace.first.chain(row):
-                found[sequence.id, start] = engine.trace.first.chain(row)
+            first = engine.trace.first
+            if (start := starts.get(sequence, 0)) and first.chain(row):
+                found[sequence.id, start] = first.chain(row), first.logprob[row, :, 0].tolist()
     return found
 
 
 @pytest.mark.slow
 def test_both_modes_draft_the_same() -> None:
-    """Wherever both drafted, greedy and sampled: the block behind a node is the one of the step after it."""
+    """Wherever both drafted, greedy and sampled, to the bit: the block behind a node is that of the step after it."""
     for temperature in (0.0, 1.0):
         one, other = drafts("flex", temperature), drafts("flex_parallel", temperature)
         both = one.keys() & other.keys()
