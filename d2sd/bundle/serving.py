@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from d2sd.modeling.config import DraftConfig
     from d2sd.modeling.tensor_parallel import Group
     from d2sd.runtime.engine import Engine
+    from d2sd.runtime.model_runner import ModelRunner
     from d2sd.runtime.policy_selector import PolicySelector
     from d2sd.runtime.speculation.calibration import Calibration
     from d2sd.runtime.speculation.policy import Policy as TreePolicy
@@ -80,6 +81,7 @@ def make_engine(
         device, make_steps = ranks.device, LeadingSteps
         ranks.begin_engine({"roles": sorted(roles), "max_batch": max_batch, "calibrated": calibrated})
     runner = make_runner(bundle, roles, backend, device)
+    candidates = _joining(runner, candidates, bundle.path)
     if recipe.drafters.window is not None:
         runner.drafts.window = Window.of(recipe.drafters.window, limits.page_size)
     engine = Engine(
@@ -98,6 +100,26 @@ def make_engine(
         with bar("measuring step costs", len(buckets(engine.limits.max_batch))) as advance:
             engine.enable_auto(candidates, curves, advance, step_times(bundle, engine, candidates, backend))
     return engine
+
+
+def _joining(runner: ModelRunner, candidates: list[TreePolicy], where: Path) -> list[TreePolicy]:
+    """The policies but those that draft in the target's pass where these models cannot. Raises BundleError if none is
+    left.
+    """
+    from d2sd.modeling.drafters.flexdraft import FlexHead
+
+    head = runner.drafters.get(DrafterRole.FIRST)
+    if not isinstance(head, FlexHead) or head.joins(runner.target):
+        return candidates
+    if not (others := [policy for policy in candidates if policy.first_pass is not FirstPass.CARRIED]):
+        raise BundleError(
+            "This head cannot draft in the target's pass on this device.",
+            where=where,
+            found="projections of the head that are not compiled as the target's are, such as FP8 ones",
+            expected="both in FP8, or neither",
+            fix="choose another {policy}: chain or ddtree",
+        )
+    return others
 
 
 def offer_choices(bundle: Bundle, engine: Engine) -> None:

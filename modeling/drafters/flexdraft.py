@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import BodyConfig
-from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.decoder import Decoder, TargetModel
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.interface import DraftModel, Tables
 from d2sd.modeling.feed_forward import FeedForward
@@ -94,6 +94,12 @@ class FlexHead(DraftModel):
         for layer, source in zip(deep, sources, strict=True):
             layer.shared = (source,)
         object.__setattr__(self, "norm", target.norm)  # not registered: it is the target's
+
+    def joins(self, target: TargetModel) -> bool:
+        """Whether its blocks can join the target's passes: the layers of both are compiled, or of neither. On a CPU an
+        FP8 head is not compiled where its target has other weights.
+        """
+        return (self.compiled is None) == (target.compiled is None)
 
     @property
     def joining(self) -> Joining:

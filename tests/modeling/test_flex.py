@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from d2sd.errors import D2SDError
 from d2sd.modeling import native
 from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
@@ -206,14 +205,13 @@ def test_a_block_behind_a_node_is_the_one_drafted_after_it(
 
 
 @pytest.mark.skipif(not library.available(), reason="layers of one kind")
-def test_a_head_that_is_not_compiled_is_refused_in_a_compiled_pass() -> None:
+def test_rows_join_where_both_are_compiled_or_neither() -> None:
     target, head = pair()
-    tokens = random_tokens(target, 1, 4)
-    pool, rows = prefilled(target, tokens, [0])
+    assert head.joins(target)
     pack(target)
-    with pytest.raises(D2SDError, match="cannot draft in the target's pass") as refused:
-        target(tokens, replace(rows, joining=head.joining), pool)
-    assert "sequential" in str(refused.value)
+    assert not head.joins(target)
+    pack(head, target)
+    assert head.joins(target)
 
 
 def test_the_target_is_the_same_to_the_bit() -> None:

@@ -109,6 +109,18 @@ def test_who_cannot_run_it(tmp_path: Path, recipe: Path) -> None:
         load_recipe(plain, ["tree.policy=chain"])
 
 
+def test_a_head_that_cannot_join_the_target_drafts_sequentially(recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither `auto` nor an engine of its policy meets rows that cannot join."""
+    bundle = made(recipe)
+    monkeypatch.setattr(FlexHead, "joins", lambda *_: False)
+    with pytest.raises(BundleError, match="cannot draft in the target's pass"):
+        make_engine(bundle, policy="flex_parallel")
+    engine = make_engine(bundle, policy="auto", row_budget=4)
+    plain = make_engine(bundle, policy="off").generate(REQUESTS)
+    assert [one.answer for one in engine.generate(REQUESTS)] == [one.answer for one in plain]
+    assert engine.policy.name == "ddtree"
+
+
 def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> None:
     """The text of plain decoding; parallel mode is refused by the build, and where it is served, and no candidate."""
     path = write_project(tmp_path / "project", drafters={})
