@@ -76,8 +76,8 @@ def _verified(patch: Patch, change: Callable[[Tree], Tree]) -> None:
     """Verify other trees than those that are accepted."""
     verify = ModelRunner.verify
 
-    def changed(self: ModelRunner, batch: Batch, tree: Tree, **more: Any) -> Verified:
-        return verify(self, batch, change(tree) if tree.tokens.shape[1] > 1 else tree, **more)
+    def changed(self: ModelRunner, batch: Batch, tree: Tree, *more: Any) -> Verified:
+        return verify(self, batch, change(tree) if tree.tokens.shape[1] > 1 else tree, *more)
 
     patch.setattr(ModelRunner, "verify", changed)
 
@@ -109,8 +109,8 @@ def _nodes_stand_further_on(patch: Patch) -> None:
 def _other_last_bits(patch: Patch) -> None:
     verify = ModelRunner.verify
 
-    def changed(self: ModelRunner, batch: Batch, tree: Tree, **more: Any) -> Verified:
-        verified = verify(self, batch, tree, **more)
+    def changed(self: ModelRunner, batch: Batch, tree: Tree, *more: Any) -> Verified:
+        verified = verify(self, batch, tree, *more)
         return replace(verified, logits=verified.logits * (1 + 2e-7)) if tree.tokens.shape[1] > 1 else verified
 
     patch.setattr(ModelRunner, "verify", changed)
