@@ -134,9 +134,14 @@ def report(found: dict[str, list[Restarts]]) -> str:
 @click.option("--work", type=click.Path(path_type=Path), help="Work folder of d2sd train.  [default: training/<name>]")
 @click.option("--steps", default=600, show_default=True, help="Steps of every training.")
 @click.option("--seeds", default=3, show_default=True)
+@click.option(
+    "--only", multiple=True, type=click.Choice(list(ARMS)), help=f"These besides {RECIPE!r}, which all are against."
+)
 @click.option("--minutes", type=float, help="Begin no training after this time.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
-def main(recipe: Path, work: Path | None, steps: int, seeds: int, minutes: float | None, out: Path) -> None:
+def main(
+    recipe: Path, work: Path | None, steps: int, seeds: int, only: tuple[str, ...], minutes: float | None, out: Path
+) -> None:
     """Train a second drafter in every way for equal steps, and compare what their restarts give: second.md."""
     loaded = load_train_recipe(recipe)
     base, source = loaded.second, loaded.ready_first
@@ -150,8 +155,9 @@ def main(recipe: Path, work: Path | None, steps: int, seeds: int, minutes: float
     DFLASH.attach(first, target)
     out.joinpath("arms").mkdir(parents=True, exist_ok=True)
     found: dict[str, list[Restarts]] = {}
+    arms = {name: changes for name, changes in ARMS.items() if not only or name in (RECIPE, *only)}
     for seed in range(seeds):
-        for name, changes in {**ARMS, "before training": {"steps": 0}}.items():
+        for name, changes in {**arms, "before training": {"steps": 0}}.items():
             settings = settings_of(base, changes, changes.get("steps", steps), seed)
             made_of = digest([name, settings.model_dump(), data.digest, held_out.digest, digest_of(first)])
             kept = out / "arms" / f"{name.replace(' ', '-').replace(',', '')}-{seed}-{made_of[:12]}.json"
