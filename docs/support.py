@@ -41,7 +41,7 @@ class Row:
 _QUANTIZED = ("runtime/backends/test_quantized.py", "convert/checkpoint/test_quantized_targets.py")
 _CLIENTS = ("d2sd/serve/openai/clients",)
 EVERY, DENSE = "every family", "Llama, Qwen2, Qwen3"
-PAIR, HEADS = "DFlash, D²SD's second", "DSpark, DFlash 2, pair heads"
+PAIR, HEADS = "DFlash, D²SD's second", "DSpark, DFlash 2, DSpine, pair heads"
 LOSSLESS, TYPES = "tokens of plain decoding", "fp32, bf16, fp16"
 ONE, ALONE = "`chain`, `ddtree`, `flex_parallel`", "`chain`, `ddtree`, `reanchor`, `hybrid`"
 SECTIONS: Mapping[str, tuple[Row, ...]] = {

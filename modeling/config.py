@@ -188,7 +188,10 @@ class DraftConfig(Protocol):
     """The fields that every kind of drafter has."""
 
     kind: ClassVar[str]  # of `d2sd.convert.kinds.KINDS`
-    graph_refusal: ClassVar[str | None]  # the reason why it is not exported to a graph; None if it is
+
+    @property
+    def graph_refusal(self) -> str | None:
+        """The reason why it is not exported to a graph; None if it is."""
 
     @property
     def body(self) -> BodyConfig:
@@ -241,7 +244,6 @@ class DrafterConfig:
     """
 
     kind: ClassVar[str] = "dflash"
-    graph_refusal: ClassVar[str | None] = None
 
     body: BodyConfig
     vocab_size: int
@@ -270,6 +272,11 @@ class DrafterConfig:
     @property
     def borrows_mlps(self) -> bool:
         return False
+
+    @property
+    def graph_refusal(self) -> str | None:
+        """The refusal of its head."""
+        return None if self.head is None else self.head.graph_refusal
 
     def __str__(self) -> str:
         layers = ", ".join(map(str, self.target_layer_ids))

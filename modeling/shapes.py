@@ -81,7 +81,7 @@ def drafter_parts(config: DrafterConfig) -> Parts:
     for index in range(body.num_layers):
         parts |= below(f"layers.{index}", layer)
     parts["norm.weight"] = (hidden,)
-    return parts | ({} if head is None else head.parts(hidden, config.vocab_size))
+    return parts | ({} if head is None else head.parts(body, config.vocab_size))
 
 
 def _layer(body: BodyConfig, index: int, *, fp8_cache: bool) -> Parts:

@@ -19,7 +19,7 @@ from d2sd.modeling.drafters.eagle3 import Eagle3
 from d2sd.modeling.drafters.eagle3_config import Eagle3Config
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
-from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig, SelectorConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig, InjectionConfig, MarkovConfig, PairConfig, SelectorConfig
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
@@ -76,6 +76,7 @@ HEADS: dict[str, HeadConfig] = {
     "markov": MarkovConfig(rank=6),
     "gated markov": MarkovConfig(rank=6, gated=True, confidence=True, confidence_with_markov=True),
     "selector": SelectorConfig(rank=5, candidates=16, taps=2, group=8),
+    "injection": InjectionConfig(rank=6, message=5, candidates=16),
     "pair": PairConfig(rank=5, candidates=16),
 }
 

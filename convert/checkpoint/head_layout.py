@@ -64,7 +64,11 @@ class HeadLayout:
     sample_from_anchor: bool = False
     #: Whether layers with a window see what is behind a row in its block, where a config of speculators does not say.
     windows_ahead: bool = False
+    #: Whether all layers are causal, where a config does not say.
+    causal: bool = False
     #: Beginnings of tensors' names as others write them -> as ours.
     renamed: Mapping[str, str] = field(default_factory=dict)
+    #: Tensors that may have a type of their own, by names as they are written -> as ours; None: they are not read.
+    loose: Mapping[str, str | None] = field(default_factory=dict)
     #: Tensors with a row for each token: of our module over all of the target's, in speculators' over those it drafts.
     token_rows: tuple[str, ...] = ()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from d2sd.convert.checkpoint.dflash2 import DFLASH2
 from d2sd.convert.checkpoint.dspark import DSPARK
+from d2sd.convert.checkpoint.dspine import DSPINE
 from d2sd.convert.checkpoint.head_layout import HeadLayout, Places
 from d2sd.convert.checkpoint.pair import PAIR
 from d2sd.errors import CheckpointError
@@ -20,7 +21,7 @@ from d2sd.modeling.drafters.head_configs import HeadConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-HEADS = (DSPARK, DFLASH2, PAIR)
+HEADS = (DSPARK, DFLASH2, DSPINE, PAIR)
 #: The architecture of a drafter without a head.
 PLAIN = "DFlashDraftModel"
 #: Keys of config.json that `find_head` checks, wherever they are; and those of the rows that propose.
@@ -32,6 +33,8 @@ ARCHITECTURES = frozenset({PLAIN}).union(*(layout.architectures for layout in HE
 UNQUANTIZED = tuple(pattern for layout in HEADS for pattern in layout.unquantized)
 _OFF = (None, 0, False, "none")
 _RENAMED = {theirs: ours for layout in HEADS for theirs, ours in layout.renamed.items()}
+#: Tensors of any type: as they are written -> our names, None for those that are not read.
+LOOSE = {theirs: ours for layout in HEADS for theirs, ours in layout.loose.items()}
 
 
 def find_head(places: Places) -> HeadLayout | None:
@@ -102,7 +105,9 @@ def drafted_rows(config: DrafterConfig, tensors: Mapping[str, Tensor]) -> dict[s
     return {name: tensors[name][list(ids or ())] for name in (token_rows(config) if ids else ())}
 
 
-def our_name(name: str) -> str:
-    """Our module's name of a drafter's tensor."""
+def our_name(name: str) -> str | None:
+    """Our module's name of a drafter's tensor; None: it has none."""
+    if name in LOOSE:
+        return LOOSE[name]
     pairs = ((theirs, ours) for theirs, ours in _RENAMED.items() if name.startswith(theirs))
     return next((ours + name.removeprefix(theirs) for theirs, ours in pairs), name)

@@ -31,11 +31,7 @@ class Kind:
     run: str = "run"  # what d2sd does not do with it
 
 
-_CHOOSE = "choose a DFlash, DFlash 2 or DSpark drafter of the same target"
-_DSPINE = Kind(
-    "DSpine drafter", "its layers pass what a slot predicts on to the next slot", ("DSpineDraftModel",),
-    {"dspine_config": (None,)}, _CHOOSE,
-)  # fmt: skip
+_CHOOSE = "choose a DFlash, DFlash 2, DSpark or DSpine drafter of the same target"
 #: The first match is reported, so specific kinds come before general ones.
 _KINDS = (
     Kind(
@@ -46,7 +42,6 @@ _KINDS = (
         "Domino drafter", "it has a recurrent correction head", ("DominoDraftModel",),
         dict.fromkeys(("gru_hidden_dim", "emb_dim", "pure_draft_prefix_len"), _NOTHING), _CHOOSE,
     ),
-    _DSPINE,
     Kind(
         "FlexDraft drafter", "its layer ids are layers of the target that draft, not features that a drafter reads", (),
         {"flexdraft_config": (None,), "enable_anchor_bias_logits": _OFF, "anchor_bias_rank": _NOTHING},
@@ -92,7 +87,7 @@ _KINDS = (
 #: Keys that may appear anywhere in a config, because `refuse_unsupported` has checked their values.
 KEYS = frozenset(key for kind in _KINDS for key in kind.keys)
 #: Beginnings of tensors' names that mark another model, where no key of its config is known.
-_TENSORS = {"injection.": _DSPINE} | dict.fromkeys(
+_TENSORS = dict.fromkeys(
     ("mode_embed", "mode_gate"),
     Kind("multi-future drafter (MFD)", "it drafts in several modes at once, and how is not published", fix=_CHOOSE),
 )

@@ -166,7 +166,8 @@ def _body_tensors(
     folder: Path, config: DrafterConfig, headers: Mapping[str, TensorInfo], extra: Mapping[str, TensorInfo], size: int
 ) -> dict[str, Tensor]:
     """The drafter's own tensors, in one type; those with a row for each token have `size` of them."""
-    dtypes = {info.dtype for name, info in headers.items() if name not in extra or name in (EMBEDDING, HEAD)}
+    free = set(extra) - {EMBEDDING, HEAD} | heads.LOOSE.keys()
+    dtypes = {info.dtype for name, info in headers.items() if name not in free}
     dtype = _DTYPES.get(min(dtypes, default="F32"), torch.float32)  # other types are refused by name below
     tensors: dict[str, Tensor] = {}
     shapes = DFLASH.shapes(config)

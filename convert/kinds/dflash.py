@@ -109,17 +109,17 @@ def has_mask_embedding(directory: Path) -> bool:
     return has_weights(directory) and MASK_EMBEDDING in read_headers(directory)
 
 
-def our_name(name: str) -> str:
-    """Our module's name of a tensor."""
+def our_name(name: str) -> str | None:
+    """Our module's name of a tensor; None for those that it does not have."""
     for theirs, ours in _RENAMED.items():
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
-    name = heads.our_name(name)
-    return name.removesuffix(_SINKS) + _OUR_SINKS if name.endswith(_SINKS) else name
+    return heads.our_name(name.removesuffix(_SINKS) + _OUR_SINKS if name.endswith(_SINKS) else name)
 
 
 def file_name(name: str) -> str:
     """The name of our module's tensor in files."""
+    name = next((theirs for theirs, ours in heads.LOOSE.items() if ours == name), name)
     return name.removesuffix(_OUR_SINKS) + _SINKS if name.endswith(_OUR_SINKS) else name
 
 
@@ -199,6 +199,8 @@ def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | 
     block_size = either.home("block_size").size("block_size", limit=MAX_SIZE)
     num_target_layers = either.home("num_target_layers").size("num_target_layers", limit=MAX_LAYERS)
     body = replace(read_body(config), **read_attention(config, dflash, config.layers("num_hidden_layers")))
+    if head and head.causal:
+        body = replace(body, causal=(True,) * body.num_layers)
     check_windows(config, body, block_size)
     for part in (config, dflash):  # JetSpec's, which adapts targets of another width
         part.only("target_hidden_size", None, body.hidden_size)

@@ -72,14 +72,14 @@ class DFlashModel(DraftModel):
 
     def embedded(self, tokens: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
         """Tokens and masks [...] -> [..., E], by the target's table and the mask embedding, if there is one."""
-        x = embed(tokens)
-        if self.mask_embedding is None:
-            return x
-        return torch.where((tokens == self.mask_token_id)[..., None], self.mask_embedding.to(x.dtype), x)
+        x, head = embed(tokens), self.head
+        if self.mask_embedding is not None:
+            x = torch.where((tokens == self.mask_token_id)[..., None], self.mask_embedding.to(x.dtype), x)
+        return x if head is None else head.widened(x, tokens, self.mask_token_id)
 
     def logits(self, hidden: Tensor, anchors: Tensor, tables: Tables) -> Tensor:
         """See `DraftModel`. On a view PyTorch multiplies batch by batch, 60 times slower in bf16 on a CPU."""
-        return tables.head(hidden.contiguous())
+        return tables.head(hidden[..., : self.config.body.hidden_size].contiguous())
 
     def conditioned(self, draft: Draft, hidden: Tensor, blocks: Tensor, temperature: Tensor, width: int) -> Draft:
         assert self.head is not None
@@ -108,9 +108,14 @@ class Drafter(DFlashModel):
         ids = config.draft_vocabulary
         with torch.device("cpu"):  # the ids are known even under torch.device("meta")
             self.register_buffer("draft_ids", None if ids is None else torch.tensor(ids), persistent=False)
-        for name, module in [] if head is None else head.modules(body.hidden_size, config.vocab_size):
+        for name, module in [] if head is None else head.modules(body, config.vocab_size):
             self.add_module(name, module)
         self.pool = 0 if self.head is None else self.head.pool
+
+    def join(self, target: TargetModel) -> None:
+        super().join(target)
+        if self.head is not None:
+            self.head.attach(target, self.norm)
 
     def context_keys_values(self, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         projected = self.fc(features)
@@ -125,15 +130,16 @@ class Drafter(DFlashModel):
     def forward(self, embedded: Tensor, positions: Tensor, attend: Attend, size: int | None = None) -> Tensor:
         """Embedded tokens and masks [B, T, E] at `positions [B, T]` -> [B, T, E] for the target's head.
 
-        `size`: rows of a block, where the blocks are not all behind one context.
+        `size`: rows of a block, where the blocks are not all behind one context. Rows may have more numbers behind
+        those E, for layers of its head and for the head itself: these pass no norm.
         """
         x = embedded
         cos_sin, head = self.rotary(positions, x.dtype), self.config.head
-        more = () if head is None else head.of_rows(positions, size)
+        more = () if head is None else head.of_rows(self, positions, size)
         for index, layer in enumerate(self.layers):
             x, _ = layer(x, cos_sin, index, attend, *more)
-        out: Tensor = self.norm(x)
-        return out
+        out: Tensor = self.norm(x[..., : self.config.body.hidden_size])
+        return out if out.shape == x.shape else torch.cat([out, x[..., out.shape[-1] :]], -1)
 
     def draft(self, x: Tensor, rows: Rows, pool: KVPool) -> Tensor:
         if self.compiled is not None:

@@ -42,6 +42,11 @@ class HeadConfig(ABC):
         """Whether the drafter below was trained without it, so that an engine may leave it out."""
         return False
 
+    @property
+    def graph_refusal(self) -> str | None:
+        """See `DraftConfig.graph_refusal`."""
+        return None
+
     def precision_refusal(self, precision: str) -> str | None:
         """See `DraftConfig.precision_refusal`."""
         return None
@@ -56,16 +61,16 @@ class HeadConfig(ABC):
         """The tensors that such a layer has and `Layer` has not."""
         return {}
 
-    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
-        """More arguments of such layers, for rows at `positions [B, T]`; see `Drafter.forward`."""
+    def of_rows(self, drafter: Any, positions: Tensor, size: int | None) -> tuple[Any, ...]:
+        """More arguments of such layers of a drafter, for rows at `positions [B, T]`; see `Drafter.forward`."""
         return ()
 
     @abstractmethod
-    def parts(self, hidden_size: int, vocab_size: int) -> Parts:
+    def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         """The tensors of `modules`."""
 
     @abstractmethod
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+    def modules(self, body: BodyConfig, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
         """Modules that a drafter has in addition to its body, by their names in checkpoints; one is a `Head`."""
 
 
@@ -83,19 +88,20 @@ class MarkovConfig(HeadConfig):
     def name(self) -> str:
         return "dspark"
 
-    def parts(self, hidden_size: int, vocab_size: int) -> Parts:
+    def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         tables: Parts = {f"markov_head.markov_{name}.weight": (vocab_size, self.rank) for name in ("w1", "w2")}
         if self.gated:
-            tables["markov_head.gate_proj"] = LinearShape(hidden_size + self.rank, self.rank, bias=True)
+            tables["markov_head.gate_proj"] = LinearShape(body.hidden_size + self.rank, self.rank, bias=True)
         if self.confidence:
-            inputs = hidden_size + self.rank * self.confidence_with_markov
+            inputs = body.hidden_size + self.rank * self.confidence_with_markov
             tables["confidence_head.proj"] = LinearShape(inputs, 1, bias=True)
         return tables
 
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "markov_head", self.code.MarkovHead(self, hidden_size, vocab_size)
+    def modules(self, body: BodyConfig, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "markov_head", self.code.MarkovHead(self, body.hidden_size, vocab_size)
         if self.confidence:
-            yield "confidence_head", self.code.ConfidenceHead(hidden_size + self.rank * self.confidence_with_markov)
+            inputs = body.hidden_size + self.rank * self.confidence_with_markov
+            yield "confidence_head", self.code.ConfidenceHead(inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,21 +133,21 @@ class SelectorConfig(HeadConfig):
         }
         return below("attention_conv", convolution) | below("mlp_conv", convolution)
 
-    def of_rows(self, positions: Tensor, size: int | None) -> tuple[Tensor, ...]:
+    def of_rows(self, drafter: Any, positions: Tensor, size: int | None) -> tuple[Any, ...]:
         return (self.code.joined_rows(positions, size, self.taps),)
 
-    def parts(self, hidden_size: int, vocab_size: int) -> Parts:
+    def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         return below(
             "candidate_selector",
             {
                 "predecessor_codebook": (vocab_size, self.rank),
                 "successor_codebook": (vocab_size, self.rank),
-                "hidden_projection": LinearShape(hidden_size, self.rank),
+                "hidden_projection": LinearShape(body.hidden_size, self.rank),
             },
         )
 
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "candidate_selector", self.code.CandidateSelector(self, hidden_size, vocab_size)
+    def modules(self, body: BodyConfig, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "candidate_selector", self.code.CandidateSelector(self, body.hidden_size, vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,15 +166,53 @@ class PairConfig(HeadConfig):
     def is_optional(self) -> bool:
         return True
 
-    def parts(self, hidden_size: int, vocab_size: int) -> Parts:
+    def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         return below(
             "pair_head",
             {
-                "predecessor_projection": (self.rank, hidden_size),
-                "successor_projection": (self.rank, hidden_size),
-                "hidden_projection": LinearShape(hidden_size, self.rank),
+                "predecessor_projection": (self.rank, body.hidden_size),
+                "successor_projection": (self.rank, body.hidden_size),
+                "hidden_projection": LinearShape(body.hidden_size, self.rank),
             },
         )
 
-    def modules(self, hidden_size: int, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
-        yield "pair_head", self.code.PairHead(self, hidden_size)
+    def modules(self, body: BodyConfig, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "pair_head", self.code.PairHead(self, body.hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class InjectionConfig(HeadConfig):
+    """Geometry of what DSpine's layers pass from slot to slot."""
+
+    file: ClassVar[str] = "dspine"
+    rank: int  # numbers of a token's code
+    message: int  # numbers of what a slot is given
+    candidates: int  # of a slot, among which it chooses
+
+    @property
+    def name(self) -> str:
+        return "dspine"
+
+    @property
+    def graph_refusal(self) -> str | None:
+        return "DSpine drafters are not exported: their layers read the codes of tokens."
+
+    def layer(self, body: BodyConfig) -> Layer:
+        layer: Layer = self.code.InjectedLayer(body)
+        return layer
+
+    def of_rows(self, drafter: Any, positions: Tensor, size: int | None) -> tuple[Any, ...]:
+        rows: tuple[Any, ...] = drafter.injection.of_rows(positions, size)
+        return rows
+
+    def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
+        of_codes = LinearShape(self.rank, self.message)
+        parts: Parts = {"transfer_codes": (vocab_size, self.rank), "bias": (self.message,)}
+        parts |= dict.fromkeys(("message", "receiver_gate", "predecessor_gate"), of_codes)
+        for layer in range(body.num_layers):
+            parts[f"readouts.{layer}"] = LinearShape(body.hidden_size, self.rank)
+            parts[f"writes.{layer}"] = LinearShape(self.message, body.hidden_size)
+        return below("injection", parts)
+
+    def modules(self, body: BodyConfig, vocab_size: int) -> Iterator[tuple[str, nn.Module]]:
+        yield "injection", self.code.Injection(self, body, vocab_size)

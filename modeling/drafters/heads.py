@@ -16,6 +16,7 @@ before, so it stays as it is.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,9 @@ from torch.nn.functional import embedding
 from d2sd.plugins import pair_scores
 from d2sd.plugins.pair_scores import Factors, parents_of
 from d2sd.plugins.trees.types import Draft
+
+if TYPE_CHECKING:
+    from d2sd.modeling.decoder import TargetModel
 
 # Shape letters: B requests, K blocks a request, G block size γ, S slots, E hidden, M candidates a slot, P parents of a
 # slot: what is before it in the block, then the M candidates of the slot before; R rank, V vocabulary.
@@ -60,6 +64,13 @@ class Head(nn.Module, ABC):
     def join(self, embedding: Tensor) -> None:
         """Take what it needs of the target's embedding [V, E]; comes before any pass."""
         self.arrived = torch.zeros(MOST_BLOCKS, dtype=torch.int32, device=next(self.parameters()).device)
+
+    def attach(self, target: TargetModel, norm: nn.Module) -> None:
+        """Keep the target and the drafter's last norm, where it scores by these; comes before any pass."""
+
+    def widened(self, x: Tensor, tokens: Tensor, mask_token_id: int) -> Tensor:
+        """Rows x [..., E] of tokens [...] as the drafter's layers take them, which may be wider."""
+        return x
 
     def added(self, hidden: Tensor, parents: Tensor, candidates: Tensor) -> Tensor:
         """hidden [..., E], parents [..., P] and candidates [..., M] as the target's ids -> δ [..., P, M] fp32."""

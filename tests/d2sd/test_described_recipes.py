@@ -33,6 +33,7 @@ PUBLISHED = {
     "llama-3.3-70b": (70_553_706_496, "141.11 GB"),
     "qwen3-4b": (4_022_468_096, "8.04 GB"),
     "qwen3-8b": (8_190_735_360, "16.38 GB"),
+    "qwen3-8b-dspine": (8_190_735_360, "16.38 GB"),
     "qwen3-14b": (14_768_307_200, "29.54 GB"),
     "qwen3-32b-fp8": (32_762_123_264, "34.33 GB"),
     "qwen3-coder-30b-a3b": (30_532_122_624, "61.06 GB"),
@@ -168,7 +169,8 @@ def write_small(name: str, checkpoints: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["gpt-oss-20b", "llama-3.3-70b", "qwen3-14b", "qwen3-32b-fp8", "qwen3-coder-30b-a3b", *STATES]
+    "name",
+    ["gpt-oss-20b", "llama-3.3-70b", "qwen3-8b-dspine", "qwen3-14b", "qwen3-32b-fp8", "qwen3-coder-30b-a3b", *STATES],
 )
 def test_it_builds_on_random_weights_and_is_lossless(name: str, tmp_path: Path) -> None:
     write_small(name, lay_out(tmp_path) / "checkpoints")

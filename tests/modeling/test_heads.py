@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.head_configs import HeadConfig, MarkovConfig, PairConfig
+from d2sd.modeling.drafters.head_configs import HeadConfig, InjectionConfig, MarkovConfig, PairConfig
 from d2sd.modeling.drafters.pair import PairHead
 from d2sd.plugins.choice import candidates
 from d2sd.plugins.choice.reference import gumbel
@@ -73,7 +74,38 @@ def paired(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
     return [sum(x * along(b, r, unit(c)) for r, x in enumerate(both)) / math.sqrt(rank) for c in range(VOCABULARY)]
 
 
-PAIRS: dict[str, Pair] = {"markov": vanilla, "gated markov": gated, "selector": selected, "pair": paired}
+def told(tensors: dict[str, Tensor], h: Tensor, p: int) -> list[float]:
+    """The score of c behind p less that of the slot alone; h has what is normed, and the row before the injection."""
+    w = {name.removeprefix("injection."): tensor.tolist() for name, tensor in tensors.items() if "injection" in name}
+    numbers, eps = h.tolist(), TARGET.body.rms_norm_eps
+    normed, x = numbers[: len(numbers) // 2], numbers[len(numbers) // 2 :]
+
+    def along(matrix: list[list[float]], vector: list[float]) -> list[float]:
+        return [sum(a * b for a, b in zip(row, vector, strict=True)) for row in matrix]
+
+    def length(vector: list[float]) -> float:
+        return math.sqrt(sum(number * number for number in vector))
+
+    last = sum(name.startswith("readouts") for name in w) - 1
+    readout = along(w[f"readouts.{last}.weight"], x)
+    rank = len(readout)
+    own = [math.sqrt(rank) * number / length(readout) for number in readout]
+    code = [math.sqrt(rank) * number for number in w["transfer_codes"][p]]
+    of_slot, of_parent = along(w["receiver_gate.weight"], own), along(w["predecessor_gate.weight"], code)
+    gates = zip(of_slot, of_parent, w["bias"], strict=True)
+    opened = [1 / (1 + math.exp(-a - b - c)) for a, b, c in gates]
+    message = [gate * number for gate, number in zip(opened, along(w["message.weight"], code), strict=True)]
+    size = length(x) / math.sqrt(len(x))
+    behind = [a + size * b for a, b in zip(x, along(w[f"writes.{last}.weight"], message), strict=True)]
+    rms = math.sqrt(length(behind) ** 2 / len(behind) + eps)
+    norm = tensors["norm.weight"].tolist()
+    more = [a / rms * b - c for a, b, c in zip(behind, norm, normed, strict=True)]
+    return along(DECODER.head.tolist(), more)
+
+
+PAIRS: dict[str, Pair] = {
+    "markov": vanilla, "gated markov": gated, "selector": selected, "injection": told, "pair": paired,
+}  # fmt: skip
 
 
 def headed(head: HeadConfig, seed: int = 1) -> Drafter:
@@ -82,12 +114,17 @@ def headed(head: HeadConfig, seed: int = 1) -> Drafter:
     return drafter
 
 
-def passed(seed: int, shown: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [1, K, S, V] and hidden states [1, K, S, E] of blocks [1, K, G] that begin with these tokens."""
+def width_of(head: HeadConfig) -> int:
+    """Numbers of a slot's hidden state."""
+    return TARGET.body.hidden_size * (1 + isinstance(head, InjectionConfig))
+
+
+def passed(seed: int, shown: list[list[int]], head: HeadConfig) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [1, K, S, V] and hidden states [1, K, S, ..] of blocks [1, K, G] that begin with these tokens."""
     generator = torch.Generator().manual_seed(seed)
     blocks = torch.tensor([[*tokens, *[MASK] * (BLOCK - len(tokens))] for tokens in shown])[None]
     logits = 2 * torch.randn(*blocks.shape[:2], BLOCK - 1, VOCABULARY, generator=generator)
-    return logits, torch.randn(*logits.shape[:3], TARGET.body.hidden_size, generator=generator), blocks
+    return logits, torch.randn(*logits.shape[:3], width_of(head), generator=generator), blocks
 
 
 @pytest.mark.sampled(3)
@@ -99,7 +136,7 @@ def test_scores_equal_those_of_each_pair(name: str, temperature: float, pool: in
     config, pair = HEADS[name], PAIRS[name]
     drafter = headed(config)
     tensors, context = drafter.state_dict(), 11
-    logits, hidden, blocks = passed(3, [[7], [7, 20, 41]])
+    logits, hidden, blocks = passed(3, [[7], [7, 20, 41]], config)
     params = SamplingParams(temperature=temperature, seed=5)
     sampling = Sampling.of([params], VOCABULARY, "cpu")
     width = min(pool, 4)
@@ -156,7 +193,7 @@ def test_scores_equal_those_of_each_pair(name: str, temperature: float, pool: in
 def test_chains_are_given_the_walk(name: str) -> None:
     """One candidate of a slot, or many: the same chain, which the best of each slot alone would not be."""
     drafter = headed(HEADS[name])
-    logits, hidden, blocks = passed(4, [[7], [9, 2]])
+    logits, hidden, blocks = passed(4, [[7], [9, 2]], HEADS[name])
     sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
     draft = candidates(logits / 8, torch.tensor([3]), sampling, drafter.pool)
     one, many = (drafter.conditioned(draft, hidden, blocks, sampling.temperature, width) for width in (1, 8))
@@ -178,7 +215,7 @@ def test_a_head_of_zeros_changes_nothing(config: HeadConfig, temperature: float,
     drafter = headed(config)
     drafter.get_parameter(ZEROS[config]).zero_()
     drafter.join(DECODER)
-    logits, hidden, blocks = passed(5, [[7], [9, 2]])
+    logits, hidden, blocks = passed(5, [[7], [9, 2]], config)
     logits[:, :, 1] = logits[:, :, 1].round()
     logits[:, 1, 2, 5] = 1e4
     sampling = Sampling.of([SamplingParams(temperature=temperature, seed=3)], VOCABULARY, "cpu")
@@ -198,7 +235,7 @@ def test_no_child_is_likelier_than_certain_and_nothing_is_nan() -> None:
     w1 = drafter.get_parameter("markov_head.markov_w1.weight")
     w1[:20] *= 1e30
     w1[20:30], w1[30:40] = torch.inf, torch.nan
-    logits, hidden, blocks = passed(6, [[7], [25], [35], [60]])
+    logits, hidden, blocks = passed(6, [[7], [25], [35], [60]], MarkovConfig(rank=4))
     sampling = Sampling.of([SamplingParams()], VOCABULARY, "cpu")
     draft = candidates(logits, torch.tensor([3]), sampling, 16)
     nothing = draft.logprob.clone()
@@ -244,7 +281,7 @@ def test_what_a_pair_head_costs() -> None:
 
 
 #: Launches for what a head makes of hidden states: a product, or the gate of each parent.
-BEFORE_SCORES = {"markov": 0, "gated markov": 7, "selector": 1, "pair": 1}
+BEFORE_SCORES = {"markov": 0, "gated markov": 7, "selector": 1, "injection": 28, "pair": 1}
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -255,6 +292,7 @@ def test_a_pass_on_a_gpu_scores_in_one_launch(name: str, width: int) -> None:
     from benchmarks.gpu.traffic import Meter, without_gpu
 
     drafter = headed(HEADS[name]).to("meta")
+    drafter.join(deepcopy(DECODER).to("meta"))
     for batch, branches in ((1, 1), (3, 4)):
         shape = batch, branches, BLOCK - 1
         tokens, logprob, hidden, blocks, temperature = (
@@ -262,7 +300,7 @@ def test_a_pass_on_a_gpu_scores_in_one_launch(name: str, width: int) -> None:
             for size, kind in (
                 ((*shape, 16), torch.long),
                 ((*shape, 16), torch.float32),
-                ((*shape, 32), torch.float32),
+                ((*shape, width_of(HEADS[name])), torch.float32),
                 ((batch, branches, BLOCK), torch.long),
                 ((batch,), torch.float32),
             )

@@ -70,7 +70,10 @@ CHANGED = SamplingParams(repetition_penalty=1.2), SamplingParams(1.0, logit_bias
     ("policy", "head"),
     [
         ("hybrid", None),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("chain", None), ("hybrid", "pair"))),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("chain", None), ("hybrid", "pair"), ("hybrid", "injection"))
+        ),
     ],
 )
 def test_no_kind_of_request_waits_for_a_kernel(policy: PolicyName, head: str | None) -> None:

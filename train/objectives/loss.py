@@ -145,7 +145,8 @@ def _best(first: DraftModel, hidden: Tensor, packed: Packed, candidates: Candida
     if pairs is None:
         return head.best(rows)
     before = packed.tokens.roll(1, dims=-1).flatten()  # the anchor's slot drafts nothing
-    rows = torch.cat([rows, pairs.predecessors(rows, before[:, None])[:, 0].to(rows.dtype)], -1)
+    of_parents = pairs.predecessors(rows, before[:, None])[:, 0].to(rows.dtype)
+    rows = torch.cat([rows[:, : head.weight.shape[-1]], of_parents], -1)
     successors = pairs.successors[candidates.ids].to(head.weight.dtype)
     return Head(torch.cat([head.weight, successors], -1), head.correction).best(rows)
 

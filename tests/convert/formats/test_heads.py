@@ -19,7 +19,7 @@ from d2sd.convert.formats.shared_tensors import read_target_parts
 from d2sd.convert.kinds import DFLASH
 from d2sd.errors import CheckpointError
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.drafters.head_configs import MarkovConfig, PairConfig, SelectorConfig
+from d2sd.modeling.drafters.head_configs import InjectionConfig, MarkovConfig, PairConfig, SelectorConfig
 from d2sd.train.data.packing import attend_packed
 from tests.convert.formats.helpers import IDS, ROPE, extra, public_fields, speculators_fields, write_foreign
 from tests.convert.helpers import edit_json, edit_tensors, tree_bytes, write_target_dir
@@ -29,6 +29,7 @@ DECODER = tiny_decoder(layers=6, rope=ROPE, tie=False)
 VANILLA = MarkovConfig(rank=8, confidence=True, confidence_with_markov=True)
 GATED = MarkovConfig(rank=8, gated=True, confidence=True)
 SELECTOR = SelectorConfig(rank=8, candidates=16, taps=2, group=16)
+INJECTION = InjectionConfig(rank=8, message=4, candidates=12)
 PAIR = PairConfig(rank=8, candidates=12)
 #: Names and shapes beside a DFlash body, of hidden size 32 and 64 tokens, as they are published.
 MARKOV = {
@@ -41,6 +42,13 @@ OF_GATE = {"markov_head.gate_proj.weight": (8, 40), "markov_head.gate_proj.bias"
 OF_PAIR = {
     f"pair_head.{name}": (8, 32)
     for name in ("predecessor_projection", "successor_projection", "hidden_projection.weight")
+}
+OF_INJECTION = {
+    "injection.transfer_codes": (64, 8),
+    "injection.bias": (4,),
+    **{f"injection.{name}.weight": (4, 8) for name in ("message", "receiver_gate", "predecessor_gate")},
+    **{f"injection.readouts.{layer}.weight": (8, 32) for layer in range(2)},
+    **{f"injection.writes.{layer}.weight": (32, 4) for layer in range(2)},
 }
 OF_SELECTOR = {
     "candidate_selector.predecessor_codebook": (64, 8),
@@ -55,9 +63,11 @@ OF_SELECTOR = {
 }
 
 
-def drafter_of(head: Any, *, from_anchor: bool = False, windows: tuple[int, ...] = ()) -> Drafter:
+def drafter_of(
+    head: Any, *, from_anchor: bool = False, windows: tuple[int, ...] = (), causal: tuple[bool, ...] = ()
+) -> Drafter:
     drafter = tiny_drafter(DECODER.config, target_layer_ids=(0, 2, 4), head=head, sample_from_anchor=from_anchor)
-    windowed = Drafter(replace(drafter.config, body=replace(drafter.config.body, windows=windows)))
+    windowed = Drafter(replace(drafter.config, body=replace(drafter.config.body, windows=windows, causal=causal)))
     windowed.load_state_dict(drafter.state_dict())
     return windowed.eval().requires_grad_(False)
 
@@ -65,6 +75,7 @@ def drafter_of(head: Any, *, from_anchor: bool = False, windows: tuple[int, ...]
 DSPARK, GATED_DSPARK = (drafter_of(head, from_anchor=True) for head in (VANILLA, GATED))
 DFLASH2 = drafter_of(SELECTOR, windows=(16, 16))
 SHIFTED = drafter_of(None, from_anchor=True)
+DSPINE = drafter_of(INJECTION, causal=(True, True))
 PAIRED = drafter_of(PAIR)
 PAIR_KEYS = {"projector_type": "d2sd_pair", "pair_rank": 8, "pair_top_k": 12}
 
@@ -116,6 +127,19 @@ def zlab2(drafter: Drafter) -> dict[str, Any]:
     fields = with_keys(drafter, inside, top)
     del fields["block_size"]
     return fields
+
+
+def dspine(drafter: Drafter) -> dict[str, Any]:
+    """The keys of training too, beside dflash_config; it does not say that layers are causal."""
+    keys = {"transfer_rank": 8, "message_size": 4, "top_k": 12, "ce_weight": 0.1, "replacement_layers": 3}
+    top = {"architectures": ["DSpineDraftModel"], "auto_map": {"AutoModel": "dspine.DSpineDraftModel"}}
+    return with_keys(drafter, {}, top | {"dspine_config": keys})
+
+
+def with_codes(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The codes beside the injection, and whether they are there."""
+    named = {name.replace("injection.transfer_codes", "transfer_codes"): tensor for name, tensor in tensors.items()}
+    return named | {"transfer_ready": torch.tensor(True)}
 
 
 def speculators(drafter: Drafter, kind: str, keys: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,6 +202,7 @@ RELEASED = {
         lambda: windowed(speculators(DFLASH2, "dflash2", SELECTOR_KEYS | {"architectures": ["DFlash2DraftModel"]})),
         OF_SELECTOR,
     ),
+    "DSpine, SpecForge": Released(DSPINE, lambda: dspine(DSPINE), OF_INJECTION, with_codes),
     "pair": Released(PAIRED, lambda: with_keys(PAIRED, PAIR_KEYS, {}), OF_PAIR),
 }
 
@@ -203,8 +228,8 @@ def test_is_read_as_published_and_written_as_our_own(tmp_path: Path, target: Pat
     DFLASH.write(tmp_path / "ours", one.drafter.config, one.drafter.state_dict())
     convert(source, "z-lab", tmp_path / "b", target=target)
     assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "ours")
-    if name == "pair":  # d2sd's own
-        with pytest.raises(CheckpointError, match=r"does not support a drafter with a pair head"):
+    if name in ("pair", "DSpine, SpecForge"):  # the first is d2sd's own
+        with pytest.raises(CheckpointError, match=rf"does not support a drafter with a {name.split(',')[0]} head"):
             convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
     else:
         convert(tmp_path / "b", "speculators", tmp_path / "c", target=target)
@@ -218,7 +243,7 @@ def test_is_read_as_published_and_written_as_our_own(tmp_path: Path, target: Pat
 
 
 def test_a_recipe_reads_other_writers_of_the_layout_too(tmp_path: Path) -> None:
-    for name in ("DSpark, SpecForge", "DSpark, ModelOpt", "DFlash 2, z-lab"):
+    for name in ("DSpark, SpecForge", "DSpark, ModelOpt", "DFlash 2, z-lab", "DSpine, SpecForge"):
         folder = RELEASED[name].write(tmp_path / name)
         assert DFLASH.read_config(folder) == RELEASED[name].drafter.config
         assert DFLASH.fingerprint(DFLASH.load(folder, torch.float32)) == DFLASH.fingerprint(RELEASED[name].drafter)
@@ -232,6 +257,7 @@ def test_what_is_written_says_what_it_is(tmp_path: Path) -> None:
     for drafter, architecture, projector in (
         (DSPARK, "DSparkDraftModel", "dspark"),
         (DFLASH2, "DFlash2DraftModel", None),
+        (DSPINE, "DSpineDraftModel", None),
         (PAIRED, "DFlashDraftModel", "d2sd_pair"),
     ):
         folder = tmp_path / architecture
@@ -330,6 +356,16 @@ WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "a pair head in a selector's layout": ("DFlash 2, z-lab", {"pair_top_k": 16}, r"a pair head(.|\n)*pair_top_k"),
     "a pair head of speculators": ("DSpark, speculators", {"markov_rank": ..., "pair_rank": 8}, r"pair head|DSpark"),
+    "layers of DSpine that see what is behind": ("DSpine, SpecForge", {"is_causal": False}, r"is_causal\n(.|\n)*true"),
+    "the same inside": ("DSpine, SpecForge", {"dflash_config.causal": False}, r"causal\n(.|\n)*true"),
+    "DSpine without a size": (
+        "DSpine, SpecForge", {"dspine_config.message_size": ...}, r"key is missing(.|\n)*dspine_config: message_size",
+    ),
+    "DSpine's size of another type": ("DSpine, SpecForge", {"dspine_config.top_k": 2.5}, r"wrong type(.|\n)*top_k"),
+    "DSpine without its config": ("DSpine, SpecForge", {"dspine_config": ...}, r"DSpine head is missing(.|\n)*dspine_"),
+    "a number as DSpine's config": ("DSpine, SpecForge", {"dspine_config": 8}, r"wrong type(.|\n)*dspine_config"),
+    "an unknown key of DSpine": ("DSpine, SpecForge", {"dspine_config.depth": 2}, r"unknown(.|\n)*config: depth"),
+    "DSpine's keys of another drafter": ("DFlash 2, z-lab", {"dspine_config": {"top_k": 3}}, r"two heads"),
     "scaled embeddings": ("DFlash 2, z-lab", {"dflash_config.input_embedding_scale": 2.0}, r"scaled embeddings"),
 }  # fmt: skip
 
@@ -354,8 +390,7 @@ def test_copies_that_differ_from_the_targets_are_refused(tmp_path: Path, target:
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [(name, "multi-future drafter") for name in ("mode_embed", "mode_embed.weight", "mode_gate.weight")]
-    + [(f"injection.{name}.weight", "DSpine drafter") for name in ("readouts.0", "message")],
+    [(name, "multi-future drafter") for name in ("mode_embed", "mode_embed.weight", "mode_gate.weight")],
 )
 def test_a_drafter_is_called_by_its_name_where_only_tensors_tell(tmp_path: Path, name: str, kind: str) -> None:
     """Drafters with a config of plain DFlash."""
@@ -366,7 +401,27 @@ def test_a_drafter_is_called_by_its_name_where_only_tensors_tell(tmp_path: Path,
             read()
 
 
-@pytest.mark.parametrize("drafter", [DSPARK, GATED_DSPARK, DFLASH2])
+def test_codes_may_be_wider_than_the_rest(tmp_path: Path, target: Path) -> None:
+    """SpecForge trains in bf16, and keeps the fixed codes in fp32; other tensors have one type."""
+    tensors = {name: tensor.bfloat16() for name, tensor in DSPINE.state_dict().items()}
+    named = with_codes(tensors)
+    named["transfer_codes"] = DSPINE.state_dict()["injection.transfer_codes"]
+    folder = write_foreign(tmp_path / "a", dspine(DSPINE), named)
+    found = read_drafter(folder, read_target_parts(target))
+    assert found.dtype == torch.bfloat16
+    assert all(torch.equal(found.tensors[name], tensor) for name, tensor in tensors.items())
+    convert(folder, "z-lab", tmp_path / "b", target=target)
+    one, other = (DFLASH.load(tmp_path / name, torch.bfloat16) for name in "ab")
+    assert DFLASH.fingerprint(one) == DFLASH.fingerprint(other)
+    named["injection.bias"] = named["injection.bias"].float()
+    with pytest.raises(CheckpointError, match="different types"):
+        read_drafter(write_foreign(tmp_path / "c", dspine(DSPINE), named), read_target_parts(target))
+    del named["transfer_codes"]
+    with pytest.raises(CheckpointError, match=r"missing (.|\n)*transfer_codes"):
+        read_drafter(write_foreign(tmp_path / "d", dspine(DSPINE), named), read_target_parts(target))
+
+
+@pytest.mark.parametrize("drafter", [DSPARK, GATED_DSPARK, DFLASH2, DSPINE])
 def test_no_layer_of_a_head_is_fp8(tmp_path: Path, drafter: Drafter) -> None:
     """Nor a convolution; the patterns of a checkpoint in FP8 say so, and it is read again."""
     layers = DFLASH.fp8_layers(drafter.config)

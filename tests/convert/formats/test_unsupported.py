@@ -22,7 +22,6 @@ MARKS: dict[str, tuple[Any, str]] = {
     "gru_hidden_dim": (1024, "Domino drafter"),
     "emb_dim": (256, "Domino drafter"),
     "pure_draft_prefix_len": (1, "Domino drafter"),
-    "dspine_config": ({"transfer_rank": 8, "message_size": 4}, "DSpine drafter"),
     "flexdraft_config": ({"target_layer_ids": [4]}, "FlexDraft drafter"),
     "enable_anchor_bias_logits": (True, "FlexDraft drafter"),
     "anchor_bias_rank": (256, "FlexDraft drafter"),
@@ -99,10 +98,6 @@ CONFIGS: dict[str, tuple[dict[str, Any], str]] = {
     "ModelOpt's FP8": (  # a recipe's reader takes it; a conversion does not
         modelopt({}, {"quantization_config": {"quant_algo": "FP8", "quant_method": "modelopt"}}),
         "quantized checkpoint",
-    ),
-    "SpecForge's DSpine": (
-        public_fields(DRAFTER) | {"architectures": ["DSpineDraftModel"], "is_causal": True},
-        "DSpine drafter",
     ),
     "compressed-tensors": (
         public_fields(DRAFTER) | {"quantization_config": {"quant_method": "compressed-tensors"}},

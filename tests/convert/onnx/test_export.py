@@ -151,7 +151,7 @@ def test_equal_models_give_equal_files(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", [name for name, head in HEADS.items() if head.graph_refusal is None])
 def test_a_graph_with_a_head_writes_the_text_of_plain_decoding(tmp_path: Path, name: str) -> None:
     """Convolutions are part of the graph, and begin again at every branch; the head is run outside of it."""
     target, _ = tiny_pair("qwen3", torch.float32)

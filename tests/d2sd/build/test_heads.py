@@ -46,6 +46,7 @@ def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
             block_size=4 - from_anchor,
             head=HEADS[head],
             sample_from_anchor=from_anchor,
+            attention={"causal": (True, True)} if head == "injection" else {},
             seed=len(name),
         )
         DFLASH.write(folder / name, drafter.config, drafter.state_dict())
@@ -53,7 +54,10 @@ def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("first", "second"), [("markov", "selector"), ("selector", "gated markov"), ("pair", "pair")])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("markov", "selector"), ("selector", "gated markov"), ("pair", "pair"), ("injection", "injection")],
+)
 def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str) -> None:
     """Every check of a build, the same bytes, and the text of plain decoding by every policy."""
     recipe = project(tmp_path / "project", first, second)
@@ -64,7 +68,7 @@ def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str
         assert files.items() <= tree_bytes(bundle.path).items()
     manifest = load_manifest(bundle.path)
     told = {name: drafter.model_dump() for name, drafter in manifest.drafters.items()}
-    heads = {"markov": "dspark", "gated markov": "dspark", "selector": "dflash2", "pair": "pair"}
+    heads = {name: head.name for name, head in HEADS.items()}
     assert [told[name]["head"] for name in ("first", "second")] == [heads[first], heads[second]]
     assert [told[name].get("sample_from_anchor", False) for name in told] == [
         heads[n] == "dspark" for n in (first, second)
@@ -78,7 +82,7 @@ def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str
 
 
 def test_a_plan_counts_the_tensors_of_a_head(tmp_path: Path) -> None:
-    recipe = project(tmp_path / "project", "selector", "markov")
+    recipe = project(tmp_path / "project", "selector", "injection")
     plan = make_plan(load_recipe(recipe))
     for role in (DrafterRole.FIRST, DrafterRole.SECOND):
         loaded = DFLASH.load(recipe.parent / role.key, torch.float32)
@@ -90,6 +94,12 @@ def test_fp16_is_refused_where_convolutions_would_overflow(tmp_path: Path) -> No
     with pytest.raises(RecipeError, match=r"exceed the range of fp16(.|\n)*precision(.|\n)*bf16 or fp32"):
         make_plan(load_recipe(recipe))
     make_plan(load_recipe(project(tmp_path / "other", "markov", "gated markov", precision="fp16")))
+
+
+def test_no_graph_is_made_of_layers_that_read_codes(tmp_path: Path) -> None:
+    recipe = project(tmp_path / "project", "injection", "markov", engines={"compute": ["portable"]})
+    with pytest.raises(RecipeError, match=r"DSpine drafters are not exported(.|\n)*remove engines"):
+        make_plan(load_recipe(recipe))
 
 
 def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None:
