@@ -26,7 +26,7 @@ def silent(what: str, total: int | None = None) -> Iterator[Callable[[int], None
 
 @contextmanager
 def bar(what: str, total: int | None = None) -> Iterator[Callable[[int], None]]:
-    """Draw a transient bar on stderr (`d2sd.progress.Progress`), or write a line a minute if it is no terminal."""
+    """Draw a transient bar on stderr (`d2sd.progress.Progress`); in a log, write a line a minute."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
