@@ -25,7 +25,7 @@ from packaging.version import Version
 from d2sd.errors import D2SDError
 from d2sd.extras import install_line
 from d2sd.plugins.cpu import library as compiled
-from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD
+from d2sd.plugins.head_sizes import HEAD_STEP, LARGEST_HEAD, LARGEST_UNFUSED
 
 logger = logging.getLogger(__name__)
 
@@ -254,6 +254,8 @@ def use_fused_layers(weight: torch.Tensor, size: int, *, fp8: bool, unlike: str 
     capability = torch.cuda.get_device_capability(weight.device)
     if fp8 and capability < FP8_CAPABILITY:
         unlike = f"FP8 layers need compute capability 8.9, this is {capability}"
+    if size > LARGEST_HEAD:
+        unlike = f"head size {size} is above {LARGEST_HEAD}"
     reason = unsupported(size, weight.dtype, capability) or unlike
     return reason is None or _fall_back("unfused layers", reason)
 
@@ -281,8 +283,9 @@ def unsupported(size: int, dtype: torch.dtype, capability: tuple[int, int]) -> s
             f"triton {version} leaves out a fence that the attention kernel needs on compute capability 9.0 and above:"
             f" results may be wrong ({_newer_triton()})"
         )
-    if size % HEAD_STEP or not 0 < size <= LARGEST_HEAD:
-        return f"head size {size} is not a multiple of {HEAD_STEP} up to {LARGEST_HEAD}"
+    largest = LARGEST_UNFUSED if dtype in (torch.bfloat16, torch.float16) else LARGEST_HEAD
+    if size % HEAD_STEP or not 0 < size <= largest:
+        return f"head size {size} is not a multiple of {HEAD_STEP} up to {largest}"
     if dtype == torch.float8_e4m3fn:
         return None if capability >= FP8_CAPABILITY else f"FP8 pages need compute capability 8.9, this is {capability}"
     if dtype not in TYPES:

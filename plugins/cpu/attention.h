@@ -10,7 +10,7 @@
 
 /* Query heads that share a pass over K or V: their sums fit in registers. */
 #define HEADS 4
-#define MOST_SIZE 256
+#define MOST_SIZE 512
 
 struct keys {
     const char *pages; /* of the layer, [P, Z, Hkv, D] */

@@ -28,7 +28,7 @@ PANEL = 32
 #: Numbers of the types that weights may have, as in vector.h.
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 #: Head sizes that the attention takes: multiples of the first, up to the second.
-HEAD_STEP, LARGEST_HEAD = 16, 256
+HEAD_STEP, LARGEST_HEAD = 16, 512
 
 
 class Linear(Structure):

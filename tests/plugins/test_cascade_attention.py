@@ -21,6 +21,8 @@ from d2sd.modeling import kv_pool
 from d2sd.modeling.kv_pool import Rows, windowed
 from d2sd.modeling.where import Where
 from d2sd.plugins.cascade_attention import AttnMask, ChunkMask, PagedContext, cascade_attention
+from d2sd.plugins.cascade_attention.cpu import takes
+from d2sd.plugins.cpu import library
 from tests.tiny import ancestor_mask, random_tree
 
 
@@ -248,6 +250,16 @@ SHAPES = [
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_oracle(shape: Shape, mask: Mask) -> None:
     assert_matches_oracle(make(shape, mask))
+
+
+@pytest.mark.skipif(not library.available(), reason="no C compiler")
+@pytest.mark.parametrize("shape", [Shape(size=size, kv_heads=2, group=5) for size in (16, 272, 512)], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_library_attends_with_heads_of_up_to_512(shape: Shape, mask: Mask) -> None:
+    call = make(shape, mask)
+    assert takes(call.q, call.context)
+    found = cascade_attention(call.q, call.k, call.v, call.context, call.mask, exact=True)
+    torch.testing.assert_close(found.double(), oracle(call), rtol=1e-5, atol=1e-5)
 
 
 #: One token, part of a page, pages, more than any context: the last end among the rows or in front of all keys.

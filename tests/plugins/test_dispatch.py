@@ -45,17 +45,19 @@ def test_cpu_tensors_take_the_reference(monkeypatch: pytest.MonkeyPatch, caplog:
     assert not caplog.records
 
 
-@pytest.mark.parametrize("size", [64, 96, 128, 256])
+@pytest.mark.parametrize("size", [64, 96, 128, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn])
 def test_models_of_today_take_the_kernel(size: int, dtype: torch.dtype) -> None:
-    assert uses_kernel(on_gpu(size, dtype))
+    assert uses_kernel(on_gpu(size, dtype)) == (size < 512 or dtype in (torch.bfloat16, torch.float16))
 
 
 @pytest.mark.parametrize(
     ("pages", "reason"),
     [
         (on_gpu(8), "head size 8"),
-        (on_gpu(512), "head size 512"),
+        (on_gpu(528), "head size 528"),
+        (on_gpu(512, torch.float32), "head size 512 is not a multiple of 16 up to 256"),
+        (on_gpu(512, torch.float8_e4m3fn), "head size 512 is not a multiple of 16 up to 256"),
         (on_gpu(dtype=torch.float64), "pages of torch.float64"),
     ],
 )
@@ -264,3 +266,10 @@ def test_what_is_not_compiled_is_not_asked_for(op: str) -> None:
 def test_an_op_is_its_specification_to_a_reader() -> None:
     assert inspect.signature(write_pages) == inspect.signature(write_pages.reference)
     assert write_pages.__doc__ == write_pages.reference.__doc__
+
+
+def test_layers_with_heads_above_256_are_not_fused(caplog: pytest.LogCaptureFixture) -> None:
+    weight = on_gpu()
+    assert dispatch.use_fused_layers(weight, 256, fp8=False, unlike=None)
+    assert not dispatch.use_fused_layers(weight, 512, fp8=False, unlike=None)
+    assert "head size 512 is above 256" in caplog.text

@@ -19,7 +19,7 @@ POWERS = [2**n for n in range(10)]
 ARCHITECTURES = (0, 80, 86, 89, 90, 100, 120)
 
 
-@pytest.mark.parametrize("size", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("size", [16, 64, 96, 128, 256, 512])
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("packed_rows", [1, 16, 17, 64, 640])
 @pytest.mark.parametrize("fp8", [False, True])

@@ -64,6 +64,8 @@ def select_tile(
     | with FP8 pages         | 16, 32         | 32      | 4, 8  | 32 rows spill with 4 warps                           |
     | on sm_80, 90, 100      | 16, 32, 64     | 32      | 4, 8  | 64 rows need the registers of 8 warps                |
     | with FP8 pages         | 16, 64         | 32      | 4, 8  | 32 rows spill                                        |
+    | 16-bit, 512            | 16, 32         | 32      | 4, 8  | 64 rows exceed every shared memory, or spill         |
+    | on sm_89, 120          | 16, 32         | 16      | 4, 8  | 96 KB of a block's 99                                |
     | fp32, ≤ 64             | 16             | 32      | 4     | no tensor cores under IEEE rounding: for proofs      |
     | fp32, more             | 16             | 16      | 4     | 32 columns spill at 128                              |
 
@@ -78,15 +80,18 @@ def select_tile(
     if itemsize == 4:
         return TileConfig(rows=16, columns=32 if wide <= 64 else 16, warps=4, stages=3)
     heights = [16, 32, 64]
-    if wide == 256:
+    if wide == 512:
+        heights = [16, 32]
+    elif wide == 256:
         heights = [16, 64] if two_groups and fp8 else [16, 32] if most_shared(capability) < 100 * 1024 else heights
     elif two_groups and splits <= MOST_TALL_SPLITS:
         heights.append(128)
     rows = next((rows for rows in heights if packed_rows <= rows), heights[-1])
-    columns = 64 if wide <= 64 or (wide == 128 and two_groups and not (fp8 and rows == 16)) else 32
+    narrow = wide == 512 and most_shared(capability) < 100 * 1024
+    columns = 16 if narrow else 64 if wide <= 64 or (wide == 128 and two_groups and not (fp8 and rows == 16)) else 32
     converts = fp8 and not two_groups  # by registers
     tall = rows == 128 or (rows == 64 and (wide == 256 or (wide == 128 and converts)))
-    tall = tall or (rows == 32 and wide == 256 and converts)
+    tall = tall or (rows == 32 and (wide == 512 or (wide == 256 and converts)))
     return TileConfig(rows, columns, warps=8 if tall else 4, stages=3)
 
 

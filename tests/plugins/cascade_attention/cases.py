@@ -95,6 +95,8 @@ def compiled() -> Iterator[Attention]:
             yield Attention(kind, size, 64, fp8=fp8)
             yield Attention(kind, size, 1, 4, fp8)
             yield Attention(kind, size, 64, fp8=fp8, chunks=True)
+    case = Attention("bf16", 512, 64)  # Gemma 4's layers without a window
+    yield from (case, replace(case, rows=1, splits=4), replace(case, chunks=True))
     for fp8 in (False, True):  # of trees, small batches
         for quantized in (False, True):
             yield Attention("bf16", 128, 64, 4, fp8, quantized=quantized)
@@ -109,7 +111,7 @@ def compiled() -> Iterator[Attention]:
 
 
 def executed() -> Iterator[Attention]:
-    """Every line of `select_tile` at each of its tile heights, with and without splits, at head sizes 16 to 256.
+    """Every line of `select_tile` at each of its tile heights, with and without splits, at head sizes 16 to 512.
 
     The kernels of bf16 and fp16 differ in the type of their products and in conversions: one of them takes the splits
     of one line, the other those of the next.
@@ -122,6 +124,8 @@ def executed() -> Iterator[Attention]:
                     yield Attention(kind, size, rows, 4 if split else 1, fp8)
             for splits in (1, 4):
                 yield Attention("fp32", size, 3, splits, fp8)
+    yield Attention("bf16", 512, 1, contexts=(70, 5))
+    yield Attention("fp16", 512, 8, 4, contexts=(70, 5))
     for size in (64, 128, 256):  # the merge of many splits
         yield Attention("bf16", size, 1, 16, contexts=(700,))
     yield Attention("bf16", 64, 40)  # several row tiles and two mask words
