@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 from d2sd.policies import FACTS, FirstPass, PolicyName
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from d2sd.modeling.mixers.configs import RecurrentConfig
 
 Family = Literal[
-    "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text",
+    "llama", "qwen2", "qwen3", "qwen3_moe", "gpt_oss", "gemma3_text", "gemma4_text", "gemma4_unified_text",
     "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe",
 ]  # fmt: skip
 Role = Literal["first", "variable_prefix"]
@@ -32,6 +32,7 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     attention_factor: float | None = None  # yarn; None means 0.1·ln(factor) + 1
     truncate: bool = True  # yarn: the ramp begins and ends at whole dimensions
+    turning: float = 1.0  # the share of the angles, the first ones, that are not 0 (Gemma 4's "proportional")
 
     def __post_init__(self) -> None:
         assert self.kind in ("default", "linear") or self.original_max_positions > 0, "llama3 and yarn need it"
@@ -83,6 +84,14 @@ class BodyConfig:
     branch_norms: bool = False  # what attention and MLP add is normalized too
     query_scale: float = 1.0  # of queries, besides 1/√D
     local_rope: RopeConfig | None = None  # of layers with a window
+    # Gemma 4
+    wide_norms: bool = False  # norms scale in fp32, and round once
+    #: K/V heads of layers without a window, and their size, which queries have, too: their values are made of the keys'
+    #: product. None: all layers are alike.
+    global_heads: tuple[int, int] | None = None
+    keys_are_values: bool = False  # of a layer `at` its place
+    value_norm: bool = False  # values are normalized, without a weight
+    layer_scale: bool = False  # the output of a layer is multiplied by a number that it stores
     recurrent: RecurrentConfig | None = None  # mixers that replace the attention of some layers
     # Qwen3-Next, Qwen3.5
     rotary_dim: int | None = None  # of a head, its first numbers, which rotate; None: all
@@ -92,6 +101,14 @@ class BodyConfig:
         assert len(self.windows) in (0, self.num_layers), "a window for each layer"
         assert len(self.causal) in (0, self.num_layers), "causality for each layer"
         assert self.recurrent is None or not (self.windows or self.causal), "hybrids attend to all that is before a row"
+
+    def at(self, index: int) -> BodyConfig:
+        """The geometry of layer `index` by itself: with its own heads."""
+        if self.global_heads is None or self.windows[index] is not None:
+            return self
+        heads, size = self.global_heads
+        scale = self.query_scale * (size / self.head_dim) ** 0.5
+        return replace(self, num_kv_heads=heads, head_dim=size, query_scale=scale, keys_are_values=True)
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -136,7 +153,17 @@ class BodyConfig:
             "layers of which some are causal": len(set(self.causal)) > 1,
             "norms of 1 + weight": self.norm_offset,
         }
-        return (*(name for name, there in names.items() if there), *self.beyond_fused, *self.beyond_compiled)
+        found = (*(name for name, there in names.items() if there), *self.beyond_fused, *self.beyond_compiled)
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def _beyond_both(self) -> dict[str, bool]:
+        """Parts of `beyond_llama` that neither fused nor compiled layers have, and whether they are there."""
+        return {
+            "heads of two sizes": self.global_heads is not None,
+            "normalized values": self.value_norm,
+            "scaled layers": self.layer_scale,
+        }
 
     @property
     def beyond_fused(self) -> tuple[str, ...]:
@@ -146,7 +173,7 @@ class BodyConfig:
             "norms of branches": self.branch_norms,
             "scaled queries": self.query_scale != 1,
             "a second RoPE": self.local_rope is not None,
-        }
+        } | self._beyond_both
         return tuple(name for name, there in names.items() if there)
 
     @property
@@ -156,7 +183,7 @@ class BodyConfig:
             "gated attention": self.output_gate,
             "partial rotation": self.rotary_dim is not None,
             "shared experts": self.experts is not None and self.experts.shared_size is not None,
-        }
+        } | self._beyond_both
         recurrent = () if self.recurrent is None else (self.recurrent.name,)
         return (*recurrent, *(name for name, there in names.items() if there))
 
@@ -179,6 +206,7 @@ class DecoderConfig:
     vocab_size: int
     tie_word_embeddings: bool
     embedding_scale: float = 1.0  # of embeddings, not of a head that is tied to them (Gemma)
+    logit_cap: float | None = None  # logits x become cap · tanh(x / cap) (Gemma 4)
 
     def __str__(self) -> str:
         return described(self.body, self.vocab_size)
@@ -256,6 +284,7 @@ class DrafterConfig:
     draft_vocabulary: tuple[int, ...] | None = field(default=None, repr=False)  # thousands of numbers
     head: HeadConfig | None = None  # what scores candidates behind their parents; None: they are scored alone
     sample_from_anchor: bool = False
+    logit_cap: float | None = None  # of the target's head, if the drafter's config says it
     mask_embedding: bool = False  # masks are embedded by a vector of the drafter's own, not by the target's table
 
     def __post_init__(self) -> None:
@@ -303,6 +332,8 @@ def check_draft_vocabulary(ids: tuple[int, ...], vocab_size: int) -> None:
 def described(body: BodyConfig, vocab_size: int) -> str:
     """The geometry of layers in one line of text."""
     heads = f"{body.num_heads}/{body.num_kv_heads} heads of {body.head_dim}"
+    if body.global_heads is not None:
+        heads += " ({} of {} without a window)".format(*body.global_heads)
     experts = "" if body.experts is None else f", {body.experts.chosen} of {body.experts.count} experts"
     if body.recurrent is not None:
         heads = f"{len(body.recurrent.layers)} of them {body.recurrent.name}, {heads}"

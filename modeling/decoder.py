@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from d2sd.modeling.config import DecoderConfig
+from d2sd.modeling.feed_forward import soft_cap
 from d2sd.modeling.inference import ServedModel
 from d2sd.modeling.joining import JoinedAttention
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
@@ -28,7 +29,7 @@ class DecoderOutput:
 
     hidden: Tensor  # [B, T, E], normed: ready for the head
     features: Tensor  # [B, T, n·E], outputs of the auxiliary layers, concatenated in the order of `aux_layer_ids`
-    k: Tensor  # [L, B, T, Hkv, D], of the layers that attend
+    k: Tensor  # [L, B, T, Hkv, D], of the layers that attend; or as `KeysValues.stack` joins heads that differ
     v: Tensor  # [L, B, T, Hkv, D]
     states: StateRows | None = None  # of trees in hybrids; chunks advance states in the pass
     joined: Tensor | None = None  # [B, T, G, E], normed, of the rows that joined behind each row
@@ -96,9 +97,10 @@ class TargetModel(ServedModel):
         return self.raw_logits(hidden).float()
 
     def raw_logits(self, hidden: Tensor) -> Tensor:
-        """`logits` in the type of the head, for kernels that convert them in registers."""
+        """`logits` in the type of the head, for kernels that convert them in registers; in fp32 if they are capped."""
         logits = F.linear(hidden, self.head) if self.packed_head is None else self.packed_head(hidden)
-        return logits if self.shared_head is None else self.shared_head.logits(logits)
+        logits = logits if self.shared_head is None else self.shared_head.logits(logits)
+        return logits if self.config.logit_cap is None else soft_cap(logits, self.config.logit_cap)
 
     def forward(
         self, tokens: Tensor, rows: Rows | Chunks, pool: KVPool, aux_layer_ids: tuple[int, ...] = ()
@@ -119,7 +121,8 @@ class Decoder(TargetModel):
         self.embed_tokens = embedding_of(config)
         self.layers = nn.ModuleList(layer_of(body, index) for index in range(body.num_layers))
         self.norm = norm_of(body)
-        self.rotary = Rotary(body.rope, body.rotary_dim or body.head_dim)
+        size = body.head_dim if body.global_heads is None else body.global_heads[1]
+        self.rotary = Rotary(body.rope, body.rotary_dim or size)
         self._local_rotary = None if body.local_rope is None else Rotary(body.local_rope, body.head_dim)
         self.packed_head = None
         if not config.tie_word_embeddings:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from d2sd.modeling.decoder import TargetModel
 from d2sd.modeling.drafters.interface import DraftModel, Tables
+from d2sd.modeling.feed_forward import soft_cap
 from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.layers import RMSNorm
 from d2sd.modeling.native import PackedLinear, packed_product
@@ -33,10 +34,15 @@ def draft_tables(target: TargetModel, drafters: Mapping[Role, DraftModel]) -> di
         sharing = [d for d in drafters.values() if _key(d) == _key(drafter)]
         if _key(drafter) not in heads:
             largest = torch.stack([*map(largest_hidden, sharing)]).max() if drafter.in_fp8 else None
-            heads[_key(drafter)] = reduced_head(target, drafter.draft_ids, largest)
+            heads[_key(drafter)] = _capped(reduced_head(target, drafter.draft_ids, largest), target.config.logit_cap)
         return heads[_key(drafter)]
 
     return {role: Tables(target.embed_tokens, head(drafter)) for role, drafter in drafters.items()}
+
+
+def _capped(head: Head, cap: float | None) -> Head:
+    """The head with the target's soft cap, which bounds how sure a draft is."""
+    return head if cap is None else lambda hidden: soft_cap(head(hidden), cap)
 
 
 def _key(drafter: DraftModel) -> object:

@@ -69,6 +69,12 @@ class PackedGeGLU(nn.Module):
         return down(activated * up(x).to(x.dtype)).to(x.dtype)
 
 
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """cap · tanh(x / cap) in fp32; on a CPU in fp64, for the reason that `sigmoid` gives."""
+    wide = x.float() if x.is_cuda else x.double()
+    return (cap * torch.tanh(wide / cap)).float()
+
+
 def sigmoid(x: Tensor) -> Tensor:
     """PyTorch's vectors and what is left of them have different exponentials on a CPU, so that a row's bits would
     depend on where it stands. In fp64 they differ too, but not after rounding.

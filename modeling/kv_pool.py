@@ -34,7 +34,7 @@ Scales = tuple[Tensor, Tensor] | tuple[()]
 
 
 class PagePart(NamedTuple):
-    """Pages of the layers of a pool that have one page table."""
+    """Pages of the layers of a pool that have one page table, and heads of one size."""
 
     layers: tuple[int, ...]  # of the model, ascending
     table: int  # the place of their page table in `Where.tables`
@@ -43,7 +43,12 @@ class PagePart(NamedTuple):
     scales: Scales
 
     def of(self, x: Tensor) -> Tensor:
-        """x [L, ...] of all layers -> [L', ...] of these; a view where the layers are evenly spaced."""
+        """x [L, B, T, Hkv, D] of all layers, or [L, B, T, W] as `KeysValues.stack` makes it -> [L', B, T, Hkv, D] of
+        these; a view where the layers are evenly spaced.
+        """
+        if x.dim() == 4:
+            heads = self.k.shape[-2:]
+            x = x[..., : heads.numel()].view(*x.shape[:3], *heads)
         if len(x) == len(self.layers):
             return x
         steps = {after - before for before, after in zip(self.layers, self.layers[1:], strict=False)}
@@ -251,11 +256,13 @@ class KVPool:
         self.scales = fp8  # (k_scale, v_scale) of FP8 pages, [L] fp32 each
         self.page_size, counts = sizes.page_size, sizes.counts
         stored = dtype if fp8 is None else torch.float8_e4m3fn
-        own = [int(len(counts) > 1 and window is not None) for window, _ in self._views]
+        tables = [int(len(counts) > 1 and window is not None) for window, _ in self._views]
+        bodies = map(body.at, body.attention_layers)
+        own = [(table, one.num_kv_heads, one.head_dim) for table, one in zip(tables, bodies, strict=True)]
         parts = []
-        for table in sorted(set(own)) or [0]:
-            layers = tuple(layer for layer, which in enumerate(own) if which == table)
-            shape = (len(layers), counts[table], sizes.page_size, body.num_kv_heads, body.head_dim)
+        for table, *heads in sorted(set(own)) or [(0, body.num_kv_heads, body.head_dim)]:
+            layers = tuple(layer for layer, which in enumerate(own) if which == (table, *heads))
+            shape = (len(layers), counts[table], sizes.page_size, *heads)
             k, v = (torch.zeros(shape, dtype=stored, device=device) for _ in "kv")
             index = list(layers)
             scales: Scales = () if fp8 is None else (fp8[0][index], fp8[1][index])
@@ -283,7 +290,7 @@ class KVPool:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All memory: k and v of the layers of one page table, then of the other's."""
+        """All memory: k and v of the layers of one page table and head size, then of the others'."""
         return [tensor for part in self._parts for tensor in (part.k, part.v)]
 
     @property

@@ -39,6 +39,7 @@ class TokenRows(NamedTuple):
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
     """Return `([D/2] fp32 inverse frequencies, scale of cos and sin)`."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    plain[int(rope.turning * head_dim // 2) :] = 0
     if rope.kind == "default":
         return plain, 1.0
     if rope.kind == "linear":
@@ -131,13 +132,19 @@ class Attend(Protocol):
         """q [B, T, Hq, D], k, v [B, T, Hkv, D] and the layer's sinks [Hq] -> [B, T, Hq, D]."""
 
 
+def normalized(x: Tensor, eps: float) -> Tensor:
+    """x over the root mean square of its last axis, in fp32."""
+    wide = x.float()
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+
+
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float, *, offset: bool = False) -> None:
-        """`offset`: scale by 1 + weight in fp32, Gemma's way."""
+    def __init__(self, size: int, eps: float, *, offset: bool = False, wide: bool = False) -> None:
+        """`offset`: scale by 1 + weight in fp32, Gemma's way; `wide`: by weight in fp32, Gemma 4's."""
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps = eps
-        self._offset = offset
+        self._offset, self._wide = offset, wide
 
     @property
     def scale(self) -> Tensor:
@@ -146,16 +153,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last axis in fp32 and scale in x's dtype, in Hugging Face's order of rounding."""
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        if self._offset:
+        normed = normalized(x, self.eps)
+        if self._offset or self._wide:
             return (normed * self.scale).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 
 def norm_of(config: BodyConfig, size: int | None = None) -> RMSNorm:
     """A norm of hidden states, or of heads of `size`, as the layers of this geometry have it."""
-    return RMSNorm(config.hidden_size if size is None else size, config.rms_norm_eps, offset=config.norm_offset)
+    size = config.hidden_size if size is None else size
+    return RMSNorm(size, config.rms_norm_eps, offset=config.norm_offset, wide=config.wide_norms)
 
 
 def feed_forward(config: BodyConfig, index: int) -> FeedForward:
@@ -189,12 +196,16 @@ class Mixer(nn.Module):
 class KeysValues(NamedTuple):
     """Keys and values of rows that may be committed, of one layer, or of all [L, ...]."""
 
-    k: Tensor  # [B, T, Hkv, D]
+    k: Tensor  # [B, T, Hkv, D]; of all layers, where their heads differ, [L, B, T, W]: see `stack`
     v: Tensor
 
     @classmethod
     def stack(cls, layers: Sequence[KeysValues]) -> KeysValues:
-        """Join the rows of each layer into those of all."""
+        """Join the rows of each layer into those of all; where their heads differ, flat, and as wide as the widest."""
+        if len({layer.k.shape for layer in layers}) > 1:
+            flat = [[part.flatten(-2) for part in layer] for layer in layers]
+            widest = max(k.shape[-1] for k, _ in flat)
+            layers = [cls(*(nn.functional.pad(part, (0, widest - part.shape[-1])) for part in layer)) for layer in flat]
         return cls(torch.stack([layer.k for layer in layers]), torch.stack([layer.v for layer in layers]))
 
 
@@ -225,11 +236,16 @@ class Attention(Mixer):
 
     def keys_values(self, x: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
         """[..., E] -> rotated keys and plain values, each [..., Hkv, D]."""
-        k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), cos_sin)
-        k, v = self.k_cache(k), self.v_cache(self.v_proj(x).unflatten(-1, (-1, self.head_dim)))
+        projected = self.k_proj(x).unflatten(-1, (-1, self.head_dim))
+        k, v = self.k_cache(rotate(self.k_norm(projected), cos_sin)), self.v_cache(self.values(x, projected))
         if k.is_cuda and not torch.is_grad_enabled():  # in front of kernels, as `qk_norm_rope` does
             move_broken(k, v)
         return k, v
+
+    def values(self, x: Tensor, _keys: Tensor) -> Tensor:
+        """x [..., E], and the keys' product of it [..., Hkv, D] -> values [..., Hkv, D]."""
+        values: Tensor = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
+        return values
 
     def output(self, heads: Tensor) -> Tensor:
         """[..., Hq, D] -> [..., E]."""
@@ -260,6 +276,20 @@ class GatedAttention(Attention):
         return self.output(heads * sigmoid(gate)), KeysValues(k, v)
 
 
+class ValueNormAttention(Attention):
+    """Attention whose values are normalized, and in some layers made of the keys' product (Gemma 4)."""
+
+    def __init__(self, config: BodyConfig) -> None:
+        super().__init__(config)
+        self._eps = config.rms_norm_eps
+        if config.keys_are_values:
+            self.register_module("v_proj", None)
+
+    def values(self, x: Tensor, keys: Tensor) -> Tensor:
+        values = keys if self.v_proj is None else super().values(x, keys)
+        return normalized(values, self._eps).to(values.dtype)
+
+
 class Layer(nn.Module):
     """Pre-norm transformer layer around a mixer whose memory the caller supplies."""
 
@@ -278,7 +308,8 @@ class Layer(nn.Module):
             self.mixer_name = config.recurrent.module
             self.add_module(self.mixer_name, config.recurrent.code.mixer(config.recurrent, config))
         else:
-            self.self_attn = GatedAttention(config) if config.output_gate else Attention(config)
+            kind = ValueNormAttention if config.value_norm else GatedAttention if config.output_gate else Attention
+            self.self_attn = kind(config.at(index))
         self.mlp = feed_forward(config, index)
         self.input_layernorm = norm_of(config)
         self.post_attention_layernorm = norm_of(config)
@@ -351,6 +382,18 @@ class BranchNormLayer(Layer):
         return x + added
 
 
+class ScaledLayer(BranchNormLayer):
+    """One whose output is multiplied by a number that it stores (Gemma 4)."""
+
+    def __init__(self, config: BodyConfig, index: int = 0) -> None:
+        super().__init__(config, index)
+        self.layer_scalar = nn.Parameter(torch.ones(1))
+
+    def behind_attention(self, x: Tensor, branch: Tensor) -> Tensor:
+        return super().behind_attention(x, branch) * self.layer_scalar
+
+
 def layer_of(config: BodyConfig, index: int) -> Layer:
     """Layer `index` of a target of this geometry."""
-    return BranchNormLayer(config, index) if config.branch_norms else Layer(config, index)
+    kind = ScaledLayer if config.layer_scale else BranchNormLayer if config.branch_norms else Layer
+    return kind(config, index)

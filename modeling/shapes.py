@@ -92,7 +92,8 @@ def _layer(body: BodyConfig, index: int, *, fp8_cache: bool) -> Parts:
     cache: Parts = {f"self_attn.{kind}_cache.scale": () for kind in ("k", "v")} if fp8_cache else {}
     norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm") if body.branch_norms else ()
     more: Parts = {f"{name}.weight": (body.hidden_size,) for name in norms}
-    return attending(body) | cache | _rest(body, index) | more
+    more |= {"layer_scalar": (1,)} if body.layer_scale else {}
+    return attending(body.at(index)) | cache | _rest(body, index) | more
 
 
 def attending(body: BodyConfig) -> Parts:
@@ -104,6 +105,8 @@ def attending(body: BodyConfig) -> Parts:
         "v_proj": LinearShape(hidden, keys, body.qkv_bias),
         "o_proj": LinearShape(heads, hidden, body.o_bias),
     }
+    if body.keys_are_values:
+        del parts["v_proj"]
     if body.qk_norm:
         parts |= {"q_norm.weight": (body.head_dim,), "k_norm.weight": (body.head_dim,)}
     if body.sinks:

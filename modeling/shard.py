@@ -55,6 +55,8 @@ def check_divisible(config: DecoderConfig, size: int) -> None:
     body = config.body
     if body.recurrent is not None:
         _refuse(f"{body.recurrent.name.capitalize()} are not divided among ranks.", size, "one rank")
+    if body.global_heads is not None:
+        _refuse("Heads of two sizes are not divided among ranks.", size, "one rank")
     columns = [body.intermediate_size] + ([body.experts.intermediate_size] if body.experts else [])
     for name, units in (("query heads", body.num_heads), *(("columns of the MLP", each) for each in columns)):
         if units % size:

@@ -98,10 +98,11 @@ def prefill_shapes(runner: ModelRunner, limits: Limits) -> list[PrefillShape]:
 
 def _kernels(runner: ModelRunner, shape: PrefillShape) -> object:
     """A value for the kernels of a pass of this shape."""
-    body, pages = runner.target.config.body, runner.target_pool.tensors[0]
+    body, pools = runner.target.config.body, runner.target_pool.tensors[::2]
     itemsize = runner.target.embed_tokens.weight.element_size()
     windows = sorted({window for window, _ in body.views}, key=lambda window: window or 0)
-    return tuple(chunk_kernel(pages, *shape, body.num_heads, itemsize, window) for window in windows)
+    given = [(pages, *shape, body.num_heads, itemsize) for pages in pools]
+    return tuple(chunk_kernel(*one, window) for window in windows for one in given)
 
 
 def _prefill(runner: ModelRunner, shape: PrefillShape) -> None:

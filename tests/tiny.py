@@ -23,7 +23,7 @@ from d2sd.modeling.drafters.head_configs import HeadConfig, InjectionConfig, Mar
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.fp8 import make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
-from d2sd.modeling.layers import RMSNorm
+from d2sd.modeling.layers import RMSNorm, ValueNormAttention
 from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
@@ -33,6 +33,18 @@ from d2sd.runtime.model_runner import ModelRunner
 
 _HYBRID: dict[str, Any] = {"qk_norm": True, "norm_offset": True, "rotary_dim": 4, "output_gate": True}
 _SHARED = ExpertsConfig(count=6, chosen=2, intermediate_size=24, normalized=True, shared_size=40)
+#: Heads without a window are wider, and there are fewer of them; half of their angles turn.
+_GEMMA4: dict[str, Any] = {
+    "qk_norm": True,
+    "activation": "gelu_tanh",
+    "wide_norms": True,
+    "branch_norms": True,
+    "value_norm": True,
+    "layer_scale": True,
+    "local_rope": RopeConfig(100.0),
+    "rope": RopeConfig(10000.0, turning=0.5),
+    "global_heads": (1, 32),
+}
 #: What a family's layers have besides, and their defaults.
 FAMILY_BODIES: dict[Family, dict[str, Any]] = {
     "llama": {},
@@ -56,6 +68,8 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
         "query_scale": (2 / 3) ** 0.5,
         "local_rope": RopeConfig(100.0),
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4 | {"global_heads": (2, 16)},
     "qwen3_next": _HYBRID | {"experts": replace(_SHARED, dense_layers=(0,))},
     "qwen3_5_text": _HYBRID,
     "qwen3_5_moe_text": _HYBRID | {"experts": _SHARED, "intermediate_size": 24},  # no layer has an MLP
@@ -67,8 +81,9 @@ FAMILY_BODIES: dict[Family, dict[str, Any]] = {
 }
 #: Families some of whose layers have a recurrent state.
 HYBRIDS: tuple[Family, ...] = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "lfm2_moe")
+GEMMAS: tuple[Family, ...] = ("gemma3_text", "gemma4_text", "gemma4_unified_text")
 #: Windows of its layers in turns.
-FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), "gemma3_text": (5, 5, None)}
+FAMILY_WINDOWS: dict[Family, tuple[int | None, ...]] = {"gpt_oss": (6, None), **dict.fromkeys(GEMMAS, (5, 5, None))}
 Model = TypeVar("Model", Decoder, Drafter, FlexHead, Eagle3)
 ROPE = RopeConfig(10000.0)
 #: Heads that score a candidate behind its parent.
@@ -118,13 +133,15 @@ def tiny_decoder(
     )
     if family in FAMILY_WINDOWS:
         changes = {"windows": (FAMILY_WINDOWS[family] * layers)[:layers]} | changes
+    if "value_norm" in FAMILY_BODIES[family]:
+        changes = {"query_scale": head_dim**0.5} | changes
     if "output_gate" in FAMILY_BODIES[family]:
         changes = {"recurrent": tiny_delta(layers, joined=family == "qwen3_next")} | changes
     if family.startswith("lfm2"):
         changes = {"recurrent": ShortConvConfig(recurrent_layers(layers), hidden, taps=3)} | changes
     body = replace(body, **FAMILY_BODIES[family] | changes)
-    scale = hidden**0.5 if family == "gemma3_text" else 1.0
-    decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale))
+    scale = hidden**0.5 if family in GEMMAS else 1.0
+    decoder = Decoder(DecoderConfig(family, body, vocab, tie, scale, 5.0 if family == "gemma4_text" else None))
     # A strong write into the residual stream: under a tied head it would otherwise repeat the token it has just read.
     randomise(decoder, seed, residual_gain=2.0 if body.recurrent is None else 5.0)  # gates weaken it
     return decoder
@@ -170,7 +187,7 @@ def tiny_drafter(
             num_kv_heads=body.num_kv_heads,
             head_dim=body.head_dim,
             rms_norm_eps=body.rms_norm_eps,
-            rope=body.rope,
+            rope=replace(body.rope, turning=1.0),
             max_positions=body.max_positions,
             qk_norm=True,
             qkv_bias=False,
@@ -185,6 +202,7 @@ def tiny_drafter(
         role=role,
         prefix_weight_base=0.9 if role == "variable_prefix" else None,
         head=head,
+        logit_cap=target.logit_cap,
         mask_embedding=mask_embedding,
         sample_from_anchor=sample_from_anchor,
     )
@@ -286,13 +304,14 @@ def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     offset = any(isinstance(part, RMSNorm) and part._offset for part in model.modules())
     gemma = any("feedforward_layernorm" in name for name, _ in model.named_parameters())
+    unscaled = any(isinstance(part, ValueNormAttention) for part in model.modules())  # scores are not divided by √D
     for name, parameter in model.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if name.endswith("bias"):
             value = 0.3 * noise
         elif parameter.dim() == 1:
             plain = not offset or "linear_attn.norm" in name
-            mean = 1 if plain else 14 if ".post_" in name and gemma else 0  # as strong a write in front of a norm
+            mean = plain + (14 if ".post_" in name and gemma else 0)  # as strong a write in front of a norm
             value = mean + 0.3 * noise
         elif name.startswith(("embed_tokens", "lm_head", "draft_head")):
             value = 0.5 * noise  # the head's logits then spread by about 3
@@ -301,7 +320,8 @@ def randomise(model: nn.Module, seed: int, residual_gain: float) -> None:
         if name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight")):
             value *= residual_gain
         if "q_norm" in name or "k_norm" in name or name.endswith(("q_proj.weight", "k_proj.weight")):
-            value *= 2  # sharp attention: what the context says and where it stands must matter
+            # sharp attention: what the context says and where it stands must matter
+            value *= 0.8 if unscaled and "norm" in name else 2
         parameter.data.copy_(value)
     model.eval().requires_grad_(False)
 
@@ -329,8 +349,8 @@ def pool_for(
     """
     pages = -(-tokens // page_size)
     pool = KVPool(body, PoolSizes(1 + batch * pages, page_size, states=1 + batch), dtype, "cpu", fp8=fp8)
-    pool.k.fill_(torch.nan)
-    pool.v.fill_(torch.nan)
+    for tensor in pool.tensors:
+        tensor.fill_(torch.nan)
     order = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(seed))
     return pool, 1 + order.view(batch, pages)  # page 0 is the bin of padding rows
 

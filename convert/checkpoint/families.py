@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from d2sd.convert.checkpoint.experts import ExpertTensors, expert_counts, per_expert, qwen_experts, stacked
+from d2sd.convert.checkpoint.gemma import GEMMA4, gemma3, gemma3_rope, gemma4, gemma4_rope
 from d2sd.convert.checkpoint.hf_config import MAX_SIZE, HFConfig
 from d2sd.convert.checkpoint.hybrids import hybrid, hybrid_moe, hybrid_rope, qwen3_next
 from d2sd.convert.checkpoint.lfm2 import lfm2, lfm2_moe, llama_name
@@ -67,58 +68,8 @@ def _gpt_oss(config: HFConfig, body: BodyConfig) -> BodyConfig:
         limit=config.get("swiglu_limit", float, 7.0),  # transformers' constant
     )
     bias = config.get("attention_bias", bool, True)
-    windows = _windows(config, ["sliding_attention", "full_attention"], body.num_layers)
+    windows = config.windows(["sliding_attention", "full_attention"], body.num_layers)
     return replace(body, qkv_bias=bias, o_bias=bias, sinks=True, windows=windows, experts=experts)
-
-
-def _gemma3(config: HFConfig, body: BodyConfig) -> BodyConfig:
-    config.only("hidden_activation", "gelu_pytorch_tanh")
-    config.only("use_bidirectional_attention", False, None)
-    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
-        config.only(key, None)
-    every = max(config.size("_sliding_window_pattern", config.size("sliding_window_pattern", 6)), 1)
-    windows = _windows(config, ["sliding_attention"] * (every - 1) + ["full_attention"], body.num_layers)
-    scalar = config.get("query_pre_attn_scalar", float)
-    if not 0 < scalar <= MAX_SIZE:
-        raise config.refuse("The scale of queries is out of range.", "query_pre_attn_scalar", f"up to {MAX_SIZE}")
-    bias = config.get("attention_bias", bool, False)
-    local = _gemma3_rope(config, "sliding_attention", {"rope_theta": config.get("rope_local_base_freq", float, 1e4)})
-    return replace(
-        body,
-        local_rope=local if any(windows) else None,
-        qk_norm=True,
-        qkv_bias=bias,
-        o_bias=bias,
-        windows=windows,
-        activation="gelu_tanh",
-        norm_offset=True,
-        branch_norms=True,
-        query_scale=(body.head_dim / scalar) ** 0.5,
-    )
-
-
-def _gemma3_global(config: HFConfig) -> RopeConfig:
-    old = {"rope_theta": config.get("rope_theta", float, 1e6), "rope_scaling": config.values.get("rope_scaling")}
-    return _gemma3_rope(config, "full_attention", old)
-
-
-def _gemma3_rope(config: HFConfig, kind: str, before: dict[str, object]) -> RopeConfig:
-    """Rotation of a kind of layer: under its name in `rope_parameters` (transformers 5), or by the keys `before`."""
-    kinds = HFConfig(config.get("rope_parameters", dict, {}), f"{config.where}: rope_parameters")
-    new = kinds.get(kind, dict, {})
-    values = {"rope_parameters": {"rope_theta": before["rope_theta"]} | new} if new else before
-    return HFConfig(
-        values | {"max_position_embeddings": config.values.get("max_position_embeddings")}, config.where
-    ).rope()
-
-
-def _windows(config: HFConfig, pattern: list[str], num_layers: int) -> tuple[int | None, ...]:
-    """Windows of the layers by `layer_types`, or by `pattern` in turns where that is missing."""
-    types = config.get("layer_types", list, (pattern * num_layers)[:num_layers])
-    if len(types) != num_layers or not all(kind in ("sliding_attention", "full_attention") for kind in types):
-        expected = f"sliding_attention or full_attention of each of {num_layers} layers"
-        raise config.refuse("These layers are not supported.", "layer_types", expected)
-    return tuple(config.size("sliding_window") if kind == "sliding_attention" else None for kind in types)
 
 
 def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
@@ -130,11 +81,9 @@ def _dense(config: HFConfig, body: BodyConfig) -> BodyConfig:
     return body
 
 
-_GEMMA4 = "its global layers have heads of another size, larger than attention takes; choose a target of these families"
 #: What to do instead of targets that are asked for.
 _UNREAD = {
-    "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it",
-    **dict.fromkeys(("gemma4", "gemma4_text", "gemma4_unified", "gemma4_unified_text"), _GEMMA4),
+    "gemma3": "it reads images, and d2sd reads gemma3_text alone: google/gemma-3-270m-it or google/gemma-3-1b-it"
 }
 FAMILIES: dict[str, TargetFamily] = {
     family.name: family
@@ -144,7 +93,11 @@ FAMILIES: dict[str, TargetFamily] = {
         TargetFamily("qwen3", "Qwen3ForCausalLM", _qwen3),
         TargetFamily("qwen3_moe", "Qwen3MoeForCausalLM", _qwen3_moe, experts=per_expert),
         TargetFamily("gpt_oss", "GptOssForCausalLM", _gpt_oss, experts=stacked),
-        TargetFamily("gemma3_text", "Gemma3ForCausalLM", _gemma3, _gemma3_global, scaled_embedding=True, tied=True),
+        TargetFamily("gemma3_text", "Gemma3ForCausalLM", gemma3, gemma3_rope, scaled_embedding=True, tied=True),
+        *(
+            TargetFamily(name, architecture, gemma4, gemma4_rope, text_name, scaled_embedding=True, tied=True)
+            for name, architecture in GEMMA4.items()
+        ),
         TargetFamily("qwen3_next", "Qwen3NextForCausalLM", qwen3_next, hybrid_rope, text_name, per_expert),
         TargetFamily("qwen3_5_text", "Qwen3_5ForCausalLM", hybrid, hybrid_rope, text_name),
         TargetFamily(
@@ -189,6 +142,7 @@ def parse_target_config(config: HFConfig) -> DecoderConfig:
         vocab_size=config.size("vocab_size"),
         tie_word_embeddings=config.get("tie_word_embeddings", bool, family.tied),
         embedding_scale=body.hidden_size**0.5 if family.scaled_embedding else 1.0,
+        logit_cap=config.logit_cap() if model_type in GEMMA4 else None,
     )
 
 

@@ -119,6 +119,24 @@ class HFConfig:
             raise self.refuse("This list may hold only integers.", key, "integers")
         return tuple(values)
 
+    def windows(self, pattern: list[str], num_layers: int) -> tuple[int | None, ...]:
+        """Windows of the layers by `layer_types`, or by `pattern` in turns where that is missing; None: no window."""
+        types = self.get("layer_types", list, (pattern * num_layers)[:num_layers])
+        if len(types) != num_layers or not all(kind in ("sliding_attention", "full_attention") for kind in types):
+            expected = f"sliding_attention or full_attention of each of {num_layers} layers"
+            raise self.refuse("These layers are not supported.", "layer_types", expected)
+        return tuple(self.size("sliding_window") if kind == "sliding_attention" else None for kind in types)
+
+    def logit_cap(self) -> float | None:
+        """The soft cap of logits; None: there is none."""
+        key = "final_logit_softcapping"
+        if self.values.get(key) is None:
+            return None
+        cap = self.get(key, float)
+        if not 0 < cap <= MAX_SIZE:
+            raise self.refuse("The soft cap of logits is out of range.", key, f"up to {MAX_SIZE}")
+        return cap
+
     def rope(self) -> RopeConfig:
         """Read RoPE in either spelling: `rope_parameters` (transformers 5) or `rope_theta` with `rope_scaling`.
 

@@ -1,7 +1,7 @@
-"""Checkpoints of models that read images, too: what of them is the text model.
+"""Checkpoints of models that read images or audio, too: what of them is the text model.
 
     config.json   its keys are in `text_config`; those of quantization, and whether the head is tied, are outside
-    tensors       `model.language_model.` instead of `model.`; `model.visual.` is the tower of images, which is left out
+    tensors       `model.language_model.` instead of `model.`; those of `_OTHERS` are left out
 
 Everything else of d2sd reads and writes the text model by itself, under the names that transformers gives it alone.
 """
@@ -13,7 +13,11 @@ from typing import Any
 from d2sd.convert.checkpoint.hf_config import HFConfig
 
 #: Kind of the whole model -> kind of its text model.
-NESTED = {"qwen3_5": "qwen3_5_text", "qwen3_5_moe": "qwen3_5_moe_text"}
+NESTED = {name: f"{name}_text" for name in ("qwen3_5", "qwen3_5_moe", "gemma4", "gemma4_unified")}
+#: Beginnings of the names of what reads images and audio, and of layers that draft one token behind the last.
+_OTHERS = (
+    "model.visual.", "visual.", "model.vision_", "model.embed_vision.", "model.audio_", "model.embed_audio.", "mtp.",
+)  # fmt: skip
 _PART, _INSIDE = "text_config", "language_model"
 #: Keys outside `text_config` that are the text model's.
 _OUTSIDE = ("quantization_config", "tie_word_embeddings", "eos_token_id", "dtype", "torch_dtype")
@@ -49,9 +53,9 @@ def without_prefix(value: Any) -> Any:
 
 
 def text_name(name: str) -> str | None:
-    """The name that a tensor or module has in the text model alone; None: it belongs to what reads images, or to layers
-    that draft one token behind the last, which d2sd leaves out.
+    """The name that a tensor or module has in the text model alone; None: it is one of `_OTHERS`, which d2sd
+    leaves out.
     """
-    if name.startswith(("model.visual.", "visual.", "mtp.")):
+    if name.startswith(_OTHERS):
         return None
     return name.replace(f"model.{_INSIDE}.", "model.", 1)

@@ -56,7 +56,8 @@ def check_target_tensors(directory: Path, config: DecoderConfig) -> Quantization
 def left_out(directory: Path, config: DecoderConfig) -> dict[str, int]:
     """Parts of a checkpoint that are not the text model, and how many tensors they have."""
     names = [name for name in read_headers(directory) if FAMILIES[config.family].rename(name) is None]
-    return dict(Counter("images" if "visual" in name.split(".")[:2] else name.split(".")[0] for name in names))
+    kinds = {"vis": "images", "audio": "audio"}
+    return dict(Counter(next((kinds[mark] for mark in kinds if mark in name), name.split(".")[0]) for name in names))
 
 
 def experts_of(config: DecoderConfig, names: Iterable[str]) -> ExpertMap:

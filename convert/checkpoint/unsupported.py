@@ -73,7 +73,7 @@ _KINDS = (
     ),
     Kind(
         "drafter with altered logits", "d2sd uses the output of the target's head unchanged", (),
-        {"output_multiplier": (None, 1.0), "final_logit_softcapping": (None,)},
+        {"output_multiplier": (None, 1.0)},
     ),
     Kind(
         "drafter with scaled embeddings", "d2sd uses the target's embedding unchanged", (),

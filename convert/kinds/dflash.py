@@ -60,7 +60,7 @@ _SINKS, _OUR_SINKS = ".self_attn.attention_sink_bias", ".self_attn.sinks"
 #: The tensor [E] of a drafter that embeds masks by itself, and the same in a pickle (MiMo).
 MASK_EMBEDDING, PICKLED = "mask_embedding", "mask_embedding.pt"
 _EITHER = KEYS | ATTENTION | heads.KEYS | {"block_size", "num_target_layers", "mask_token_id", "target_hidden_size"}
-_TOP = _EITHER | READ | INERT | {"architectures", "dflash_config"}
+_TOP = _EITHER | READ | INERT | {"architectures", "dflash_config", "final_logit_softcapping"}
 #: Of the mask, the id is what counts: the tokenizer may not know `mask_token`.
 _INSIDE = _EITHER | TRAINING | {"target_layer_ids", "mask_token"}
 
@@ -152,6 +152,8 @@ def check_target(config: DrafterConfig, target: DecoderConfig, where: Path) -> N
         ("vocab_size", config.vocab_size, target.vocab_size),
         ("num_target_layers", config.num_target_layers, target.body.num_layers),
     ]
+    if config.logit_cap is not None:
+        pairs.append(("final_logit_softcapping", config.logit_cap, target.logit_cap))
     check_geometry(pairs, config, target, where)
 
 
@@ -216,6 +218,7 @@ def read_layout(config: HFConfig, declared: Role | None = None, own: HFConfig | 
         prefix_weight_base=base,
         sample_from_anchor=heads.read_slots(places, head),
         head=None if head is None else head.read(places),
+        logit_cap=config.logit_cap(),
     )
 
 
@@ -280,6 +283,7 @@ def config_fields(config: DrafterConfig) -> dict[str, object]:
         },
         "num_target_layers": config.num_target_layers,
         "vocab_size": config.vocab_size,
+        **({} if config.logit_cap is None else {"final_logit_softcapping": config.logit_cap}),
     }
 
 

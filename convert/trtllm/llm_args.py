@@ -71,6 +71,8 @@ def unsupported_reason(
     """Why TensorRT-LLM cannot serve the bundle of `recipe` with this first drafter and target; None if it can."""
     if target is not None and target.body.recurrent is not None:
         return f"its drafts over {target.body.recurrent.name} were not tried, and its tree attention has none"
+    if target is not None and target.body.global_heads is not None:
+        return "its drafts over heads of two sizes were not tried"
     if recipe.drafters.first is None:
         return "there is no drafter"
     if first is not None and not isinstance(first, DrafterConfig):

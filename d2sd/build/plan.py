@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -140,7 +140,8 @@ class Plan:
         windows = part.body.windows
         if self.recipe.engines and None in windows:
             return 0
-        return part.kv_token_bytes * sum(window is not None for window in windows) // part.body.num_layers
+        within = (layer for layer, window in enumerate(windows) if window is not None)
+        return part.kv_token_bytes * _kv_bytes(part.body, 1, within) // _kv_bytes(part.body, 1)
 
     @property
     def windowed(self) -> WindowedLayers | None:
@@ -393,6 +394,7 @@ def _refuse_fp8_twice(quantization: Quantization | None, source: str, key: str) 
         )
 
 
-def _kv_bytes(body: BodyConfig, size: int) -> int:
-    """K and V of one token in all layers that attend."""
-    return 2 * len(body.attention_layers) * body.num_kv_heads * body.head_dim * size
+def _kv_bytes(body: BodyConfig, size: int, layers: Iterable[int] | None = None) -> int:
+    """K and V of one token in these layers; None: in all that attend."""
+    bodies = map(body.at, body.attention_layers if layers is None else layers)
+    return 2 * size * sum(layer.num_kv_heads * layer.head_dim for layer in bodies)

@@ -21,6 +21,9 @@ REFUSED = {
         }
         for kind in RECURRENT
     },
+    "heads of two sizes": {
+        "fp8.target": "d2sd does not quantize layers to FP8 whose values are made of the keys' product."
+    },
 }
 #: What is done without for a target with `BodyConfig.beyond_fused`.
 UNFUSED = {

@@ -17,12 +17,13 @@ from torch import Tensor
 from d2sd.calibration import CalibrationFile, UseTable, write_calibration
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES
+from d2sd.convert.checkpoint.gemma import GEMMA4
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.lfm2 import NAMES as LFM2_NAMES
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
-from d2sd.modeling.config import BodyConfig
+from d2sd.modeling.config import BodyConfig, DecoderConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.head_configs import HeadConfig
 from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
@@ -36,6 +37,7 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    **GEMMA4,
     "qwen3_next": "Qwen3NextForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
@@ -67,7 +69,7 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
         **rope_fields(body.rope),
         **_expert_fields(body),
         **_window_fields(body),
-        **_gemma_fields(body),
+        **_gemma_fields(config),
         **_delta_fields(body),
         **_convolution_fields(body),
     }
@@ -82,9 +84,28 @@ def _window_fields(body: BodyConfig) -> dict[str, Any]:
     }
 
 
-def _gemma_fields(body: BodyConfig) -> dict[str, Any]:
+def _gemma_fields(config: DecoderConfig) -> dict[str, Any]:
+    body = config.body
     if body.local_rope is None:
         return {}
+    if body.global_heads is not None:
+        ropes = {
+            "full_attention": {
+                "rope_type": "proportional",
+                "partial_rotary_factor": body.rope.turning,
+                "rope_theta": body.rope.theta,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": body.local_rope.theta},
+        }
+        return {
+            "hidden_activation": "gelu_pytorch_tanh",
+            "hidden_size_per_layer_input": 0,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": body.global_heads[0],
+            "global_head_dim": body.global_heads[1],
+            "final_logit_softcapping": config.logit_cap,
+            "rope_parameters": ropes,
+        }
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(body.head_dim / body.query_scale**2),

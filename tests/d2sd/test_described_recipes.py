@@ -28,6 +28,7 @@ from tests.tiny import randomise
 
 #: Numbers of the published targets, by their model cards and indexes; of experts, those active for a token too.
 PUBLISHED = {
+    "gemma-4-31b": (30_697_345_340, "61.39 GB"),
     "gpt-oss-20b": (20_914_757_184, "13.76 GB"),
     "llama-3.1-8b": (8_030_261_248, "16.06 GB"),
     "llama-3.3-70b": (70_553_706_496, "141.11 GB"),
@@ -47,6 +48,7 @@ PUBLISHED = {
 }
 #: Reported GiB of published drafters; of qwen3.8-27b its 1.92 billion numbers.
 DRAFTERS = {
+    "gemma-4-31b": 2.86,
     "gpt-oss-20b": 1.46,
     "qwen3-4b": 1.00,
     "qwen3-8b": 1.95,
@@ -69,6 +71,11 @@ STATES = {
     "lfm2.5-1.2b": 10 * 2 * 2 * 2_048,
     "lfm2.5-8b-a1b": 18 * 2 * 2 * 2_048,
 }
+#: Recipes that are built in small, besides those of `STATES`.
+IN_SMALL = (
+    "gemma-4-31b", "gpt-oss-20b", "llama-3.3-70b", "qwen3-8b-dspine", "qwen3-14b", "qwen3-32b-fp8",
+    "qwen3-coder-30b-a3b",
+)  # fmt: skip
 SMALL = [
     "limits.max_batch=2",
     "limits.max_context=256",
@@ -130,6 +137,7 @@ def small(body: BodyConfig, layers: int) -> BodyConfig:
         experts=experts,
         recurrent=delta,
         rotary_dim=body.rotary_dim and 4,
+        global_heads=body.global_heads and (1, 32),
     )
 
 
@@ -168,10 +176,7 @@ def write_small(name: str, checkpoints: Path) -> None:
 
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    ["gpt-oss-20b", "llama-3.3-70b", "qwen3-8b-dspine", "qwen3-14b", "qwen3-32b-fp8", "qwen3-coder-30b-a3b", *STATES],
-)
+@pytest.mark.parametrize("name", [*IN_SMALL, *STATES])
 def test_it_builds_on_random_weights_and_is_lossless(name: str, tmp_path: Path) -> None:
     write_small(name, lay_out(tmp_path) / "checkpoints")
     undescribed = ["target.geometry=null", "target.dequantize=false", "drafters.first.geometry=null", "checks.tokens=8"]

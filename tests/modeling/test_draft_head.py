@@ -66,6 +66,17 @@ def test_logits_in_fp8_are_those_of_rounded_numbers(packed: bool) -> None:
     assert not torch.equal(found.double(), exact)
 
 
+@pytest.mark.parametrize("ids", [None, IDS])
+def test_logits_of_drafts_are_capped_as_the_target_caps_them(ids: tuple[int, ...] | None) -> None:
+    target = tiny_decoder("gemma4_text")
+    drafter = drafter_of(target, fp8=False, ids=ids)
+    hidden = hidden_of(drafter)
+    found = draft_tables(target, {0: drafter})[0].head(hidden)
+    plain = (hidden.double() @ target.head.double().t())[:, list(ids or range(64))]
+    torch.testing.assert_close(found.double(), 5.0 * torch.tanh(plain / 5.0), rtol=0, atol=1e-5)
+    assert (plain.abs() > 5).any()
+
+
 def test_drafters_of_one_vocabulary_and_type_share_a_head() -> None:
     target = tiny_decoder()
     narrow, other, wide = (drafter_of(target, fp8=fp8) for fp8 in (True, True, False))

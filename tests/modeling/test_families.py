@@ -54,6 +54,18 @@ _GEMMA3 = _BODY | {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention"],
     "query_pre_attn_scalar": 24,
 }
+#: Sliding layers of 2 K/V heads of 16, others of 1 of 512, of which a quarter of the angles turns.
+_GEMMA4 = _BODY | {
+    "intermediate_size": 48,
+    "sliding_window": 7,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention", "full_attention"],
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": 64,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "global_head_dim": 512,
+    "final_logit_softcapping": 4.0,
+}
 #: Configs of transformers' models.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "Qwen3-30B-A3B": ("qwen3_moe", _MOE),
@@ -73,6 +85,22 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             }
         },
     ),
+    "Gemma 4": ("gemma4_text", _GEMMA4 | {"tie_word_embeddings": True}),
+    "Gemma 4 12B, wider global layers": (
+        "gemma4_unified_text",
+        _GEMMA4
+        | {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+            "num_global_key_value_heads": 2,
+            "global_head_dim": 48,
+            "attention_bias": True,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e2},
+            },
+        },
+    ),
 }
 cases = pytest.mark.parametrize("case", CONFIGS)
 
@@ -85,7 +113,8 @@ def pair(case: str) -> Pair:
     config = AutoConfig.for_model(kind, **{"tie_word_embeddings": False} | fields)
     theirs = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
+        scales = [(name, each) for name, each in theirs.named_buffers() if name.endswith("layer_scalar")]
+        for name, parameter in (*theirs.named_parameters(), *scales):
             noise = torch.randn_like(parameter)
             parameter.copy_(0.3 * noise if "norm" in name and kind == "gemma3_text" else _random(name, noise))
     with TemporaryDirectory() as folder:
@@ -95,7 +124,7 @@ def pair(case: str) -> Pair:
 
 def _random(name: str, noise: Tensor) -> Tensor:
     """Draws weights whose logits spread by about 3; inputs of gpt-oss's SwiGLU exceed its limit here and there."""
-    if "norm" in name:
+    if "norm" in name or "layer_scalar" in name:
         return 1 + 0.3 * noise
     gains = {"embed_tokens": 3.0, "lm_head": 3.0, "gate_up_proj": 3.0}
     gain = next((gain for part, gain in gains.items() if part in name), 1.0)

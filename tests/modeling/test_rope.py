@@ -56,11 +56,17 @@ from tests.tiny import tiny_decoder
             {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False},
             id="gpt-oss",
         ),
+        pytest.param(
+            RopeConfig(1000000.0, turning=0.25),
+            512,
+            {"rope_type": "proportional", "partial_rotary_factor": 0.25},
+            id="Gemma 4's layers without a window",
+        ),
     ],
 )
 def test_frequencies_of_real_checkpoints(rope: RopeConfig, head_dim: int, theirs: dict[str, Any]) -> None:
     config = LlamaConfig(head_dim=head_dim, rope_parameters={"rope_theta": rope.theta, **theirs})
-    expected, expected_scale = ROPE_INIT_FUNCTIONS[rope.kind](config, torch.device("cpu"))
+    expected, expected_scale = ROPE_INIT_FUNCTIONS[theirs["rope_type"]](config, torch.device("cpu"))
     frequencies, scale = inverse_frequencies(rope, head_dim)
     torch.testing.assert_close(frequencies, expected, rtol=1e-6, atol=0)
     assert scale == pytest.approx(expected_scale, abs=1e-12)

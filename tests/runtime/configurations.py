@@ -35,13 +35,15 @@ BLOCKS: dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
 EAGLE = "eagle3"
 #: FlexDraft drafts in these.
 DENSE = ("llama", "qwen2", "qwen3")
+#: `gemma4_unified_text` computes as `gemma4_text`.
+FAMILIES = tuple(name for name in FAMILY_BODIES if name != "gemma4_unified_text")
 #: Their rows are found on the host, or their states: no graph repeats what is recorded.
 ON_HOST = tuple(name for name, body in FAMILY_BODIES.items() if "experts" in body or name in HYBRIDS)
 
 #: A value that stands here several times is as much likelier where no pair is missing.
 FEATURES: dict[str, tuple[str, ...]] = {
     "policy": (*CASES, "auto"),
-    "family": tuple(FAMILY_BODIES),
+    "family": FAMILIES,
     "head": ("none", *HEADS, EAGLE),  # of the first drafter, or what it is; the second has any
     "blocks": tuple(BLOCKS),
     "windows": tuple(WINDOWS),  # of layers; families with their own keep them where the target has none here
@@ -68,7 +70,7 @@ FEATURES: dict[str, tuple[str, ...]] = {
 PLACES = {name: place for place, name in enumerate(FEATURES)}
 #: Values that do not go together.
 APART: tuple[tuple[str, Iterable[str], str, Iterable[str]], ...] = (
-    ("policy", FLEX_CASES, "family", set(FAMILY_BODIES) - set(DENSE)),
+    ("policy", FLEX_CASES, "family", set(FAMILIES) - set(DENSE)),
     ("policy", FLEX_CASES, "head", (*HEADS, EAGLE)),
     ("policy", ("d2sd",), "head", (EAGLE,)),
     ("head", (EAGLE,), "rows", ("causal", "sinks")),
@@ -82,9 +84,9 @@ APART: tuple[tuple[str, Iterable[str], str, Iterable[str]], ...] = (
     ("steps", ("recorded",), "family", ON_HOST),
     ("steps", ("recorded",), "type", ("bf16", "fp16")),
     ("type", ("bf16", "fp16"), "kernels", ("of other heads", "none")),  # whose rows depend on their neighbours
-    # drafters on other ranks say what these models say, in fp32; nothing of hybrids is divided
+    # drafters on other ranks say what these models say, in fp32; nothing of hybrids and Gemma 4 is divided
     ("ranks", ("two",), "policy", FLEX_CASES),
-    ("ranks", ("two",), "family", HYBRIDS),
+    ("ranks", ("two",), "family", (*HYBRIDS, "gemma4_text")),
     ("ranks", ("two",), "drafts", ("right", "nan")),
     ("ranks", ("two",), "weights", ("broken",)),
     ("ranks", ("two",), "steps", ("cut", "recorded")),

@@ -257,7 +257,7 @@ def poison(runner: ModelRunner, pages: int | slice, tables: SequenceOf[int] = (0
 
 
 def check_pool(pool: KVPool, tables: dict[int, Tensor], k: Tensor, v: Tensor) -> None:
-    """The pages of a request hold k, v [L, S, Hkv, D] of its tokens, but for those behind a window that are freed."""
+    """The pages of a request hold k, v [L, S, ...] of its tokens, but for those behind a window that are freed."""
     for part in pool._parts:
         places = torch.arange(k.shape[1])
         pages = tables[part.table][places // pool.page_size]
@@ -265,7 +265,7 @@ def check_pool(pool: KVPool, tables: dict[int, Tensor], k: Tensor, v: Tensor) ->
         kept = places[pages > 0]
         for stored, wanted in ((part.k, k), (part.v, v)):
             found = stored[:, pages[kept], kept % pool.page_size]
-            torch.testing.assert_close(found, wanted[list(part.layers)][:, kept], atol=1e-4, rtol=0)
+            torch.testing.assert_close(found, part.of(wanted[:, None])[:, 0, kept], atol=1e-4, rtol=0)
 
 
 def afterwards(owner: object, name: str, then: Callable[..., None]) -> None:

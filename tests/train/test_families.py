@@ -8,12 +8,16 @@ import pytest
 import torch
 
 from d2sd.convert.kinds import DFLASH
+from d2sd.errors import D2SDError
 from d2sd.modeling.config import Family
 from d2sd.policies import DrafterRole
 from d2sd.train.data.features import cache_features, online_features
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import first_drafter, second_drafter
 from d2sd.train.loop import Trainer
+from d2sd.train.pipeline.models import check_geometry
+from d2sd.train_recipe import load_train_recipe
+from tests.d2sd.cli.train.helpers import write_training
 from tests.tiny import HYBRIDS, greedy_text, random_tokens, tiny_decoder
 from tests.train.helpers import BLOCK, GEOMETRY, TAPS, exact_features, greedy_responses, settings, target
 
@@ -39,6 +43,17 @@ def test_a_first_and_a_second_drafter(family: Family, tmp_path: Path) -> None:
     DFLASH.check(read.config, model.config, DrafterRole.FIRST, BLOCK, tmp_path)
     second = second_drafter(read, quick)
     Trainer(model, second, data, settings(steps=2), read).run(tmp_path / "second", lambda _, said: None)
+
+
+def test_nothing_is_trained_behind_capped_logits(tmp_path: Path) -> None:
+    """Said before any of it: objectives read logits as the head gives them."""
+    write_training(tmp_path)
+    recipe = load_train_recipe(tmp_path / "train.yaml")
+    check_geometry(recipe, tiny_decoder().config)
+    with pytest.raises(
+        D2SDError, match=r"trained behind this target(.|\n)*found: gemma4_text(.|\n)*fix: name a published"
+    ):
+        check_geometry(recipe, tiny_decoder("gemma4_text").config)
 
 
 def test_a_second_drafter_of_fewer_layers() -> None:

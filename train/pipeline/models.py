@@ -73,6 +73,13 @@ def check_geometry(recipe: TrainRecipe, target: DecoderConfig) -> None:
     """Raise D2SDError if what the recipe trains does not fit the target, or if a pretrained drafter does not match the
     target or the recipe; called early, hours before the drafter is used.
     """
+    if target.body.global_heads is not None:
+        raise D2SDError(
+            "Nothing is trained behind this target: no objective knows how its logits are capped.",
+            where="target",
+            found=target.family,
+            fix="name a published drafter in a recipe",
+        )
     if recipe.trained:
         trained_kind(recipe.shape.kind).config(recipe.shape, target)
     for role, source in recipe.ready.items():

@@ -32,7 +32,6 @@ MARKS: dict[str, tuple[Any, str]] = {
     "attention_value_scale": (0.5, "another attention"),
     "attention_mode": ("mla", "another attention"),
     "output_multiplier": (2.0, "altered logits"),
-    "final_logit_softcapping": (30.0, "altered logits"),
     "use_aux_hidden_state": (False, "target features"),
 }
 #: A value beside which the same key says nothing.

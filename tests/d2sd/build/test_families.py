@@ -18,7 +18,7 @@ from tests.tiny import HYBRIDS, greedy_text, tiny_decoder
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", *HYBRIDS])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gemma3_text", "gemma4_text", *HYBRIDS])
 def test_a_bundle_is_built_and_served(family: Family, tmp_path: Path) -> None:
     decoder = tiny_decoder(family, head_dim=16, tie=False)
     recipe = write_project(tmp_path, decoder, checks={"count": 1, "tokens": 8})

@@ -60,8 +60,8 @@ def test_a_target_stretched_by_yarn_is_explained(tmp_path: Path) -> None:
 
 def test_an_architecture_that_is_not_run_comes_with_a_way_on(tmp_path: Path) -> None:
     recipe = write_project(tmp_path / "project")
-    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gemma4")
-    told = r"not supported(.|\n)*gemma4(.|\n)*gpt_oss(.|\n)*fix: its global layers have heads of another size"
+    edit_json(tmp_path / "project" / "target" / "config.json", "model_type", "gemma3")
+    told = r"not supported(.|\n)*gemma3(.|\n)*gpt_oss(.|\n)*fix: it reads images, and d2sd reads gemma3_text"
     with pytest.raises(CheckpointError, match=told):
         make_plan(load_recipe(recipe))
 
@@ -82,6 +82,9 @@ ENGINES = "engines={compute: [portable]}"
         ("gemma3_text", ENGINES, r"where: recipe: engines\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove engines"),
         ("gemma3_text", "exact=true", r"where: recipe: exact\n(.|\n)*found: gemma3_text in(.|\n)*fix: remove exact"),
         ("gemma3_text", "limits.page_size=16", ""),
+        ("gemma4_text", ENGINES, r"where: recipe: engines\n(.|\n)*found: gemma4_text in(.|\n)*fix: remove engines"),
+        ("gemma4_text", "fp8={kv: true}", r"made of the keys' product(.|\n)*fp8\.target\n(.|\n)*found: gemma4_text in"),
+        ("gemma4_text", "exact=true", r"where: recipe: exact\n(.|\n)*found: gemma4_text in(.|\n)*fix: remove exact"),
     ],
 )
 def test_what_a_family_has_not_is_refused(tmp_path: Path, family: Family, change: str, told: str) -> None:
