@@ -160,7 +160,8 @@ def _limits() -> Iterator[str]:
     """List what is refused, by what a target has, and what holds for all."""
     for feature, reasons in REFUSED.items():
         yield f"**{feature[0].upper()}{feature[1:]}**: " + " ".join(reasons.values())
-    yield "**GeGLU, norms of branches, scaled queries, a second RoPE** (Gemma 3): " + " ".join(UNFUSED.values())
+    yield "**GeGLU, norms of branches, scaled queries, a second RoPE** (Gemma 3, 4): " + " ".join(UNFUSED.values())
+    yield "**Heads of two sizes** (Gemma 4): one GPU, no training, no TensorRT-LLM; heads of 512 on CUDA not run yet."
     yield "**FlexDraft**: targets of Llama's and Qwen's dense layers; one head, in place of the first drafter."
     yield "**EAGLE-3**: no second drafter, no graphs or engines; on CUDA not run yet."
     yield "**Images, audio, MTP layers** of a checkpoint are left out; `--plan` says so."
