@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from uuid import uuid4
 
-from d2sd.runtime.sequence import Output
+from d2sd.runtime.sequence import Output, TokenLogprobs
 from d2sd.serve.openai.errors import describe
 from d2sd.serve.openai.formats import ChatFormat
 from d2sd.serve.openai.generation import Choice, Generation, usage_of
@@ -51,7 +51,6 @@ class ResponseFormat(ChatFormat):
         self._sequence = 0
         self._output: list[dict[str, Any]] = []  # items of a stream that are done
         self._text: list[str] = []  # of the message of a stream
-        self._entries: list[dict[str, Any]] = []  # its log-probabilities
         self._message = ""  # its id, once it has begun
         self._thought: list[str] = []  # the text of what is thought before
         self._thinks = ""  # its id, while it goes on
@@ -61,8 +60,7 @@ class ResponseFormat(ChatFormat):
         (choice,) = generation.choices
         answer = self.choice(choice)["message"]
         calls = [_function_call(call) for call in answer.get("tool_calls", ())]
-        has_logprobs = choice.stream.request.sampling.logprobs is not None
-        entries = self.logprobs(choice.logprobs, 0)["content"] if has_logprobs else []
+        entries = self._entries(choice, choice.logprobs)
         said, thought = answer["content"] or "", answer.get("reasoning_content")
         thoughts = [_reasoning("completed" if said or calls else _status(choice), thought)] if thought else []
         items = [_message(_status(choice), said, entries)] if said or not (calls or thoughts) else []
@@ -76,7 +74,6 @@ class ResponseFormat(ChatFormat):
     def deltas(self, choice: Choice, output: Output) -> Iterator[dict[str, Any]]:
         """The events of an output."""
         delta = self.delta(choice, output)["delta"]
-        entries = (self._logprobs(choice, output) or {"content": []})["content"]
         text, calls = delta.get("content", ""), delta.get("tool_calls", [])
         ends = output.finish is not None
         if thought := delta.get("reasoning_content"):
@@ -85,18 +82,24 @@ class ResponseFormat(ChatFormat):
             yield from self._has_thought("completed" if text or calls else _status(choice))
         if text or (ends and not calls and not self._message and not self._output):
             yield from self._begun()
-        self._entries += entries
         if text:
             self._text.append(text)
+            entries = self._entries(choice, output.logprobs)
             yield self._of_text("response.output_text.delta", delta=text, logprobs=entries)
         if not ends:
             return
         if self._message:
-            yield from self._said(_status(choice))
+            yield from self._said(_status(choice), self._entries(choice, choice.logprobs))
         for call in calls:
             yield from self._called(_function_call(call))
         kind = "incomplete" if choice.finish == "length" else "completed"
         yield self._event(f"response.{kind}", response=self._at(choice, self._output, ended=True))
+
+    def _entries(self, choice: Choice, last: Sequence[TokenLogprobs]) -> list[dict[str, Any]]:
+        """Log-probabilities of the answer's last tokens, but for those of its thought, which are not the message's."""
+        said = len(choice.tokens) - choice.reasoning if last else 0
+        entries: list[dict[str, Any]] = self.logprobs(last[max(0, len(last) - said) :], 0)["content"]
+        return entries
 
     def _at(self, choice: Choice, output: list[dict[str, Any]], *, ended: bool) -> dict[str, Any]:
         return _response(self._response, self._request, choice, output, ended=ended)
@@ -138,11 +141,11 @@ class ResponseFormat(ChatFormat):
         yield self._event("response.output_item.added", output_index=len(self._output), item=item)
         yield self._of_text("response.content_part.added", part=_text_part("", []))
 
-    def _said(self, status: str) -> Iterator[dict[str, Any]]:
+    def _said(self, status: str, entries: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         """The message ends."""
         text = "".join(self._text)
-        item = _message(status, text, self._entries, self._message)
-        yield self._of_text("response.output_text.done", text=text, logprobs=self._entries)
+        item = _message(status, text, entries, self._message)
+        yield self._of_text("response.output_text.done", text=text, logprobs=entries)
         yield self._of_text("response.content_part.done", part=item["content"][0])
         yield self._event("response.output_item.done", output_index=len(self._output), item=item)
         self._output.append(item)

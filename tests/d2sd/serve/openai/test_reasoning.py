@@ -133,6 +133,21 @@ def test_items_of_a_response(thinker: Running, say: Any, answer: str, items: lis
         assert "".join(deltas) == last.output[0].content[0].text
 
 
+@pytest.mark.parametrize("thought", ["<think>\nIs it?\n</think>", "<think>a</think>", ""])
+def test_a_message_has_the_log_probabilities_of_what_it_says(thinker: Running, say: Any, thought: str) -> None:
+    """A chat's choice has those of all tokens."""
+    say(f"{thought}It is cold.")
+    whole, events = responses(thinker, top_logprobs=0)
+    (part,) = whole.output[-1].content
+    assert "".join(one.token for one in part.logprobs) == "It is cold.<end>"
+    (done,) = (event for event in events if event.type == "response.output_text.done")
+    assert [one.token for one in done.logprobs] == [one.token for one in part.logprobs]
+    deltas = [one.token for e in events if e.type == "response.output_text.delta" for one in e.logprobs]
+    assert "".join(deltas).removesuffix("<end>") == "It is cold."
+    (choice,) = ask(thinker, logprobs=True).choices
+    assert "".join(one.token for one in choice.logprobs.content) == f"{thought}It is cold.<end>"
+
+
 def test_earlier_thoughts_are_not_sent_again(thinker: Running) -> None:
     counts = set()
     for thought in ("Is it?", "x" * 50):
