@@ -106,10 +106,7 @@ def _joining(runner: ModelRunner, candidates: list[TreePolicy], where: Path) -> 
     """The policies but those that draft in the target's pass where these models cannot. Raises BundleError if none is
     left.
     """
-    from d2sd.modeling.drafters.flexdraft import FlexHead
-
-    head = runner.drafters.get(DrafterRole.FIRST)
-    if not isinstance(head, FlexHead) or head.joins(runner.target):
+    if _joins(runner):
         return candidates
     if not (others := [policy for policy in candidates if policy.first_pass is not FirstPass.CARRIED]):
         raise BundleError(
@@ -120,6 +117,14 @@ def _joining(runner: ModelRunner, candidates: list[TreePolicy], where: Path) -> 
             fix="choose another {policy}: chain or ddtree",
         )
     return others
+
+
+def _joins(runner: ModelRunner) -> bool:
+    """Whether the first drafter, if it drafts in the target's pass, can do so between these models."""
+    from d2sd.modeling.drafters.flexdraft import FlexHead
+
+    head = runner.drafters.get(DrafterRole.FIRST)
+    return not isinstance(head, FlexHead) or head.joins(runner.target)
 
 
 def offer_choices(bundle: Bundle, engine: Engine) -> None:
@@ -138,7 +143,7 @@ def offer_choices(bundle: Bundle, engine: Engine) -> None:
     for name in NAMES:
         facts = FACTS[name].among(bundle.drafters)
         runs = can_run(bundle.draft_configs, name) and set(facts.drafters) <= runner.drafters.keys()
-        if runs and facts.first_pass is not FirstPass.CARRIED:
+        if runs and (facts.first_pass is not FirstPass.CARRIED or _joins(runner)):
             try:
                 policies[name] = policy_of_tree(tree, name, tree.row_budget, bundle.drafters)
             except RecipeError:  # a budget of one node, or more branches than a block has boundaries

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -68,8 +69,12 @@ def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
     engines = [make_engine(bundle, policy=name) for name in names]
     assert [str(engine.policy) for engine in engines] == ["off", "chain of 4 rows", "ddtree+lookup of 16 rows"]
     offer_choices(bundle, engines[1])
-    assert list(engines[1].choices) == ["off", "lookup", "chain", "ddtree"], "no branches"
+    assert list(engines[1].choices) == ["off", "lookup", "chain", "ddtree", "flex_parallel"], "no branches"
     off, *others = ([s.answer for s in engine.generate(REQUESTS)] for engine in engines)
+    params = [replace(request.sampling, speculative={"policy": "flex_parallel"}) for request in REQUESTS]
+    asked = engines[1].generate([replace(one, sampling=own) for one, own in zip(REQUESTS, params, strict=True)])
+    assert [sequence.answer for sequence in asked] == off
+    assert [list(sequence.stats.policies) for sequence in asked] == [["flex_parallel of 4 rows"]] * 2
     assert others == [off, off]
 
 
@@ -116,6 +121,8 @@ def test_a_head_that_cannot_join_the_target_drafts_sequentially(recipe: Path, mo
     with pytest.raises(BundleError, match="cannot draft in the target's pass"):
         make_engine(bundle, policy="flex_parallel")
     engine = make_engine(bundle, policy="auto", row_budget=4)
+    offer_choices(bundle, engine)
+    assert "flex_parallel" not in engine.choices
     plain = make_engine(bundle, policy="off").generate(REQUESTS)
     assert [one.answer for one in engine.generate(REQUESTS)] == [one.answer for one in plain]
     assert engine.policy.name == "ddtree"
