@@ -166,6 +166,11 @@ def _explained(source: Source) -> Iterator[None]:
             "The hub cannot be reached.",
             "check the network, the proxy and HF_ENDPOINT, and run again; what has been downloaded stays",
         ),
+        (  # what the library meets in a page of another server, in an address, and of a proxy that it cannot use
+            (httpx.InvalidURL, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError),
+            "What answers is no hub, or cannot be asked.",
+            "check HF_ENDPOINT and the proxy, and whether the network asks for a login",
+        ),
     ]
     try:
         yield

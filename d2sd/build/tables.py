@@ -139,7 +139,7 @@ def show_pulls(pulls: Sequence[Pull]) -> None:
         line("", f"into {one.into}" + ("" if one.into == one.folder else f", then converted to {one.folder}"))
         line("", f"{len(missing)} of {len(one.sizes)} files, {size_text(sum(one.sizes[name] for name in missing))}")
     if not pulls:
-        line("fetch", "nothing: the recipe names no repository of a hub")
+        line("fetch", "nothing: the recipe names no repository of a hub whose model is missing")
 
 
 def _download(plan: Plan, source: Source) -> Iterator[tuple[str, str]]:

@@ -135,6 +135,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "broken": ({"errors": {"maker/target": (500, "")}}, "answers with an error", "run again"),
     "missing": ({"errors": {"maker/target": (404, "")}}, "answers with an error", "run again"),
     "private": ({"errors": {"maker/target": (401, "")}}, "answers with an error", "check HF_TOKEN"),
+    "another server": ({"errors": {"maker/target": (200, "")}}, "no hub", "HF_ENDPOINT"),
     "no revision": ({"errors": {"maker/target": (404, "RevisionNotFound")}}, "no such revision", "`revision`"),
 }
 
@@ -173,6 +174,12 @@ def test_a_hub_that_is_not_there(hub: Hub, recipe: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     found = run(recipe)
     assert (found.exit_code, "cannot be reached" in found.stderr) == (2, True), found.stderr
+
+
+def test_an_address_that_is_none(hub: Hub, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for endpoint in ("http://a:b:c", "http://[::1", "a.b"):
+        monkeypatch.setattr(constants, "ENDPOINT", endpoint)
+        refused(run(recipe), "HF_ENDPOINT", "maker/target")
 
 
 @pytest.mark.parametrize("after", [0, 1, 700])
@@ -233,6 +240,7 @@ def test_offline(hub: Hub, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     hub.asked.clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert run(recipe).exit_code == 0
+    assert "whose model is missing" in run(recipe, "--plan").output
     assert not hub.asked
 
 
