@@ -55,7 +55,11 @@ class TextStream:
         assert not self._stop
         ids = [*self._ids, *tokens]
         before, now = self._decode(ids[: self._read]), self._decode(ids)
-        if now.endswith(_UNFINISHED) or len(now) <= len(before):
+        if _UNFINISHED in now[len(before) :] or len(now) <= len(before):
+            # next to a byte that forms no character all of a run may look so: `feed` keeps the last character alone
+            ends = (n for n in reversed(range(self._read)) if not self._decode(ids[:n]).endswith(_UNFINISHED))
+            start = next(ends, 0)
+            self._ids, self._read = self._ids[start:], self._read - start
             return "".join(self.feed(token) for token in tokens)
         self._ids, self._read = ids[self._read :], len(ids) - self._read
         return now[len(before) :]
