@@ -259,4 +259,4 @@ def test_the_public_drafters_of_our_recipes_are_served_as_they_were_trained() ->
         for source in recipe.drafters.sources.values():
             assert source.template.items() <= recipe.target.template.items(), file
             stated += bool(source.template)
-    assert stated == 2
+    assert stated == 3
