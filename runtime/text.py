@@ -27,10 +27,10 @@ class TextStream:
         self._ids: list[int] = []  # decoded together: a token's text can depend on the one before it
         self._read = 0  # leading ones whose text has been released or held back
         self._held = ""  # decoded, but possibly the start of a stop string
-        self.stopped = False
+        self.stopped = ""  # the stop string that has ended the text
 
     def feed(self, token: int, *, may_stop: bool = True) -> str:
-        """Text that this token completes. After a stop string `stopped` is set and no more text is returned.
+        """Text that this token completes. After a stop string `stopped` is that string, and no more text is returned.
 
         Without `may_stop` no stop string is looked for in the text so far.
         """
@@ -93,8 +93,8 @@ class TextStream:
         ends = [(string, string.end_in(new)) for string in self._stop]
         matches = [(len(self._held) + end - len(string.text), len(string.text)) for string, end in ends if end]
         if matches:
-            self.stopped, self._held = True, ""
             start, length = min(matches)
+            self.stopped, self._held = text[start : start + length], ""
             return text[: start + length if self._stop_visible else start]
         # Hold back the longest suffix that is a prefix of a stop string.
         hold = max((string.matched for string in self._stop), default=0)

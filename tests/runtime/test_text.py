@@ -79,7 +79,7 @@ def test_cut_at_the_stop_string_that_is_complete_first(characters: list[bytes], 
     ends = {whole.find(s) + len(s): whole.find(s) for s in sorted(stop, key=len) if s in whole}  # the longest if equal
     pieces, stream = run([bytes([b]) for b in data], tuple(stop))
     assert "".join(pieces) == (whole[: ends[min(ends)]] if ends else whole)
-    assert stream.stopped == bool(ends)
+    assert bool(stream.stopped) == bool(ends)
 
 
 @STEADY
@@ -159,7 +159,7 @@ def test_a_byte_that_forms_no_character_takes_nothing_back(characters: list[byte
 def test_a_visible_stop_string_stays_and_what_follows_it_does_not() -> None:
     stream = TextStream(vocabulary(b"a", b" EN", b"D b"), ("END", "D"), stop_visible=True)
     assert [stream.feed(token) for token in range(3)] == ["a", " ", "END"]
-    assert (stream.stopped, stream.flush()) == (True, "")
+    assert (stream.stopped, stream.flush()) == ("END", "")
 
 
 def test_text_that_may_not_stop_is_not_searched() -> None:
@@ -173,7 +173,7 @@ class Slices:
     """The stop strings of a text that comes in parts, by searching and slicing all of it each time."""
 
     def __init__(self, stop: tuple[str, ...]) -> None:
-        self._stop, self._held, self.stopped = stop, "", False
+        self._stop, self._held, self.stopped = stop, "", ""
 
     def release(self, new: str, may_stop: bool) -> str:
         text, self._held = self._held + new, ""
@@ -181,8 +181,9 @@ class Slices:
             return text
         found = [(at, at + len(s)) for s in self._stop if (at := text.find(s)) >= 0]
         if found:
-            self.stopped = True
-            return text[: min(found)[0]]
+            start, end = min(found)
+            self.stopped = text[start:end]
+            return text[:start]
         hold = max((n for s in self._stop for n in range(1, len(s)) if text.endswith(s[:n])), default=0)
         self._held = text[len(text) - hold :]
         return text[: len(text) - hold]

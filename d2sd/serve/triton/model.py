@@ -130,7 +130,7 @@ class TritonPythonModel:
         try:
             requests = await self._loop.run_in_executor(self._tokenizer_thread, self._make, call.body)
             generation = Generation(self._engine.submit(requests, interval=self._interval), self._metrics)
-            answer = Answer(call, generation, self._engine.engine.limits, self._bundle.tokenizer)
+            answer = Answer(call, generation, self._engine.engine.limits)
             async for _, output in generation.outputs():
                 if answer.add(output) and call.body.stream and output.finish is None:
                     sender.send(answer.response(final=False))

@@ -22,8 +22,8 @@ _LARGEST = 2**31 - 1
 class Answer:
     """Collects what a request gained since the last response, and shapes it as outputs."""
 
-    def __init__(self, call: Call, generation: Generation, limits: Limits, tokenizer: Any) -> None:
-        self._call, self._generation, self._limits, self._tokenizer = call, generation, limits, tokenizer
+    def __init__(self, call: Call, generation: Generation, limits: Limits) -> None:
+        self._call, self._generation, self._limits = call, generation, limits
         self._arrival, self._first, self._last = time.monotonic_ns(), 0, 0
         self._text, self._tokens = call.echo, 0
 
@@ -73,10 +73,8 @@ class Answer:
         """The stop string or the stop token's id; empty for an answer that ended by its length."""
         if sequence.finish != "stop":
             return ""
-        if sequence.text is not None and sequence.text.stopped:
-            text = self._tokenizer.decode(sequence.answer, skip_special_tokens=True)
-            return min((s for s in sequence.request.stop if s in text), key=text.index, default="")
-        return str(sequence.answer[-1])
+        ended_by = "" if sequence.text is None else sequence.text.stopped
+        return ended_by or str(sequence.answer[-1])
 
     def _acceptance(self) -> dict[str, Any]:
         """Drafted tokens verified and accepted; the bonus tokens are neither."""

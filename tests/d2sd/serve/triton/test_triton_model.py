@@ -138,12 +138,15 @@ def test_a_stop_string_and_a_stop_token_are_reasons(start: Start) -> None:
     model = start()
     free = Request(text_input="w3 w4", max_tokens=12)
     model.execute([free])
-    last = free.all()["text_output"].split()[-1]
+    first, *_, last = free.all()["text_output"].split()
     by_string = Request(text_input="w3 w4", max_tokens=12, stop_words=["w1000", last], return_stop_reason=True)
+    late = json.dumps({"stop": [first, last], "min_tokens": 3, "max_tokens": 12})
+    behind = Request(text_input="w3 w4", sampling_parameters=late, return_stop_reason=True)
     stop = json.dumps({"stop_token_ids": [int(last[1:])], "max_tokens": 12})
     by_token = Request(text_input="w3 w4", sampling_parameters=stop, return_stop_reason=True)
-    model.execute([by_string, by_token])
-    assert by_string.all()["stop_reason"].decode() == last
+    model.execute([by_string, behind, by_token])
+    assert first != last
+    assert by_string.all()["stop_reason"].decode() == behind.all()["stop_reason"].decode() == last
     assert by_token.all()["stop_reason"].decode() == last[1:]
 
 
