@@ -57,7 +57,8 @@ class TextStream:
         before, now = self._decode(ids[: self._read]), self._decode(ids)
         if _UNFINISHED in now[len(before) :] or len(now) <= len(before):
             # next to a byte that forms no character all of a run may look so: `feed` keeps the last character alone
-            ends = (n for n in reversed(range(self._read)) if not self._decode(ids[:n]).endswith(_UNFINISHED))
+            texts = ((n, self._decode(ids[:n])) for n in reversed(range(self._read)))
+            ends = (n for n, text in texts if len(text) < len(before) and not text.endswith(_UNFINISHED))
             start = next(ends, 0)
             self._ids, self._read = self._ids[start:], self._read - start
             return "".join(self.feed(token) for token in tokens)
