@@ -20,7 +20,7 @@ from d2sd.runtime.sampling_params import SamplingParams, hints
 #: body's class has it under another type, or no body has it.
 Bodies = Literal["all", "completions", "none"]
 #: The part of a message of Dynamo that has a field under its name. `none`: no part has it.
-DynamoPart = Literal["sampling_options", "stop_conditions", "output_options", "routing", "extra_args", "none"]
+DynamoPart = Literal["sampling_options", "stop_conditions", "output_options", "routing", "none"]
 #: Types of Triton's tensors.
 DataType = Literal["STRING", "BOOL", "INT32", "INT64", "UINT32", "UINT64", "FP32"]
 
@@ -75,7 +75,7 @@ _ROWS = (
     Field("bad_words_token_ids", bodies="none"),
     Field("structured_outputs", bodies="none"),
     # `{"policy": ...}`, which no input of Triton's types holds, is a field of its `sampling_parameters`
-    Field("speculative", triton=("sampling_param_speculative",), data_type="BOOL", dynamo="extra_args"),
+    Field("speculative", triton=("sampling_param_speculative",), data_type="BOOL"),  # an annotation of Dynamo's
     # of the server
     Field("priority", bodies="none", dynamo="routing"),
     Field("cache_salt", bodies="none", dynamo="routing"),

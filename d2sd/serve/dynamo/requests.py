@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
@@ -94,6 +95,8 @@ class RequestReader:
         values = {name: value for name, value in found.items() if value is not None}
         values |= {name: restored(values[name]) for name in _NUMBERS if name in values}
         values["thinking_token_budget"] = stops.get("max_thinking_tokens")
+        if (switch := _annotated(message, "speculative")) is not None:
+            values["speculative"] = switch
         length = values.pop("max_tokens", max(1, self._capacity - len(prompt)))
         ends = set[int]().union(*(stops.get(name, ()) for name in _STOP_IDS))
         ends -= set(bundle.stop_token_ids) if stops.get("ignore_eos") else set()
@@ -118,6 +121,19 @@ def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     if not isinstance(part, Mapping):
         raise RequestError("This part of a request is not a mapping.", where=name, found=part)
     return {key: value for key, value in part.items() if value is not None}
+
+
+def _annotated(message: Mapping[str, Any], name: str) -> Any:
+    """The JSON behind `name:` in an annotation, of which the frontend passes on any; None if there is none."""
+    for annotation in message.get("annotations") or ():
+        key, colon, value = annotation.partition(":")
+        if key == name and colon:
+            try:
+                return json.loads(value)
+            except ValueError:
+                what, expected = "An annotation cannot be read.", f"JSON behind {name}:"
+                raise RequestError(what, where="nvext.annotations", found=annotation, expected=expected) from None
+    return None
 
 
 def _refuse(message: Mapping[str, Any]) -> None:

@@ -91,8 +91,8 @@ class Metrics:
         self._copies = self._counter("spec_decode_copies", "Steps won by a copy of earlier text.")
         self._ended = self._labelled("request_success", "Requests that ended, by reason.", "finished_reason")
         self._switched = [
-            self._labelled(f"speculative_{name}", f"{name.capitalize()} of requests that ended, by switch.", "switch")
-            for name in ("requests", "steps", "rows")
+            self._labelled(f"speculative_{name}", f"{what} that ended, by switch.", "switch")
+            for name, what in (("requests", "Requests"), ("steps", "Steps of requests"), ("rows", "Rows of requests"))
         ]
 
     def text(self) -> bytes:

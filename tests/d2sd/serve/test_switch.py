@@ -91,8 +91,9 @@ def test_triton_and_dynamo_have_it(bundle: Bundle) -> None:
         assert body is not None
         assert body.speculative == asked
     reader = RequestReader(bundle, 60)
-    switches: list[tuple[dict[str, Any], str | None]] = [({}, None), ({"speculative": False}, "off")]
-    for more, policy in (*switches, ({"speculative": {"policy": "chain"}}, "chain")):
-        assert reader.read({"token_ids": [3], "extra_args": {"formatted_prompt": "w3", **more}}).policy == policy
-    with pytest.raises(RequestError, match="speculative"):
-        reader.read({"token_ids": [3], "extra_args": {"speculative": "off"}})
+    switches = {"token_ids": None, "speculative:false": "off", 'speculative:{"policy": "chain"}': "chain"}
+    for switch, policy in switches.items():
+        assert reader.read({"token_ids": [3], "annotations": ["llm_metrics", switch]}).policy == policy
+    for broken in 'speculative:"off"', "speculative:off":
+        with pytest.raises(RequestError, match="speculative"):
+            reader.read({"token_ids": [3], "annotations": [broken]})

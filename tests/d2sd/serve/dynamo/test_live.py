@@ -101,6 +101,20 @@ def test_sixteen_clients_get_the_texts_of_the_library(live: Fleet, bundle: Path)
     assert streamed(live, requests) == expected(bundle, requests)
 
 
+def test_a_request_turns_speculation_off(live: Fleet, bundle: Path) -> None:
+    """It takes as many steps as it has tokens, by the workers' own count, and its text is the same."""
+    ((prompt, options),) = requests_of(7, 1, **GREEDY)
+
+    def counts() -> list[float]:
+        names = "d2sd_speculative_requests_total", "d2sd_speculative_steps_total"
+        return [sum(metric(worker.url, name, switch="off") for worker in live.workers) for name in names]
+
+    before = counts()
+    switched = options | {"nvext": {"annotations": ["speculative:false"]}}
+    assert streamed(live, [(prompt, switched)]) == expected(bundle, [(prompt, options)])
+    assert [now - then for now, then in zip(counts(), before, strict=True)] == [1, options["max_tokens"]]
+
+
 def test_a_chat_equals_the_library(live: Fleet, bundle: Path) -> None:
     messages = [{"role": "user", "content": "w5 w9"}]
     body = {"model": live.model, "messages": messages, "max_tokens": 30, "seed": 4, **SAMPLED}
@@ -120,6 +134,7 @@ def test_a_chat_equals_the_library(live: Fleet, bundle: Path) -> None:
         ({"max_tokens": 5000}, "maximum context length is 512 tokens"),
         ({"seed": -1}, "seed out of range"),
         ({"n": 2, "temperature": 1}, "where: n"),
+        ({"nvext": {"annotations": ["speculative:off"]}}, "JSON behind speculative:"),
     ],
 )
 def test_a_refusal_names_the_parameter(live: Fleet, options: dict[str, Any], named: str) -> None:
