@@ -168,7 +168,7 @@ def _explained(source: Source) -> Iterator[None]:
         ),
         (  # what the library meets in a page of another server, in an address, and of a proxy that it cannot use
             (httpx.InvalidURL, ValueError, TypeError, AttributeError, LookupError, AssertionError, ImportError),
-            "What answers is no hub, or cannot be asked.",
+            "The answer is not a hub's, or nothing answers.",
             "check HF_ENDPOINT, HF_TOKEN and the proxy, and whether the network asks for a login",
         ),
     ]

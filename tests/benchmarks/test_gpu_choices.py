@@ -1,4 +1,4 @@
-"""What the GPU suite compares of trees: all of it, before a minute of a GPU is spent."""
+"""Comparisons of trees in the GPU suite: a fault in them would cost minutes of a GPU."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ FAULTS: dict[str, tuple[dict[str, Any], str, str]] = {
     "broken": ({"errors": {"maker/target": (500, "")}}, "answers with an error", "run again"),
     "missing": ({"errors": {"maker/target": (404, "")}}, "answers with an error", "run again"),
     "private": ({"errors": {"maker/target": (401, "")}}, "answers with an error", "check HF_TOKEN"),
-    "another server": ({"errors": {"maker/target": (200, "")}}, "no hub", "HF_ENDPOINT"),
+    "another server": ({"errors": {"maker/target": (200, "")}}, "not a hub", "HF_ENDPOINT"),
     "no revision": ({"errors": {"maker/target": (404, "RevisionNotFound")}}, "no such revision", "`revision`"),
 }
 

@@ -102,7 +102,7 @@ def test_sixteen_clients_get_the_texts_of_the_library(live: Fleet, bundle: Path)
 
 
 def test_a_request_turns_speculation_off(live: Fleet, bundle: Path) -> None:
-    """It takes as many steps as it has tokens, by the workers' own count, and its text is the same."""
+    """Such a request takes a step for each token, by the workers' own count, and its text is the same."""
     ((prompt, options),) = requests_of(7, 1, **GREEDY)
 
     def counts() -> list[float]:
