@@ -29,7 +29,7 @@ if [ ! -e "$work/fetched" ]; then
   for package in "$work"/debs/*.deb; do dpkg-deb -x "$package" "$work/root"; done
   python -m pip install -q --no-deps --target "$work/site" -r "$root/constraints/arm.txt" --only-binary=:all: \
     --python-version 3.11 --implementation cp --platform manylinux_2_28_aarch64 --platform manylinux_2_17_aarch64 \
-    --platform manylinux2014_aarch64
+    --platform manylinux2014_aarch64 --platform manylinux_2_31_aarch64
   touch "$work/fetched"
 fi
 
