@@ -45,5 +45,12 @@ exec aarch64-linux-gnu-gcc "$@"
 COMPILER
 chmod +x "$work/cc"
 
-export PYTHONPATH="$work/site:$root" D2SD_CC="$work/cc" D2SD_CACHE="$work/cache" PYTHONDONTWRITEBYTECODE=1
-exec qemu-aarch64 -L "$work/root" "$work/root/usr/bin/python3.11" "$@"
+# Processes that the tests start are executed under emulation too: sys.executable is this script.
+cat > "$work/python3.11" << INTERPRETER
+#!/bin/sh
+exec qemu-aarch64 -0 "\$0" -L "$work/root" "$work/root/usr/bin/python3.11" "\$@"
+INTERPRETER
+chmod +x "$work/python3.11"
+
+export PYTHONHOME="$work/root/usr" PYTHONPATH="$work/site:$root" D2SD_CC="$work/cc" D2SD_CACHE="$work/cache" PYTHONDONTWRITEBYTECODE=1
+exec "$work/python3.11" "$@"
