@@ -80,7 +80,7 @@ def test_workers_of_a_rollout_have_a_namespace_of_their_own(monkeypatch: pytest.
         monkeypatch.setenv(limit, "1")  # run_worker sets them; undone after the test
     made: list[Any] = []
     monkeypatch.setattr("dynamo.common.backend.run.run", lambda kind, engine_factory: made.append(engine_factory))
-    monkeypatch.setattr("d2sd.bundle.load.load_bundle", MagicMock())
+    monkeypatch.setattr(EngineOptions, "load", MagicMock())
     run_worker(Path("/bundle"), WorkerSettings(model="m", namespace="fleet"), EngineOptions())
     _, config = asyncio.run(made[0](None))
     assert config.namespace == "fleet-1a2b"
