@@ -124,15 +124,15 @@ def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _annotated(message: Mapping[str, Any], name: str) -> Any:
-    """The JSON behind `name:` in an annotation, of which the frontend passes on any; None if there is none."""
+    """The value of an annotation `name:JSON`, a string that the frontend passes on unread; None without one."""
     for annotation in message.get("annotations") or ():
         key, colon, value = annotation.partition(":")
         if key == name and colon:
             try:
                 return json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 what, expected = "An annotation cannot be read.", f"JSON behind {name}:"
-                raise RequestError(what, where="nvext.annotations", found=annotation, expected=expected) from None
+                raise RequestError(what, where="nvext.annotations", found=annotation[:80], expected=expected) from None
     return None
 
 

@@ -94,6 +94,12 @@ def test_triton_and_dynamo_have_it(bundle: Bundle) -> None:
     switches = {"token_ids": None, "speculative:false": "off", 'speculative:{"policy": "chain"}': "chain"}
     for switch, policy in switches.items():
         assert reader.read({"token_ids": [3], "annotations": ["llm_metrics", switch]}).policy == policy
-    for broken in 'speculative:"off"', "speculative:off":
+    for broken in (
+        'speculative:"off"',
+        "speculative:off",
+        "speculative:",
+        "speculative:NaN",
+        "speculative:" + 100_000 * "[",
+    ):
         with pytest.raises(RequestError, match="speculative"):
             reader.read({"token_ids": [3], "annotations": [broken]})
