@@ -126,8 +126,8 @@ def _part(message: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _annotated(message: Mapping[str, Any], name: str) -> Any:
     """The value of an annotation `name:JSON`, a string that the frontend passes on unread; None without one."""
     for annotation in message.get("annotations") or ():
-        key, colon, value = annotation.partition(":")
-        if key == name and colon:
+        key, _, value = annotation.partition(":")
+        if key == name:
             try:
                 return json.loads(value)
             except (ValueError, RecursionError):
