@@ -98,6 +98,7 @@ def test_triton_and_dynamo_have_it(bundle: Bundle) -> None:
         'speculative:"off"',
         "speculative:off",
         "speculative:",
+        "speculative",
         "speculative:NaN",
         "speculative:" + 100_000 * "[",
     ):
