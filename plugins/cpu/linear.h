@@ -12,6 +12,7 @@
 
 #include <stdlib.h>
 
+#include "amx.h"
 #include "vector.h"
 
 /* The threads of a pass: OpenMP's, which PyTorch has loaded already, so that its operators and these kernels share one
@@ -78,6 +79,7 @@ static void run_pass(job run, void *arguments, int threads) {
 #else
 #define TILE_ROWS 3
 #endif
+#define MOST_ROWS (AMX_ROWS > TILE_ROWS ? AMX_ROWS : TILE_ROWS)
 /* Rows that stay in the second-level cache while the panels go by. */
 #define BLOCK_ROWS 96
 
@@ -149,18 +151,19 @@ INLINE void tile_of(int rows, const int type, const char *x, long stride, const 
     }
 }
 
-/* The sums of up to TILE_ROWS rows of x and panel `number` of a layer: [rows, PANEL]. */
+/* The sums of a tile's rows of x and panel `number` of a layer: [rows, PANEL]. */
 static __attribute__((noinline)) void
 multiply(const struct linear *layer, const void *x, long stride, int rows, long number, float *sum) {
     const char *panel = (const char *)layer->weight + number * layer->in * PANEL * type_size(layer->type);
-    if (layer->type == F32) tile_of(rows, F32, x, stride, panel, layer->in, sum);
+    if (takes_amx(layer->type, layer->in)) amx_tile(rows, x, stride, panel, layer->in, sum);
+    else if (layer->type == F32) tile_of(rows, F32, x, stride, panel, layer->in, sum);
     else if (layer->type == BF16) tile_of(rows, BF16, x, stride, panel, layer->in, sum);
     else tile_of(rows, F16, x, stride, panel, layer->in, sum);
 }
 
-/* Rows of the next tile, of `left` rows: as even as possible. */
-INLINE int tile_rows(long left) {
-    const long tiles = (left + TILE_ROWS - 1) / TILE_ROWS;
+/* Rows of the next tile, of `left` rows in tiles of up to `most`: as even as possible. */
+INLINE int tile_rows(long left, long most) {
+    const long tiles = (left + most - 1) / most;
     return (int)((left + tiles - 1) / tiles);
 }
 
@@ -171,14 +174,15 @@ typedef void (*finish)(void *to, const float *sum, const float *gate, long row, 
 static void each_tile(
     const struct linear *layer, const void *x, long stride, long rows, int gated, finish finish, void *to,
     const struct share *share) {
-    float sum[TILE_ROWS * PANEL], gate[TILE_ROWS * PANEL];
+    float sum[MOST_ROWS * PANEL], gate[MOST_ROWS * PANEL];
+    const long most = takes_amx(layer->type, layer->in) ? AMX_ROWS : TILE_ROWS;
     long first, last;
     divide(layer->out / PANEL / (gated ? 2 : 1), share, &first, &last);
     for (long block = 0; block < rows; block += BLOCK_ROWS) {
         const long end = block + BLOCK_ROWS < rows ? block + BLOCK_ROWS : rows;
         for (long panel = first; panel < last; panel++) {
             for (long row = block; row < end;) {
-                const int count = tile_rows(end - row);
+                const int count = tile_rows(end - row, most);
                 const char *at = (const char *)x + row * stride * input_size(layer->type);
                 if (gated) multiply(layer, at, stride, count, 2 * panel, gate);
                 multiply(layer, at, stride, count, gated ? 2 * panel + 1 : panel, sum);
@@ -187,6 +191,7 @@ static void each_tile(
             }
         }
     }
+    amx_free();
 }
 
 /* The plainest end of a sum: a column of rows. */

@@ -40,13 +40,16 @@ def test_products_are_right(shape: tuple[int, int], dtype: torch.dtype, bias: bo
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
-def test_bits_of_a_row_do_not_depend_on_other_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    product = PackedLinear.of(torch.randn(72, 200).to(dtype))
-    x = torch.randn(200, 200)
+@pytest.mark.parametrize("depth", [200, 192], ids=["inputs left over", "whole tiles of AMX"])
+def test_bits_of_a_row_do_not_depend_on_other_rows(
+    depth: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    product = PackedLinear.of(torch.randn(72, depth).to(dtype))
+    x = torch.randn(200, depth)
     alone = torch.cat([product(row[None]) for row in x])
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        for count in (2, 3, 11, 12, 13, 24, 25, 95, 96, 97, 100, 200):
+        for count in (2, 3, 11, 12, 13, 16, 17, 24, 25, 32, 33, 95, 96, 97, 100, 200):
             assert torch.equal(product(x[:count]), alone[:count]), (threads, count)
             assert torch.equal(product(x[-count:]), alone[-count:]), (threads, count)
 

@@ -138,7 +138,7 @@ def noticed(proof: Callable[[], None]) -> bool:
 @pytest.mark.parametrize("name", [None, *MUTANTS], ids=str)
 def test_mutants_are_noticed(name: str | None, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     proofs: dict[str, list[Callable[[], None]]] = {
-        "linear": [partial(linear, dtype, monkeypatch) for dtype in TYPES],
+        "linear": [partial(linear, depth, dtype, monkeypatch) for dtype in TYPES for depth in (200, 192)],
         "layers": [partial(layers, dtype, size) for dtype in TYPES for size in (16, 64)],
         "delta rule": [partial(delta_rule, torch.float32)],
         "likeliest": [partial(likeliest, 1000), ties],
