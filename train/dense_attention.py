@@ -1,4 +1,4 @@
-"""`packing.attend_packed` for a GPU, in one attention kernel a layer: it reads the mask below and stores no scores.
+"""`packing.attend_packed` in one of PyTorch's attention kernels a layer: it reads the mask below and stores no scores.
 
     keys      context of the sequence 0 .. S-1      padding      slots of block 0 | block 1 | … | block A-1
     queries   ┌───────────────────────────────────────────────┬───────────────────────────────────────────┐
@@ -26,7 +26,8 @@ from d2sd.train.data.packing import Packed
 _ALIGNED = 16
 #: Parts of a batch with a length of context each.
 _PARTS = 4
-_KERNELS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+#: The first is a CPU's: with a mask a GPU takes the second.
+_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def takes(drafter: DraftModel) -> bool:

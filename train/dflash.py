@@ -148,7 +148,7 @@ def block_hidden(drafter: Drafter, embedding: Tensor, packed: Packed, visible: T
     tokens = torch.where(slots < visible[..., None], packed.tokens, drafter.config.mask_token_id)
     # The target's tensors may be bf16; the drafter is fp32, and only autocast changes the dtype of its products.
     embedded = drafter.embedded(tokens, lambda ids: F.embedding(ids, embedding).float())
-    if tokens.is_cuda and takes(drafter):
+    if takes(drafter):
         attend = attend_dense(drafter, packed, *token_context(drafter, packed))
     else:
         attend = attend_packed(drafter, packed.features.float(), packed.positions)

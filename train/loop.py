@@ -207,9 +207,8 @@ class Trainer(Loop):
 
     def _prepare(self, step: int) -> Drawn:
         size, device = self.settings.micro_batch, self._head.device
-        numbers: Sequence[int] = self._draws.numbers(step)
-        if device.type == "cuda":  # see `attend_dense`
-            numbers = sorted(numbers, key=lambda number: self.data.length(self._draws.index(number)))
+        drawn: Sequence[int] = self._draws.numbers(step)
+        numbers = sorted(drawn, key=lambda number: self.data.length(self._draws.index(number)))  # see `attend_dense`
         batches = [self._draw(numbers[start : start + size]) for start in range(0, len(numbers), size)]
         candidates = self._candidates([packed for packed, _ in batches], step)
         return Drawn([(packed.to(device), draws) for packed, draws in batches], candidates)

@@ -24,6 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from d2sd.errors import D2SDError
 from d2sd.io import write_json
+from d2sd.modeling.config import BodyConfig
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import Attend
@@ -183,7 +184,7 @@ def device_features(
             found=f"{shape[0]:,} tokens, {shape[0] * shape[1] * weight.element_size() / 1e9:,.1f} GB",
             fix="set data.features to online, or to cached if the disk has room",
         ) from None
-    alone = body.recurrent is not None or body.sinks or any(body.windows)
+    alone = _alone(body)
     order = sorted(range(len(texts)), key=lambda index: len(texts[index]), reverse=True)
     while order:
         count = 1 if alone else max(1, _TOGETHER // len(texts[order[0]]))
@@ -220,14 +221,19 @@ def _causal_pass(target: Decoder, tokens: Tensor, aux_layer_ids: tuple[int, ...]
     return out
 
 
+def _alone(body: BodyConfig) -> bool:
+    """Whether a layer needs the pages of `full_pass`: it does not see everything before a token, and that alone."""
+    return body.recurrent is not None or body.sinks or any(body.windows)
+
+
 def _forward(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Response], Tensor]:
     """response -> [S, (n+1)·E], in the target's dtype and on its device."""
-    device = target.embed_tokens.weight.device
+    device, alone = target.embed_tokens.weight.device, _alone(target.config.body)
 
     @torch.no_grad()
     def compute(response: Response) -> Tensor:
         tokens = torch.tensor([response.prompt_ids + response.response_ids], device=device)
-        out = target.full_pass(tokens, aux_layer_ids)
+        out = target.full_pass(tokens, aux_layer_ids) if alone else _causal_pass(target, tokens, aux_layer_ids)
         return torch.cat([out.features, out.hidden], -1)[0]
 
     return compute
