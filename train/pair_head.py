@@ -59,9 +59,14 @@ class Slots(NamedTuple):
 
 
 def with_pair_head(
-    drafter: Drafter, config: PairConfig, vocabulary: tuple[int, ...] | None, generator: torch.Generator
+    drafter: Drafter,
+    config: PairConfig,
+    vocabulary: tuple[int, ...] | None,
+    generator: torch.Generator,
+    start: Drafter | None = None,
 ) -> Drafter:
-    """A copy of a drafter, frozen, with a head that adds nothing yet, on the same device; a pair head is replaced.
+    """A copy of a drafter, frozen, with the pair head of `start` if it has one of this shape, or else with one that
+    adds nothing yet, on the same device; the drafter's own is replaced.
 
     `vocabulary`: the ids that it drafts, None for all.
     """
@@ -71,7 +76,11 @@ def with_pair_head(
     new.load_state_dict({name: tensor for name, tensor in own.items() if not name.startswith("pair_head.")}, False)
     head = new.head
     assert isinstance(head, PairHead)
-    head.start(generator)
+    if start is not None and start.config.head == config:
+        assert isinstance(start.head, PairHead)
+        head.load_state_dict(start.head.state_dict())
+    else:
+        head.start(generator)
     new.eval().requires_grad_(False)
     head.requires_grad_(True)
     return new.to(drafter.norm.weight.device)

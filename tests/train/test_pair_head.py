@@ -15,6 +15,7 @@ from torch import Tensor
 from d2sd.errors import D2SDError
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import PairConfig
+from d2sd.modeling.drafters.pair import PairHead
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.responses import Response
 from d2sd.train.pair_head import PairTrainer, Slots, with_pair_head
@@ -205,3 +206,19 @@ def test_a_drafter_keeps_its_vocabulary_and_loses_an_older_head() -> None:
     assert again.config.draft_vocabulary == IDS
     assert again.config.block_size == BLOCK
     assert again.get_parameter("pair_head.hidden_projection.weight").shape == (3, 32)
+
+
+def test_a_head_goes_on_from_one_of_its_shape() -> None:
+    made, given = trainer(), torch.Generator()
+    with torch.no_grad():
+        for weight in made.head.parameters():
+            weight.normal_(generator=torch.Generator().manual_seed(3))
+    same, other = (
+        with_pair_head(new_drafter(), config, None, given, made.drafter) for config in (PairConfig(8, 6), PairConfig(3))
+    )
+    learnt = made.head.state_dict()
+    assert isinstance(same.head, PairHead)
+    assert all(torch.equal(same.head.state_dict()[name], learnt[name]) for name in learnt)
+    assert all(weight.requires_grad for weight in same.head.parameters())
+    assert isinstance(other.head, PairHead)
+    assert other.head.hidden_projection.weight.shape[0] == 3

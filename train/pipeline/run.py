@@ -173,11 +173,17 @@ class Run:
         return cached(lambda sequences: None)
 
     def _vocabulary(self, data: TrainingData, bundle: Bundle) -> tuple[int, ...] | None:
-        """The draft vocabulary: the most frequent ids, ascending, without the mask token."""
+        """The draft vocabulary, ascending: that of the first drafter to start from, chosen of more responses, if it has
+        the recipe's size; or else the most frequent ids without the mask token.
+        """
         geometry = self.recipe.shape
         count = geometry.draft_vocab_size
         if count is None:
             return None
+        if (start := self.recipe.starts.get(DrafterRole.FIRST)) is not None:
+            known = DFLASH.read_config(obtained(self.recipe, start)).draft_vocabulary
+            if known is not None and len(known) == count:
+                return known
         size = bundle.target.config.vocab_size
         chosen = data.frequent(count, size)
         if isinstance(geometry, Geometry) and chosen[geometry.mask_token_id]:
@@ -250,7 +256,10 @@ class Training:
         prefixes = self.run.recipe.second or SecondSettings(steps=1, objective=Objective(ce=1))
         vocabulary = plain.config.draft_vocabulary if role in self.run.recipe.ready else self.vocabulary
         config = PairConfig(settings.rank, settings.candidates)
-        drafter = with_pair_head(plain, config, vocabulary, torch.Generator().manual_seed(settings.seed + role))
+        begun = self.run.recipe.starts.get(role)
+        start = None if begun is None else DFLASH.load(obtained(self.run.recipe, begun), torch.float32)
+        generator = torch.Generator().manual_seed(settings.seed + role)
+        drafter = with_pair_head(plain, config, vocabulary, generator, start)
         of_second = (first, prefixes) if is_second else (None, None)
         trainer = PairTrainer(self.target, drafter, data, settings, *of_second)
         with self.run.progress(f"training the {role.key} head", settings.steps) as advance:

@@ -66,8 +66,9 @@ def test_matched_needs_a_trained_first(project: Path) -> None:
 
 
 @pytest.mark.slow
-def test_both_drafters_may_start_trained(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With another draft vocabulary and another block size than they have."""
+@pytest.mark.parametrize("drafted", [9, 12], ids=["as many ids", "more"])
+def test_both_drafters_may_start_trained(drafted: int, project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With another block size than they have; ids of a draft vocabulary of the same size stay."""
     drafter = tiny_drafter(tiny_decoder().config, mask_token_id=63, target_layer_ids=(0, 1))
     stored = []
     for name, config in (("first", drafter.config), ("second", replace(drafter.config, role="variable_prefix"))):
@@ -78,7 +79,7 @@ def test_both_drafters_may_start_trained(project: Path, monkeypatch: pytest.Monk
         stored.append(DFLASH.load(project / name, torch.float32).state_dict())
     edit(project, "drafter.layers", drafter.config.body.num_layers)
     edit(project, "drafter.block_size", drafter.config.block_size + 2)
-    edit(project, "drafter.draft_vocab_size", 12)
+    edit(project, "drafter.draft_vocab_size", drafted)
     made = noted(monkeypatch, Trainer)
     trained(project)
     for (_, began), tensors in zip(made, stored, strict=True):
@@ -87,7 +88,8 @@ def test_both_drafters_may_start_trained(project: Path, monkeypatch: pytest.Monk
         config = DFLASH.read_config(project / "out" / role)
         assert config.block_size == drafter.config.block_size + 2
         assert config.draft_vocabulary is not None
-        assert len(config.draft_vocabulary) == 12
+        assert len(config.draft_vocabulary) == drafted
+        assert (config.draft_vocabulary == tuple(range(9))) == (drafted == 9)
         assert config.role == ("first" if role == "first" else "variable_prefix")
 
 
