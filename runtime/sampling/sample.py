@@ -129,7 +129,7 @@ class Sampling(SamplingTensors):
             return gumbel(self.seed, positions, vocab_size)
         (sampled,) = (self.temperature > 0).nonzero(as_tuple=True)  # noise takes a CPU longer than the logits
         noise = torch.zeros(*positions.shape, vocab_size)
-        for rows in sampled.split(_NOISY_ROWS):
+        for rows in torch.split(sampled, _NOISY_ROWS):
             noise[rows] = gumbel(self.seed[rows], positions[rows], vocab_size)
         return noise
 
