@@ -27,8 +27,6 @@ T = TypeVar("T", "Sampling", Penalties)
 
 #: Lower temperatures decode greedily: logits / T would overflow, and the noise no longer changes the argmax.
 GREEDY_BELOW = 1e-5
-#: Rows whose noise a CPU makes together: their words stay in its cache.
-_NOISY_ROWS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +122,7 @@ class Sampling(SamplingTensors):
         """
         if not self.any_sampled:
             return None
-        positions = context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device)
-        if self.seed.is_cuda:
-            return gumbel(self.seed, positions, vocab_size)
-        (sampled,) = (self.temperature > 0).nonzero(as_tuple=True)  # noise takes a CPU longer than the logits
-        noise = torch.zeros(*positions.shape, vocab_size)
-        for rows in torch.split(sampled, _NOISY_ROWS):
-            noise[rows] = gumbel(self.seed[rows], positions[rows], vocab_size)
-        return noise
+        return gumbel(self.seed, context_len[:, None] + 1 + torch.arange(depths, device=self.seed.device), vocab_size)
 
 
 def _filters_of(params: SamplingParams, vocab_size: int) -> set[str]:
