@@ -93,7 +93,7 @@ def _projection(target: Decoder, data: TrainingData) -> Tensor:
 
 def flex_hidden(head: FlexHead, embedding: Tensor, packed: Packed, _visible: Tensor) -> Tensor:
     """[B, A, G, E]: hidden states of the mask rows; the anchor is the one real token of a block."""
-    if takes(head):
+    if packed.features.is_cuda and takes(head):
         batch, length = packed.features.shape[:2]
         places = torch.arange(length, device=packed.features.device).expand(batch, -1)
         attend = attend_dense(head, packed, *head.context_keys_values(packed.features, places))
