@@ -1,133 +1,37 @@
-"""The drafter against a reference that shares no line with it, written from the architecture's description: loops over
-slots, heads and keys in float64, on plain NumPy vectors.
+"""The drafter against a reference that shares no line with it (loops.py).
 
 Shape letters: B requests, G block size, K branches, C context tokens, E hidden, D head size, n auxiliary layers.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from d2sd.modeling.config import DrafterConfig
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.head_configs import SelectorConfig
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.where import Where
+from tests.modeling.loops import draft as draft_of_loops
 from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_drafter
-
-Vector = NDArray[np.float64]
 
 TARGET = tiny_decoder("qwen3", layers=4, hidden=16, heads=4, kv_heads=2, head_dim=6)  # heads wider than hidden together
 DRAFTER = tiny_drafter(TARGET.config, layers=2, block_size=4)
 GAMMA = DRAFTER.config.block_size
 
 
-# --- The reference -------------------------------------------------------------------------------------------------
-
-
-def rms_norm(x: Vector, weight: Vector, eps: float) -> Vector:
-    mean_square = sum(float(value) ** 2 for value in x) / len(x)
-    return x / math.sqrt(mean_square + eps) * weight
-
-
-def rope(x: Vector, position: int, theta: float) -> Vector:
-    """Coordinates i and i + D/2 rotate together by position · theta^(-2i/D)."""
-    half, out = len(x) // 2, np.empty_like(x)
-    for i in range(half):
-        angle = position * theta ** (-2 * i / len(x))
-        out[i] = x[i] * np.cos(angle) - x[i + half] * np.sin(angle)
-        out[i + half] = x[i + half] * np.cos(angle) + x[i] * np.sin(angle)
-    return out
-
-
-def convolved(rows: list[Vector], inputs: list[Vector], base: Vector, projection: Vector, side: int) -> list[Vector]:
-    """Short convolutions over the rows of a block: number by number, with coefficients that each row's input gives."""
-    taps, hidden = base.shape[1:]
-    groups = projection.shape[0] // (2 * taps)
-    out = []
-    for t in range(len(rows)):
-        given = projection @ inputs[t]
-        row = np.zeros(hidden)
-        for channel in range(hidden):
-            group = channel // (hidden // groups)
-            for tap in range(min(taps, t + 1)):  # nothing is before the block
-                dynamic = given[(side * taps + tap) * groups + group]
-                row[channel] += (base[side, tap, channel] + dynamic) * rows[t - tap][channel]
-        out.append(row)
-    return out
-
-
-def reference_draft(
-    weights: dict[str, Vector],
-    config: DrafterConfig,
-    features: list[Vector],
-    context_positions: list[int],
-    block: list[Vector],
-    block_positions: list[int],
-) -> list[Vector]:
-    """One block of one request. features: one [n·E] per context token. block: the target's embedding of each slot."""
-    c = config.body
-    eps, theta, size = c.rms_norm_eps, c.rope.theta, c.head_dim
-
-    def heads(vector: Vector) -> list[Vector]:
-        return [vector[i : i + size] for i in range(0, len(vector), size)]
-
-    def around(w: dict[str, Vector], part: str, rows: list[Vector], inputs: list[Vector], side: int) -> list[Vector]:
-        """Behind the convolution before (0) or behind (1) a part of a layer, if there is one."""
-        if f"{part}_conv.base_kernel" not in w:
-            return rows
-        return convolved(rows, inputs, w[f"{part}_conv.base_kernel"], w[f"{part}_conv.kernel_projection.weight"], side)
-
-    context = [rms_norm(weights["fc.weight"] @ f, weights["hidden_norm.weight"], eps) for f in features]
-    stream = list(block)
-    for layer in range(c.num_layers):
-        w = {name.removeprefix(f"layers.{layer}."): x for name, x in weights.items() if f"layers.{layer}." in name}
-        before = [rms_norm(x, w["input_layernorm.weight"], eps) for x in stream]
-        normed = around(w, "attention", before, before, 0)
-        # Keys and values: the context as it is, the block after its input norm, through the same weights.
-        keys, values = [], []  # [token][K/V head]
-        for x, position in zip(context + normed, context_positions + block_positions, strict=True):
-            k = heads(w["self_attn.k_proj.weight"] @ x)
-            keys.append([rope(rms_norm(head, w["self_attn.k_norm.weight"], eps), position, theta) for head in k])
-            values.append(heads(w["self_attn.v_proj.weight"] @ x))
-        heads_out = []
-        for slot, position in enumerate(block_positions):
-            attended = []
-            for head, q in enumerate(heads(w["self_attn.q_proj.weight"] @ normed[slot])):
-                q = rope(rms_norm(q, w["self_attn.q_norm.weight"], eps), position, theta)
-                kv_head = head // (c.num_heads // c.num_kv_heads)
-                exps = [np.exp(np.dot(q, key[kv_head]) / np.sqrt(size)) for key in keys]  # every key: nothing is masked
-                mixed = np.zeros(size)
-                for weight, value in zip(exps, values, strict=True):
-                    mixed += weight / sum(exps) * value[kv_head]
-                attended.append(mixed)
-            heads_out.append(w["self_attn.o_proj.weight"] @ np.concatenate(attended))
-        stream = [x + y for x, y in zip(stream, around(w, "attention", heads_out, before, 1), strict=True)]
-        before = [rms_norm(x, w["post_attention_layernorm.weight"], eps) for x in stream]
-        mlp_out = []
-        for y in around(w, "mlp", before, before, 0):
-            gate = w["mlp.gate_proj.weight"] @ y
-            up = w["mlp.up_proj.weight"] @ y
-            mlp_out.append(w["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
-        stream = [x + y for x, y in zip(stream, around(w, "mlp", mlp_out, before, 1), strict=True)]
-    return [rms_norm(x, weights["norm.weight"], eps) for x in stream]
-
-
 def reference(drafter: Drafter, features: Tensor, positions: Tensor, tokens: Tensor, block_positions: Tensor) -> Tensor:
-    """features [C, n·E], tokens [G] -> [G, E], through the loops above."""
+    """features [C, n·E], tokens [G] -> [G, E], through the loops."""
     weights = {name: x.double().numpy() for name, x in drafter.state_dict().items()}
     embedding: Any = TARGET.embed_tokens.weight.double().numpy()
-    out = reference_draft(
+    out = draft_of_loops(
         weights,
-        drafter.config,
+        drafter.config.body,
         list(features.double().numpy()),
         positions.tolist(),
         [embedding[token] for token in tokens.tolist()],

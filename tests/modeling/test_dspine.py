@@ -23,7 +23,7 @@ from d2sd.plugins.choice import candidates
 from d2sd.plugins.layer_ops import Behind
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
-from tests.modeling.test_drafter import Vector, rms_norm, rope
+from tests.modeling.loops import Vector, attention, behind_attention, heads, of_layer, rms_norm
 from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_drafter
 
 TARGET = tiny_decoder("qwen3", layers=4, hidden=16, heads=4, kv_heads=2, head_dim=6, tie=False)
@@ -72,34 +72,21 @@ class Reference:
             self.behind.append(x)
             told = said
 
-    def part(self, layer: int, name: str) -> Vector:
-        found: Vector = self.weights[f"layers.{layer}.{name}.weight"]
-        return found
-
     def see(self, layer: int, x: Vector, place: int) -> None:
         """Keep the key and the value of a row."""
-        size, eps, theta = self.body.head_dim, self.body.rms_norm_eps, self.body.rope.theta
-        norm = self.part(layer, "self_attn.k_norm")
-        keys = (self.part(layer, "self_attn.k_proj") @ x).reshape(-1, size)
-        self.keys[layer].append(np.array([rope(rms_norm(k, norm, eps), place, theta) for k in keys]))
-        self.values[layer].append((self.part(layer, "self_attn.v_proj") @ x).reshape(-1, size))
+        w = of_layer(self.weights, layer)
+        self.keys[layer].append(heads("k", x, place, w, self.body))
+        self.values[layer].append(heads("v", x, place, w, self.body))
 
     def layer(self, layer: int, x: Vector, place: int) -> Vector:
         """A row behind a layer, in front of the injection; its key and value join the others."""
-        size, eps, theta, heads = self.body.head_dim, self.body.rms_norm_eps, self.body.rope.theta, []
-        normed = rms_norm(x, self.part(layer, "input_layernorm"), eps)
+        w = of_layer(self.weights, layer)
+        normed = rms_norm(x, w["input_layernorm.weight"], self.body.rms_norm_eps)
         self.see(layer, normed, place)
-        for index, q in enumerate((self.part(layer, "self_attn.q_proj") @ normed).reshape(-1, size)):
-            group = index * self.body.num_kv_heads // self.body.num_heads
-            q = rope(rms_norm(q, self.part(layer, "self_attn.q_norm"), eps), place, theta)
-            chances = [math.exp(q @ key[group] / math.sqrt(size)) for key in self.keys[layer]]
-            weighted = zip(chances, self.values[layer], strict=True)
-            heads.append(sum(chance / sum(chances) * value[group] for chance, value in weighted))
-        x = x + self.part(layer, "self_attn.o_proj") @ np.concatenate(heads)
-        inner = rms_norm(x, self.part(layer, "post_attention_layernorm"), eps)
-        gate, up = self.part(layer, "mlp.gate_proj") @ inner, self.part(layer, "mlp.up_proj") @ inner
-        out: Vector = x + self.part(layer, "mlp.down_proj") @ (gate / (1 + np.exp(-gate)) * up)
-        return out
+        queries = heads("q", normed, place, w, self.body)
+        return behind_attention(
+            x + attention(queries, self.keys[layer], self.values[layer], w, self.body), w, self.body
+        )
 
     def predicted(self, layer: int, x: Vector) -> Vector:
         told: Vector = self.weights[f"injection.readouts.{layer}.weight"] @ x

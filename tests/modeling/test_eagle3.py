@@ -19,7 +19,7 @@ from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.where import Where
 from d2sd.plugins.layer_ops import Behind
-from tests.modeling.test_drafter import Vector, rms_norm, rope
+from tests.modeling.loops import Vector, attention, behind_attention, heads, of_layer, rms_norm
 from tests.tiny import pool_for, random_tokens, tiny_decoder, tiny_eagle
 
 TARGET = tiny_decoder("qwen3", layers=5, hidden=16, heads=4, kv_heads=2, head_dim=6)
@@ -43,34 +43,15 @@ class Reference:
         for feature, token in zip(features.double().numpy(), tokens[1:], strict=True):
             self.last = self.row(self.weights["fc.weight"] @ feature, token)
 
-    def part(self, name: str) -> Vector:
-        found: Vector = self.weights[f"layers.0.{name}.weight"]
-        return found
-
     def row(self, h: Vector, token: int) -> Vector:
         """The output of a row, before the last norm; its key and value join the others."""
-        out: Vector
-        eps, size, place = self.layer.rms_norm_eps, self.layer.head_dim, len(self.keys)
-        x = np.concatenate([
-            rms_norm(self.embedding[token], self.part("input_layernorm"), eps),
-            rms_norm(h, self.part("hidden_norm"), eps),
-        ])  # fmt: skip
-        theta = self.layer.rope.theta
-        self.keys.append(
-            np.array([rope(k, place, theta) for k in (self.part("self_attn.k_proj") @ x).reshape(-1, size)])
-        )
-        self.values.append((self.part("self_attn.v_proj") @ x).reshape(-1, size))
-        heads = []
-        for index, q in enumerate((self.part("self_attn.q_proj") @ x).reshape(-1, size)):
-            group = index * self.layer.num_kv_heads // self.layer.num_heads
-            scores = np.array([rope(q, place, theta) @ key[group] for key in self.keys]) / size**0.5
-            chances = np.exp(scores - scores.max())
-            heads.append(sum(c * value[group] for c, value in zip(chances / chances.sum(), self.values, strict=True)))
-        y = h + self.part("self_attn.o_proj") @ np.concatenate(heads)
-        inner = rms_norm(y, self.part("post_attention_layernorm"), eps)
-        gate, up = self.part("mlp.gate_proj") @ inner, self.part("mlp.up_proj") @ inner
-        out = y + self.part("mlp.down_proj") @ (gate / (1 + np.exp(-gate)) * up)
-        return out
+        w, eps, place = of_layer(self.weights, 0), self.layer.rms_norm_eps, len(self.keys)
+        embedded = rms_norm(self.embedding[token], w["input_layernorm.weight"], eps)
+        x = np.concatenate([embedded, rms_norm(h, w["hidden_norm.weight"], eps)])
+        self.keys.append(heads("k", x, place, w, self.layer))
+        self.values.append(heads("v", x, place, w, self.layer))
+        queries = heads("q", x, place, w, self.layer)
+        return behind_attention(h + attention(queries, self.keys, self.values, w, self.layer), w, self.layer)
 
     def logits(self) -> Vector:
         """Logits of the slot behind the last row."""

@@ -23,7 +23,7 @@ from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.native import pack
 from d2sd.modeling.where import Where
 from d2sd.plugins.cpu import library
-from tests.modeling.test_drafter import Vector, rms_norm, rope
+from tests.modeling.loops import Vector, Weights, attention, behind_attention, heads, of_layer, rms_norm
 from tests.tiny import feed, in_fp8, pool_for, random_tokens, tiny_decoder, tiny_flex
 
 GAMMA = 4
@@ -40,36 +40,17 @@ def drafted(target: Decoder, head: FlexHead, anchors: Tensor, rows: Rows, pool: 
 
 
 def layer_of_loops(
-    stream: list[Vector], given: tuple[list[Vector], list[Vector]], mine: dict[str, Vector], theirs: dict[str, Vector],
-    body: BodyConfig, *, causal: bool,
-) -> tuple[list[Vector], list[Vector], list[Vector]]:  # fmt: skip
+    stream: list[Vector], given: tuple[list[Vector], list[Vector]], w: Weights, body: BodyConfig, *, causal: bool
+) -> tuple[list[Vector], list[Vector], list[Vector]]:
     """Rows behind a context whose keys and values are `given` [token][K/V head]: outputs, and both with the rows'."""
-    eps, theta, size = body.rms_norm_eps, body.rope.theta, body.head_dim
-    (keys, values), start = map(list, given), len(given[0])
-    normed = [rms_norm(x, theirs["input_layernorm.weight"], eps) for x in stream]
-
-    def heads(name: str, x: Vector, place: int) -> Vector:
-        parts = (mine[f"{name}_proj.weight"] @ x + mine.get(f"{name}_proj.bias", 0)).reshape(-1, size)
-        if name == "v":
-            return parts
-        if body.qk_norm:
-            parts = np.array([rms_norm(part, mine[f"{name}_norm.weight"], eps) for part in parts])
-        return np.array([rope(part, start + place, theta) for part in parts])
-
-    keys += [heads("k", x, place) for place, x in enumerate(normed)]
-    values += [heads("v", x, place) for place, x in enumerate(normed)]
-    after = []
+    (keys, values), start, after = map(list, given), len(given[0]), []
+    normed = [rms_norm(x, w["input_layernorm.weight"], body.rms_norm_eps) for x in stream]
+    keys += [heads("k", x, start + place, w, body) for place, x in enumerate(normed)]
+    values += [heads("v", x, start + place, w, body) for place, x in enumerate(normed)]
     for place, x in enumerate(normed):
-        attended, seen = [], start + place + 1 if causal else len(keys)
-        for index, q in enumerate(heads("q", x, place)):
-            group = index * body.num_kv_heads // body.num_heads
-            scores = np.array([q @ key[group] for key in keys[:seen]]) / size**0.5
-            chances = np.exp(scores - scores.max()) / np.exp(scores - scores.max()).sum()
-            attended.append(sum(c * value[group] for c, value in zip(chances, values, strict=False)))
-        y = stream[place] + mine["o_proj.weight"] @ np.concatenate(attended)
-        inner = rms_norm(y, theirs["post_attention_layernorm.weight"], eps)
-        gate, up = theirs["mlp.gate_proj.weight"] @ inner, theirs["mlp.up_proj.weight"] @ inner
-        after.append(y + theirs["mlp.down_proj.weight"] @ (gate / (1 + np.exp(-gate)) * up))
+        seen = start + place + 1 if causal else len(keys)
+        attended = attention(heads("q", x, start + place, w, body), keys[:seen], values[:seen], w, body)
+        after.append(behind_attention(stream[place] + attended, w, body))
     return after, keys, values
 
 
@@ -85,13 +66,11 @@ def reference(target: Decoder, head: FlexHead, tokens: list[int]) -> tuple[Vecto
         block[0] = own["anchor_projection.weight"] @ weights["embed_tokens.weight"][tokens[-1]]
     stream = [weights["embed_tokens.weight"][token] for token in tokens[:-1]]
     for layer in range(body.num_layers):
-        theirs = {key.split(".", 2)[2]: weights[key] for key in weights if key.startswith(f"layers.{layer}.")}
-        attention = {key.removeprefix("self_attn."): x for key, x in theirs.items() if key.startswith("self_attn.")}
-        stream, *known = layer_of_loops(stream, ([], []), attention, theirs, body, causal=True)
+        theirs = of_layer(weights, layer)
+        stream, *known = layer_of_loops(stream, ([], []), theirs, body, causal=True)
         if layer >= split:
-            at = f"layers.{layer - split}.self_attn."
-            mine = {key.removeprefix(at): x for key, x in own.items() if key.startswith(at)}
-            block, _, _ = layer_of_loops(block, (known[0], known[1]), mine, theirs, body, causal=False)
+            mixed = {**theirs, **of_layer(own, layer - split)}
+            block, _, _ = layer_of_loops(block, (known[0], known[1]), mixed, body, causal=False)
     hidden = np.array([rms_norm(x, weights["norm.weight"], body.rms_norm_eps) for x in block])
     anchor = weights["embed_tokens.weight"][tokens[-1]]
     logits = []

@@ -1,16 +1,16 @@
 """Drafters whose layers have windows, causal blocks or sinks, or that embed masks themselves: what each dialect says.
 
-Logits are compared with a forward pass that is written here from the equations: loops over rows and heads in fp64.
-Shape letters: T context tokens, G block size, E hidden, D head size.
+States are compared with a forward pass that is written from the equations (tests/modeling/loops.py).
+Shape letters: G block size, E hidden.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from d2sd.modeling.kv_pool import CommittedRows, Rows
 from d2sd.modeling.where import Where
 from tests.convert.formats.helpers import public_fields, speculators_fields, tiny_pair, write_foreign
 from tests.convert.helpers import tree_bytes, write_target_dir
+from tests.modeling.loops import draft
 from tests.tiny import pool_for, random_tokens
 
 WINDOW = 6
@@ -125,59 +126,6 @@ def test_what_readers_would_guess_is_refused(keys: dict[str, Any], key: str) -> 
         read_layout(HFConfig(with_keys(public_fields(DRAFTER), keys), "config.json"))
 
 
-def reference(tensors: Mapping[str, Tensor], fields: Mapping[str, Any], views: Views, context: Tensor, block: Tensor,
-              embedded: Tensor, features: Tensor) -> Tensor:  # fmt: skip
-    """The last hidden states [G, E] of a block behind T tokens, from names of tensors as they are in a file."""
-    w = {name: tensor.double() for name, tensor in tensors.items()}
-    size, heads, groups = fields["head_dim"], fields["num_attention_heads"], fields["num_key_value_heads"]
-    eps, theta = fields["rms_norm_eps"], fields["rope_theta"]
-
-    def norm(x: Tensor, weight: Tensor) -> Tensor:
-        normed: Tensor = x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
-        return normed
-
-    def turned(x: Tensor, position: int) -> Tensor:
-        angle = position * theta ** (-torch.arange(0, size, 2).double() / size)
-        pairs = fields.get("rope_is_neox_style") is False
-        low, high = (x[::2], x[1::2]) if pairs else x.chunk(2)
-        made = low * angle.cos() - high * angle.sin(), high * angle.cos() + low * angle.sin()
-        return torch.stack(made, -1).flatten() if pairs else torch.cat(made)
-
-    seen = norm(features.double() @ w["fc.weight"].T, w["hidden_norm.weight"])
-    x, count = embedded.double(), len(context)
-    for layer, (window, causal) in enumerate(views):
-        own = {name: w[f"layers.{layer}.{name}.weight"] for name in (
-            "input_layernorm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-            "self_attn.o_proj", "self_attn.q_norm", "self_attn.k_norm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-        )}  # fmt: skip
-        sinks = w.get(f"layers.{layer}.self_attn.attention_sink_bias")
-        normed = norm(x, own["input_layernorm"])
-        everything = torch.cat([seen, normed])
-        out = torch.zeros(len(x), heads * size, dtype=torch.double)
-        for row in range(len(x)):
-            for head in range(heads):
-                group = slice((head // (heads // groups)) * size, (head // (heads // groups) + 1) * size)
-                q = (own["self_attn.q_proj"] @ normed[row])[head * size : (head + 1) * size]
-                q = turned(norm(q, own["self_attn.q_norm"]), count + row)
-                scores, values = [], []
-                for place in range(count + len(x)):
-                    is_before = place < count
-                    if window is not None and place <= count + row - window:
-                        continue
-                    if causal and not is_before and place > count + row:
-                        continue
-                    k = norm((own["self_attn.k_proj"] @ everything[place])[group], own["self_attn.k_norm"])
-                    scores.append(q @ turned(k, place) / math.sqrt(size))
-                    values.append((own["self_attn.v_proj"] @ everything[place])[group])
-                weights = torch.stack(scores + ([] if sinks is None else [sinks[head]])).softmax(0)[: len(values)]
-                out[row, head * size : (head + 1) * size] = weights @ torch.stack(values)
-        x = x + out @ own["self_attn.o_proj"].T
-        normed = norm(x, own["post_attention_layernorm"])
-        gate, up = normed @ own["mlp.gate_proj"].T, normed @ own["mlp.up_proj"].T
-        x = x + (gate * gate.sigmoid() * up) @ own["mlp.down_proj"].T
-    return norm(x, w["norm.weight"])
-
-
 def served(decoder: Decoder, drafter: Drafter, context: Tensor, block: Tensor) -> Tensor:
     """Hidden states [G, E] of the block, as the runtime computes them: context in pages, the block's rows behind it."""
     config = drafter.config
@@ -237,7 +185,18 @@ def test_logits_equal_those_of_the_equations(tmp_path: Path, name: str) -> None:
     if options.get("mask"):
         embedded[1:] = tensors["mask_embedding"]
     features = DECODER.full_pass(context[None], aux_layer_ids=DRAFTER.config.target_layer_ids).features[0]
-    expected = reference(tensors, fields, views, context, block, embedded, features).float()
+    weights = {key: tensor.double().numpy() for key, tensor in tensors.items()}
+    states = draft(
+        weights,
+        DRAFTER.config.body,
+        list(features.double().numpy()),
+        [*range(11)],
+        list(embedded.double().numpy()),
+        [*range(11, 15)],
+        views=views,
+        neighbours=fields.get("rope_is_neox_style") is False,
+    )
+    expected = torch.from_numpy(np.array(states)).float()
     convert(folder, "z-lab", tmp_path / "b")
     convert(tmp_path / "b", "z-lab", tmp_path / "c")
     assert tree_bytes(tmp_path / "b") == tree_bytes(tmp_path / "c")
