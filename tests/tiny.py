@@ -218,7 +218,6 @@ def tiny_flex(
     block_size: int = 4,
     draft_vocabulary: tuple[int, ...] | None = None,
     anchored: bool = False,
-    seed: int = 4,
 ) -> FlexHead:
     """A random FlexDraft head in the last `layers`, joined to `target`."""
     config = target.config
@@ -234,7 +233,7 @@ def tiny_flex(
             draft_vocabulary=draft_vocabulary,
         )
     )
-    randomise(head, seed, residual_gain=1.0)
+    randomise(head, 4, residual_gain=1.0)
     head.join(target)
     return head
 

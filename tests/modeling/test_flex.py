@@ -123,8 +123,8 @@ def test_mask_rows_equal_the_reference(
 LAYERS = ("compiled", "packed", "plain")
 
 
-def prepared_pair(kind: str, monkeypatch: pytest.MonkeyPatch, layers: int = 2) -> tuple[Decoder, FlexHead]:
-    target, head = pair(layers)
+def prepared_pair(kind: str, monkeypatch: pytest.MonkeyPatch) -> tuple[Decoder, FlexHead]:
+    target, head = pair()
     if kind != "compiled":
         patched = (native, "supported") if kind == "packed" else (library, "available")
         monkeypatch.setattr(*patched, lambda *_: False)

@@ -108,8 +108,8 @@ PAIRS: dict[str, Pair] = {
 }  # fmt: skip
 
 
-def headed(head: HeadConfig, seed: int = 1) -> Drafter:
-    drafter = tiny_drafter(TARGET, block_size=BLOCK, head=head, seed=seed)
+def headed(head: HeadConfig) -> Drafter:
+    drafter = tiny_drafter(TARGET, block_size=BLOCK, head=head)
     drafter.join(DECODER)
     return drafter
 

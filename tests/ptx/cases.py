@@ -19,10 +19,10 @@ from tools.ptxsim.launch import Edit, Launch, executed_as_ptx
 CAPABILITIES = (80, 89, 90, 120)
 
 
-def call_of(case: Attention, seed: int = 0) -> Call:
+def call_of(case: Attention) -> Call:
     """One K/V head; random numbers and trees; NaN in every slot of the pages that no request owns."""
     shape = Shape(contexts=case.contexts, rows=case.rows, kv_heads=1, group=case.group, size=case.size, page_size=16)
-    call = make(shape, ancestors, seed).to(TYPES[case.kind])
+    call = make(shape, ancestors).to(TYPES[case.kind])
     call = behind(call, case.window, steps(ancestors, call), sinks=case.sinks)
     return in_fp8(call, torch.tensor(0.011), torch.tensor(0.007)) if case.fp8 else call
 

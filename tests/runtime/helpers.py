@@ -14,6 +14,7 @@ import torch
 from hypothesis import settings
 from torch import Tensor
 
+from d2sd.modeling.config import Family
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.flexdraft import FlexHead
@@ -86,6 +87,24 @@ def copies(windows: str = "none") -> Models:
     return deepcopy(models(windows))
 
 
+def last_token_decoder(seed: int, family: Family = "llama", **shape: Any) -> Decoder:
+    """A target that reads its last token alone, which soon walks in circles."""
+    target = tiny_decoder(family, layers=2, seed=seed, tie=False, **shape)
+    for name, parameter in target.named_parameters():
+        if "o_proj" in name:
+            parameter.zero_()
+    return target
+
+
+def circling(case: str = "hybrid", depth: int | None = None, *, seed: int = 1) -> ModelRunner:
+    """Such a target behind drafters that are hardly ever right; steps of `depth` tokens, or of a block."""
+    target = last_token_decoder(seed)
+    first = tiny_drafter(target.config, block_size=BLOCK)
+    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
+    drafters = of_case(case, first, second, tiny_flex(target, block_size=BLOCK))
+    return runner_of(target, *drafters, block_size=depth)
+
+
 def placed(case: str = "", windows: str = "none") -> tuple[Decoder, DraftModel, DraftModel | None]:
     """The target and the drafters of one of `CASES` in their places; of no case the pair."""
     target, *drafters = copies(windows)
@@ -135,27 +154,18 @@ def _longer(request: Request, windows: str) -> tuple[int, ...]:
     return plain(*how, windows, request.markers)
 
 
-def texts_of(requests: SequenceOf[Request], windows: str = "none") -> dict[int, tuple[int, ...]]:
+def texts_of(requests: SequenceOf[Request]) -> dict[int, tuple[int, ...]]:
     """The plain text of each request by its seed, a block longer than what it asks for."""
-    texts = {r.seed: r.prompt + _longer(r, windows) for r in requests}
+    texts = {r.seed: r.prompt + _longer(r, "none") for r in requests}
     assert len(texts) == len(requests)
     return texts
 
 
 def cheater(
-    requests: SequenceOf[Request],
-    case: str = "",
-    *,
-    first_errors: float = 0.3,
-    second_errors: float = 0.3,
-    alone: bool = False,
+    requests: SequenceOf[Request], case: str = "", *, first_errors: float = 0.3, second_errors: float = 0.3
 ) -> CheatingRunner:
-    """Knows the plain text of all `requests`; with `alone` the first drafter is the only one."""
-    texts = texts_of(requests)
-    target, first, second = placed(case)
-    return CheatingRunner(
-        target, first, None if alone else second, texts, first_errors=first_errors, second_errors=second_errors
-    )
+    """Knows the plain text of all `requests`."""
+    return CheatingRunner(*placed(case), texts_of(requests), first_errors=first_errors, second_errors=second_errors)
 
 
 def honest(windows: str = "none", case: str = "") -> ModelRunner:

@@ -13,30 +13,15 @@ from d2sd.plugins.lookup import Text, find_copy
 from d2sd.plugins.trees import Draft
 from d2sd.policies import FACTS
 from d2sd.runtime.engine import Engine
-from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Limits, Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import default_scores
 from d2sd.runtime.speculation.policy import make_policy
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, make_engine, run_staggered
-from tests.tiny import CASES, of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.runtime.helpers import BLOCK, BRANCHES, BUDGET, circling, make_engine, run_staggered
+from tests.tiny import CASES, policy_name
 
 COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
-
-
-def circling(policy: str = "hybrid", depth: int | None = None) -> ModelRunner:
-    """A runner of a target that walks in circles, behind drafters that are hardly ever right; steps of `depth` tokens,
-    or of a block.
-    """
-    target = tiny_decoder(layers=2, seed=1, tie=False)
-    for name, parameter in target.named_parameters():
-        if "o_proj" in name:
-            parameter.zero_()
-    first = tiny_drafter(target.config, block_size=BLOCK)
-    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
-    drafters = of_case(policy, first, second, tiny_flex(target, block_size=BLOCK))
-    return runner_of(target, *drafters, block_size=depth)
 
 
 def prompts(shared: int) -> list[tuple[int, ...]]:

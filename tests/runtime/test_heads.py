@@ -22,9 +22,9 @@ from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
 from tests.runtime.cuda_graphs.test_capture import check_same, record
-from tests.runtime.helpers import BLOCK, make_engine, models, run_staggered, some_requests
+from tests.runtime.helpers import BLOCK, last_token_decoder, make_engine, models, run_staggered, some_requests
 from tests.runtime.test_lossless import Way
-from tests.tiny import HEADS, greedy_text, prepared, tiny_decoder, tiny_drafter
+from tests.tiny import HEADS, greedy_text, prepared, tiny_drafter
 
 POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
 IN_FLIGHT = Way(gap=2, shuffled=True)
@@ -91,10 +91,7 @@ def test_a_silent_head_leaves_every_tree_as_it_is(policy: PolicyName, monkeypatc
 @cache
 def bigrams() -> tuple[Decoder, Drafter]:
     """A target that reads its last token alone, and a drafter that knows nothing but which token follows which."""
-    target = tiny_decoder("qwen3", layers=2, head_dim=16, seed=1, tie=False)
-    for name, parameter in target.named_parameters():
-        if "o_proj" in name:
-            parameter.zero_()
+    target = last_token_decoder(1, "qwen3", head_dim=16)
     vocabulary = target.config.vocab_size
     following = target.logits(target.full_pass(torch.arange(vocabulary)[:, None]).hidden)[:, 0].argmax(-1)
     head = MarkovConfig(rank=vocabulary)

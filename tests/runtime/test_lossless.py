@@ -18,14 +18,16 @@ from tests.runtime.helpers import (
     BLOCK,
     all_pages,
     cheater,
+    circling,
     copies,
     expected,
     free_pages,
+    last_token_decoder,
     make_engine,
     run_staggered,
     some_requests,
 )
-from tests.tiny import CASES, greedy_text, of_case, policy_name, runner_of, tiny_decoder, tiny_drafter, tiny_flex
+from tests.tiny import CASES, greedy_text, policy_name, runner_of, tiny_drafter
 
 
 @dataclass(frozen=True)
@@ -136,51 +138,25 @@ def test_a_first_drafter_used_twice_drafts_what_a_second_of_its_weights_does(way
     assert steps[0] == steps[1]
 
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("way", [WAYS["alone"], WAYS["in flight"]])
-@pytest.mark.parametrize("seed", [1, 5])
-def test_lookup_where_the_text_repeats(way: Way, seed: int) -> None:
-    """A target that reads its last token alone soon walks in circles (of four and of two); what followed once follows
-    again, past the end of the text.
-    """
-    target = tiny_decoder(layers=2, seed=seed, tie=False)
-    for name, parameter in target.named_parameters():
-        if "o_proj" in name:
-            parameter.zero_()
-    requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
-    texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
-    engine = way.engine(runner_of(target, block_size=BLOCK), "lookup")
-    sequences = run_staggered(engine, requests, gap=way.gap)
-    assert [s.answer for s in sequences] == texts
-    stats = SequenceStats.merged(s.stats for s in sequences)
-    assert stats.accepted.keys() >= {1, BLOCK}
-    assert max(stats.accepted) == BLOCK
-    assert stats.tau > 2
-
-
 COPYING = tuple(name for name in CASES if FACTS[policy_name(name)].copies)
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("policy", COPYING)
+@pytest.mark.parametrize("policy", ["lookup", *COPYING])
 @pytest.mark.parametrize("seed", [1, 5])
 def test_copies_win_where_the_text_repeats(policy: str, seed: int) -> None:
-    """The target walks in circles, behind drafters that are hardly ever right, in flight and preempted."""
-    target = tiny_decoder(layers=2, seed=seed, tie=False)
-    for name, parameter in target.named_parameters():
-        if "o_proj" in name:
-            parameter.zero_()
-    first = tiny_drafter(target.config, block_size=BLOCK)
-    second = tiny_drafter(target.config, block_size=BLOCK, role="variable_prefix", seed=2)
+    """The target walks in circles (of four and of two), behind drafters that are hardly ever right, in flight and
+    preempted; what followed once follows again, past the end of the text.
+    """
     requests = tuple(Request((n, 2 * n), 40, SamplingParams(seed=n)) for n in range(7))
-    texts = [greedy_text(target, list(r.prompt), 40) for r in requests]
-    runner = runner_of(target, *of_case(policy, first, second, tiny_flex(target, block_size=BLOCK)))
-    engine = Way(pages=20, max_batch=6).engine(runner, policy, lookup=True)
+    runner = circling(policy, BLOCK, seed=seed)
+    texts = [greedy_text(last_token_decoder(seed), list(r.prompt), 40) for r in requests]
+    engine = Way(pages=20, max_batch=6).engine(runner, policy, lookup=policy != "lookup")
     sequences = run_staggered(engine, requests, gap=2)
     assert [s.answer for s in sequences] == texts
     assert sum(s.stats.preemptions for s in sequences) > 0
     stats = SequenceStats.merged(s.stats for s in sequences)
-    assert stats.accepted_branches[COPY] > 20
+    assert stats.accepted_branches[0 if policy == "lookup" else COPY] > 20
     assert max(stats.accepted) == BLOCK
     assert stats.tau > 2
 

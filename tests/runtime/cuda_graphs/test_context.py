@@ -38,7 +38,7 @@ def committed(requests: int, length: int, start: int) -> CommittedRows:
     return CommittedRows(features, (table,), places, torch.ones(requests, length, dtype=torch.bool), 4)
 
 
-def static(requests: int = 4) -> DrafterContext:
+def static() -> DrafterContext:
     """The context of one drafter with features of this width; its memory is reserved."""
     body = replace(tiny_decoder().config.body, hidden_size=WIDTH, num_layers=1)
     config = replace(tiny_drafter(tiny_decoder().config, block_size=BLOCK).config, body=body, target_layer_ids=(0,))
@@ -46,7 +46,7 @@ def static(requests: int = 4) -> DrafterContext:
     context = DrafterContext(
         {FIRST: drafter}, {FIRST: KVPool(body, PoolSizes(8, 4), torch.float32, "cpu")}, torch.float32
     )
-    context.reserve(requests, PAGES, BLOCK)
+    context.reserve(4, PAGES, BLOCK)
     return context
 
 

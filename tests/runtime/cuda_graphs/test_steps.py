@@ -50,9 +50,9 @@ pytestmark = pytest.mark.usefixtures("layers_of_pytorch")
 HOT, NARROW = SamplingParams(1.0, seed=1), SamplingParams(0.8, top_p=0.9, seed=2)
 
 
-def knowing(requests: SequenceOf[Request], case: str = "") -> Knowing:
+def knowing(requests: SequenceOf[Request]) -> Knowing:
     texts = {r.seed: [*r.prompt, *plain(r.prompt, r.sampling, r.max_new_tokens + BLOCK)] for r in requests}
-    return Knowing(*placed(case), texts)
+    return Knowing(*placed(), texts)
 
 
 def some(count: int, *kinds: SamplingParams, length: int = 14, seed: int = 0) -> list[Request]:
