@@ -20,6 +20,7 @@ from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights, bucket, forms, padded_rows, with_rows
 from d2sd.modeling.where import Where
 from tests.modeling.test_fused import AUX, anywhere, counted, outputs, pair
+from tests.plugins.cpu.test_linear import by_loops
 from tests.product_forms import cuda_products
 from tests.tiny import in_fp8, pool_for, random_tokens, tiny_decoder
 
@@ -48,18 +49,11 @@ def weights_of(kind: str, outputs: int = 48, inputs: int = 96, *, room: bool = T
     return Weights(values, result, bias, scales, result != torch.float32, room)
 
 
-def by_loops(x: Tensor, weights: Weights) -> list[list[float]]:
-    """The product in Python's numbers, unrounded."""
+def unrounded(x: Tensor, weights: Weights) -> Tensor:
+    """The product of these numbers, scaled and biased."""
     factor = math.prod(scale.item() for scale in weights.scales or ())
-    added = [0.0] * len(weights.values) if weights.bias is None else weights.bias.tolist()
-    left, right = x.float().tolist(), weights.values.float().tolist()
-    return [
-        [
-            sum(a * b for a, b in zip(row, column, strict=True)) * factor + more
-            for column, more in zip(right, added, strict=True)
-        ]
-        for row in left
-    ]
+    found = by_loops(x.float(), weights.values.float(), None) * factor
+    return found if weights.bias is None else found + weights.bias.float()
 
 
 @pytest.mark.usefixtures("cuda_products")
@@ -70,7 +64,7 @@ def test_all_forms_round_the_same_sums(kind: str, rows: int) -> None:
     memory = torch.full((64, 96), math.nan).to(weights.values.dtype)  # what padding reads is nobody's number
     x = memory[:rows]
     x.copy_(torch.randn(rows, 96, generator=torch.Generator().manual_seed(rows)))
-    expected = torch.tensor(by_loops(x, weights))
+    expected = unrounded(x, weights)
     step = torch.finfo(weights.dtype).eps
     for form in forms(rows, weights, (9, 0)):
         for given in (x, x.clone()):  # with and without room behind it
@@ -110,7 +104,7 @@ def test_few_rows_are_split_in_one_launch(kind: str) -> None:
         assert NAMED["split kernel"] not in forms(1, other, (9, 0))
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)).to(weights.values.dtype)
     found, step = NAMED["split kernel"].call(x, weights), torch.finfo(weights.dtype).eps
-    torch.testing.assert_close(found.float(), torch.tensor(by_loops(x, weights)), rtol=step, atol=1e-4 + step)
+    torch.testing.assert_close(found.float(), unrounded(x, weights), rtol=step, atol=1e-4 + step)
 
 
 @pytest.mark.usefixtures("anywhere")

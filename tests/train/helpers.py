@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -13,13 +14,17 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
+from d2sd.runtime.engine import Engine
+from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.speculation.policy import make_policy
+from d2sd.runtime.stats import mean_tau
 from d2sd.train.data.draws import first_errors
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.responses import Response
 from d2sd.train.dflash import block_hidden, drafter_config, drafter_from_target
 from d2sd.train_recipe import Geometry, SecondSettings
-from tests.tiny import greedy_text, random_tokens, tiny_decoder
+from tests.tiny import greedy_text, random_tokens, runner_of, tiny_decoder
 
 TAPS = (0, 1)
 BLOCK = 4
@@ -40,17 +45,35 @@ def target() -> Decoder:
 @cache
 def greedy_responses(count: int = 4, prompt: int = 5, length: int = 16) -> list[Response]:
     """Return the target's greedy answers to random prompts."""
-    prompts = random_tokens(target(), count, prompt, seed=3).tolist()
-    return [Response(f"a{i}", ids, greedy_text(target(), ids, length)) for i, ids in enumerate(prompts)]
+    return responses_of(target(), count, prompt, length)
+
+
+def responses_of(decoder: Decoder, count: int = 4, prompt: int = 5, length: int = 16) -> list[Response]:
+    prompts = random_tokens(decoder, count, prompt, seed=3).tolist()
+    return [Response(f"a{i}", ids, greedy_text(decoder, ids, length)) for i, ids in enumerate(prompts)]
 
 
 def exact_features(answers: list[Response]) -> TrainingData:
+    return features_of(target(), answers, TAPS)
+
+
+def features_of(decoder: Decoder, answers: list[Response], layers: tuple[int, ...]) -> TrainingData:
     """In memory and in fp32: what remains of a difference is then an error, not bf16."""
     rows = []
     for answer in answers:
-        out = target().full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=TAPS)
+        out = decoder.full_pass(torch.tensor([answer.prompt_ids + answer.response_ids]), aux_layer_ids=layers)
         rows.append(torch.cat([out.features, out.hidden], -1)[0])
-    return TrainingData(answers, len(TAPS), rows.__getitem__)
+    return TrainingData(answers, len(layers), rows.__getitem__)
+
+
+def share_of_blocks(decoder: Decoder, head: DraftModel, known: list[Response]) -> float:
+    """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
+    runner = runner_of(*deepcopy((decoder, head)))
+    policy = make_policy("chain", block_size=BLOCK, branches=1, row_budget=BLOCK)
+    engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
+    done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
+    assert [s.answer for s in done] == [one.response_ids for one in known]
+    return (mean_tau(s.stats for s in done) - 1) / (BLOCK - 1)
 
 
 def new_drafter(prefix_base: float | None = None) -> Drafter:

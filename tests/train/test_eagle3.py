@@ -13,18 +13,13 @@ from torch.nn import functional as F
 from d2sd.errors import D2SDError
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.eagle3 import Eagle3
-from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.stats import mean_tau
 from d2sd.train.data.packing import pack_blocks
-from d2sd.train.data.responses import Response
 from d2sd.train.eagle3 import eagle_added, eagle_head, eagle_hidden
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from tests.modeling.test_eagle3 import Reference
-from tests.tiny import runner_of, tiny_eagle
-from tests.train.helpers import BLOCK, TAPS, exact_features, greedy_responses, settings, target
+from tests.tiny import tiny_eagle
+from tests.train.helpers import BLOCK, TAPS, exact_features, greedy_responses, settings, share_of_blocks, target
 from tests.train.helpers import GEOMETRY as PLAIN
 
 GEOMETRY = PLAIN.model_copy(update={"kind": "eagle3"})
@@ -73,26 +68,16 @@ def test_shapes_that_do_not_fit(key: str, value: object) -> None:
     assert caught.value.where == f"drafter.{key}"
 
 
-def share_of_blocks(head: Eagle3, known: list[Response]) -> float:
-    """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
-    runner = runner_of(*deepcopy((target(), head)))
-    policy = make_policy("chain", block_size=BLOCK, branches=1, row_budget=BLOCK)
-    engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
-    done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
-    assert [s.answer for s in done] == [one.response_ids for one in known]
-    return (mean_tau(s.stats for s in done) - 1) / (BLOCK - 1)
-
-
 def test_answers_are_learnt_and_the_target_stays(tmp_path: Path) -> None:
     """Drafts behind its own drafts are accepted, and a smaller head drafts the same."""
     known, before = greedy_responses(), deepcopy(target().state_dict())
     head = fresh(target())
-    assert share_of_blocks(head, known) < 0.4
+    assert share_of_blocks(target(), head, known) < 0.4
     losses = []
     given = exact_features(known), settings(steps=150, learning_rate=3e-3)
     Trainer(target(), head, *given).run(tmp_path, lambda _, metrics: losses.append(metrics["loss"]))
     assert losses[-1] < 0.3 * losses[0]
     said = sorted({token for one in known for token in one.response_ids})
-    assert share_of_blocks(head, known) > 0.8
-    assert share_of_blocks(as_written(head, tuple(said), torch.float32), known) > 0.8
+    assert share_of_blocks(target(), head, known) > 0.8
+    assert share_of_blocks(target(), as_written(head, tuple(said), torch.float32), known) > 0.8
     assert all(torch.equal(tensor, before[name]) for name, tensor in target().state_dict().items())

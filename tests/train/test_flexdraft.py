@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -18,10 +17,6 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.layers import Layer
 from d2sd.modeling.where import Where
-from d2sd.runtime.engine import Engine
-from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.speculation.policy import make_policy
-from d2sd.runtime.stats import mean_tau
 from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import pack_blocks
 from d2sd.train.data.responses import Response
@@ -30,8 +25,8 @@ from d2sd.train.flexdraft import flex_added, flex_head, flex_hidden
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.evaluate import as_written
 from d2sd.train_recipe import FlexGeometry, Geometry
-from tests.tiny import feed, greedy_text, pool_for, random_tokens, runner_of, tiny_decoder, tiny_flex
-from tests.train.helpers import BLOCK, GEOMETRY, settings, target
+from tests.tiny import feed, pool_for, random_tokens, tiny_decoder, tiny_flex
+from tests.train.helpers import BLOCK, GEOMETRY, features_of, responses_of, settings, share_of_blocks, target
 
 LAYERS = 2
 
@@ -40,36 +35,16 @@ def made() -> Decoder:
     return tiny_decoder(layers=4)
 
 
-def answers(decoder: Decoder, count: int = 4) -> list[Response]:
-    prompts = random_tokens(decoder, count, 5, seed=3).tolist()
-    return [Response(f"a{i}", ids, greedy_text(decoder, ids, 16)) for i, ids in enumerate(prompts)]
-
-
 def features(decoder: Decoder, known: list[Response]) -> TrainingData:
-    """In fp32: outputs of the layer before the split, then the final hidden states."""
-    rows = []
-    for one in known:
-        out = decoder.full_pass(torch.tensor([one.prompt_ids + one.response_ids]), (3 - LAYERS,))
-        rows.append(torch.cat([out.features, out.hidden], -1)[0])
-    return TrainingData(known, 1, rows.__getitem__)
+    """Outputs of the layer before the split."""
+    return features_of(decoder, known, (3 - LAYERS,))
 
 
 def fresh(decoder: Decoder, *, anchored: bool = False) -> FlexHead:
     geometry = FlexGeometry(layers=LAYERS, block_size=BLOCK, calibration_size=16, anchored=anchored)
-    head = flex_head(geometry, decoder, features(decoder, answers(decoder)), seed=0)
+    head = flex_head(geometry, decoder, features(decoder, responses_of(decoder)), seed=0)
     head.join(decoder)
     return head
-
-
-def share_of_blocks(decoder: Decoder, head: FlexHead, known: list[Response]) -> float:
-    """Accepted drafts over drafted ones, served greedily; the last step of an answer is cut by its length."""
-    target, flex = deepcopy((decoder, head))
-    runner = runner_of(target, flex)
-    policy = make_policy("chain", block_size=BLOCK, branches=1, row_budget=BLOCK)
-    engine = Engine(runner, policy, Limits(max_batch=4, max_context=32, page_size=4, prefill_chunk=16))
-    done = engine.generate(Request(tuple(one.prompt_ids), len(one.response_ids)) for one in known)
-    assert [s.answer for s in done] == [one.response_ids for one in known]
-    return (mean_tau(s.stats for s in done) - 1) / (BLOCK - 1)
 
 
 @pytest.mark.parametrize("anchored", [False, True])
@@ -77,7 +52,7 @@ def test_training_computes_what_is_served(anchored: bool) -> None:
     """Mask rows over packed sequences equal those over the target's pages, block by block."""
     decoder = made()
     head = tiny_flex(decoder, layers=LAYERS, block_size=BLOCK, anchored=anchored)
-    known = answers(decoder, 2)
+    known = responses_of(decoder, 2)
     data = features(decoder, known)
     anchors = [torch.tensor([0, 4, 11]), torch.tensor([3, 8])]
     packed = pack_blocks([data[0], data[1]], anchors, BLOCK)
@@ -117,7 +92,7 @@ def test_the_first_head_is_the_targets_attention() -> None:
 def test_the_projection_starts_as_the_best_linear_map_to_the_split_layer() -> None:
     """Gradients of its error over the sample vanish but for the ridge, which keeps it from growing."""
     decoder = made()
-    head, data = fresh(decoder, anchored=True), features(decoder, answers(decoder))
+    head, data = fresh(decoder, anchored=True), features(decoder, responses_of(decoder))
     assert head.anchor_projection is not None
     sample = [data[i] for i in range(len(data))]
     embedded = torch.cat([decoder.embed_tokens(one.tokens[1:]) for one in sample])
@@ -134,7 +109,7 @@ def test_the_projection_starts_as_the_best_linear_map_to_the_split_layer() -> No
 def test_answers_are_learnt_by_heart_and_the_target_stays(anchored: bool, tmp_path: Path) -> None:
     """At least 0.9 of every block is accepted where it began with less than half."""
     decoder = made()
-    known = answers(decoder)
+    known = responses_of(decoder)
     before = {name: tensor.clone() for name, tensor in decoder.state_dict().items()}
     head = fresh(decoder, anchored=anchored)
     assert share_of_blocks(decoder, head, known) < 0.5
@@ -149,7 +124,7 @@ def test_answers_are_learnt_by_heart_and_the_target_stays(anchored: bool, tmp_pa
 @pytest.mark.slow
 def test_an_interrupted_training_goes_on_to_the_same_head(tmp_path: Path) -> None:
     decoder = made()
-    data, quick = features(decoder, answers(decoder)), settings(steps=4, optimizer="muon", precision="bf16")
+    data, quick = features(decoder, responses_of(decoder)), settings(steps=4, optimizer="muon", precision="bf16")
     whole, parted = fresh(decoder), fresh(decoder)
     Trainer(decoder, whole, data, quick).run(tmp_path / "a", lambda step, values: None)
 

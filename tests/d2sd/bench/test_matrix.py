@@ -27,15 +27,17 @@ def trees(methods: list[str], **changes: Any) -> list[tuple[str, int]]:
     return [(key.method, key.rows) for key in matrix(methods, **changes).keys()]  # noqa: SIM118  (no dictionary)
 
 
-def test_methods_that_grow_have_every_budget_and_others_their_own() -> None:
+def test_methods_that_grow_have_every_budget_unless_they_name_one_and_others_their_own() -> None:
+    grown = [("ddtree", 16), ("ddtree", 64)]
     assert trees(["chain", "ddtree", "lookup", "auto"]) == [
         ("off", 1),
         ("chain", 8),
-        ("ddtree", 16),
-        ("ddtree", 64),
+        *grown,
         ("lookup", 8),
         ("auto", 64),
     ]
+    named = [("hybrid", 8), ("chain", 4), ("auto", 32)]
+    assert trees(["hybrid:8", "chain:4", "auto:32", "ddtree"]) == [("off", 1), *named, *grown]
 
 
 def test_what_grows_is_what_a_larger_budget_gives_more_rows() -> None:
@@ -47,17 +49,6 @@ def test_what_grows_is_what_a_larger_budget_gives_more_rows() -> None:
         > make_policy(name, block_size=8, branches=7, row_budget=16).num_nodes
     }
     assert grown == set(GROWING)
-
-
-def test_a_method_may_name_its_budget() -> None:
-    assert trees(["hybrid:8", "chain:4", "auto:32", "hybrid"]) == [
-        ("off", 1),
-        ("hybrid", 8),
-        ("chain", 4),
-        ("auto", 32),
-        ("hybrid", 16),
-        ("hybrid", 64),
-    ]
 
 
 @pytest.mark.parametrize("methods", [["off"], ["off", "chain"], ["chain", "off"], []])

@@ -74,9 +74,7 @@ def test_boundaries(slots: int, width: int, monkeypatch: pytest.MonkeyPatch) -> 
     tokens = torch.randint(0, 99, (9, slots, width), generator=draw)
     first = Draft(tokens, confidences(draw, 9, slots, width))
     for count in sorted({1, slots // 2 + 1, slots}):
-        expected, found = both(monkeypatch, chain_branches, first, count)
-        for name in ("tokens", "prefix_len", "rejected"):
-            assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+        assert_equal(*both(monkeypatch, chain_branches, first, count))
 
 
 @pytest.mark.parametrize(
@@ -93,9 +91,7 @@ def test_restarts(slots: int, count: int, width: int, monkeypatch: pytest.Monkey
     tokens = torch.randint(0, 99, (9, slots, width), generator=draw)
     first = Draft(tokens, confidences(draw, 9, slots, width).sort(-1, descending=True).values)
     anchor = torch.arange(9)
-    expected, found = both(monkeypatch, tree_branches, anchor, first, count)
-    for name in ("tokens", "prefix_len", "rejected"):
-        assert torch.equal(getattr(found, name).cpu(), getattr(expected, name)), name
+    assert_equal(*both(monkeypatch, tree_branches, anchor, first, count))
 
 
 @pytest.mark.parametrize(("slots", "count", "budget", "vocab"), SIZES)

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.fp8 import Fp8Cache, kv_scales
 from d2sd.modeling.fused import fuse
-from d2sd.modeling.kv_pool import Rows
+from d2sd.modeling.kv_pool import KVPool, Rows
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from tests.plugins.kernels import calls
@@ -67,14 +68,19 @@ def test_a_model_over_kernels_is_the_model(fp8_pages: bool, fused: bool, monkeyp
         torch.testing.assert_close(hidden(model, [6, 1, 3]), expected, rtol=1e-4, atol=1e-5)
 
 
-@torch.inference_mode()
-def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def of_head(*, anchored: bool) -> tuple[Decoder, FlexHead, KVPool, Where]:
+    """A target, its FlexDraft head, and two contexts in the target's pages."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    head, context = tiny_flex(target, anchored=True), torch.tensor([9, 5])
     pool, table = pool_for(target.config.body, 2, 9)
     feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
+    return target, tiny_flex(target, anchored=anchored), pool, Where(table, torch.tensor([9, 5]))
+
+
+@torch.inference_mode()
+def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head, pool, where = of_head(anchored=True)
     everywhere = torch.ones(2, 4, 4, dtype=torch.bool)
-    rows, pool = Rows(context[:, None] + torch.arange(4), everywhere, Where(table, context)), pool.from_layer(1)
+    rows, pool = Rows(where.context_len[:, None] + torch.arange(4), everywhere, where), pool.from_layer(1)
     x = head.blocks(target.embed_tokens(torch.tensor([3, 7])))
     expected = head.draft(x, rows, pool)
     on_kernels(monkeypatch, fused=True)
@@ -86,11 +92,8 @@ def test_mask_rows_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -
 
 @torch.inference_mode()
 def test_rows_that_join_over_kernels_are_the_heads(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_decoder("qwen3", layers=2, head_dim=16)
-    head, context = tiny_flex(target), torch.tensor([9, 5])
-    pool, table = pool_for(target.config.body, 2, 9)
-    feed(target, random_tokens(target, 2, 9), pool, table, torch.tensor([0, 0]))
-    rows, tokens = Rows.chain(3, Where(table, context)), random_tokens(target, 2, 3)
+    target, head, pool, where = of_head(anchored=False)
+    rows, tokens = Rows.chain(3, where), random_tokens(target, 2, 3)
     rows = replace(rows, joining=head.joining)
     expected = target(tokens, rows, pool)
     on_kernels(monkeypatch, fused=True)

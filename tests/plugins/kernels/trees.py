@@ -64,7 +64,7 @@ def both(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any], *given: Any)
     return expected, make(*(there(x) for x in given))
 
 
-def assert_equal(expected: Tree | Accepted, found: Tree | Accepted) -> None:
+def assert_equal(expected: Tree | Accepted | Branches, found: Tree | Accepted | Branches) -> None:
     for field in fields(expected):
         if field.name in ("row", "rows"):  # a form of the others, and what is given
             continue

@@ -102,48 +102,35 @@ def test_a_target_that_walks_in_circles_is_copied(tmp_path: Path, monkeypatch: p
     serve(shop, server, [Request([1, 2, 3] * 6, 40)])
 
 
-def test_drafting_that_fails_leaves_plain_decoding(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("name", "works"), [("draft", 4), ("write_context", 0)])
+def test_drafters_that_fail_leave_plain_decoding(
+    name: str, works: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """After so many calls, of which the first that fails is the last."""
     shop = make_shop(tmp_path)
     server = shop.server(registered(monkeypatch, shop.bundle), Settings())
-    calls = []
-    draft = server.drafters.draft
+    calls, method = [], getattr(server.drafters, name)
 
     def fails(*args: Any) -> Any:
         calls.append(args)
-        if len(calls) > 4:
+        if len(calls) > works:
             raise RuntimeError("out of memory, say")
-        return draft(*args)
+        return method(*args)
 
-    monkeypatch.setattr(server.drafters, "draft", fails)
+    monkeypatch.setattr(server.drafters, name, fails)
     requests = random_requests(random.Random(5), 6, shop.decoder.config.vocab_size)
     capsys.readouterr()
     server.run(requests)
+    for request in requests if not works else requests[-1:]:
+        assert request.counts == [1] * len(request.counts)
     for request in requests:
         assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
-    assert len(calls) == 5
+    assert len(calls) == works + 1
     assert server.worker.drafting_failed
     assert not server.storage.has_tree.any()
-    assert requests[-1].counts == [1] * len(requests[-1].counts)
     told = capsys.readouterr().err
     assert told.count("drafting failed") == 1
     assert "out of memory, say" in told
-
-
-def test_context_that_fails_leaves_plain_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shop = make_shop(tmp_path)
-    server = shop.server(registered(monkeypatch, shop.bundle), Settings())
-
-    def fails(*args: Any) -> None:
-        raise RuntimeError
-
-    monkeypatch.setattr(server.drafters, "write_context", fails)
-    requests = random_requests(random.Random(6), 4, shop.decoder.config.vocab_size)
-    server.run(requests)
-    for request in requests:
-        assert request.answer == greedy_text(server.decoder, request.prompt, request.new_tokens)
-        assert request.counts == [1] * len(request.counts)
 
 
 def of_files(shop: Shop, write: Callable[[Path, Drafter], None]) -> Shop:
