@@ -1,7 +1,6 @@
 """The checkpoints that the shipped recipes name, without their weights: as headers of the true geometry, and shrunken.
 
-Targets are as their config.json says. z-lab's drafters of Qwen3 are as SpecForge carries their configs. Of the Llama
-drafter, sizes and block are public; its layer ids are taken to follow z-lab's rule, its RoPE to be the target's.
+What they are is what the recipes say of them.
 """
 
 from __future__ import annotations
@@ -14,13 +13,16 @@ from pathlib import Path
 
 import torch
 
+from d2sd.convert.checkpoint.families import parse_target_config
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.checkpoint.layout import usual_ids
 from d2sd.convert.checkpoint.target_shapes import target_shapes
 from d2sd.convert.kinds import DFLASH
-from d2sd.convert.kinds.dflash import config_fields
-from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig, Family, RopeConfig
+from d2sd.convert.kinds.dflash import config_fields, read_layout
+from d2sd.modeling.config import BodyConfig, DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.recipe import load_recipe
 from tests.convert.helpers import hf_fields, write_target_dir
 from tests.tiny import randomise
 
@@ -32,12 +34,26 @@ class Checkpoints:
     folders: tuple[str, str]
     target: DecoderConfig
     first: DrafterConfig
-    tokens: int  # the tokenizer's; ids behind them only fill up the vocabulary
+
+    @staticmethod
+    def of(name: str, *folders: str) -> Checkpoints:
+        """Those of a recipe, by its geometry; z-lab's drafters read evenly spaced layers."""
+        recipe = load_recipe(Path(name))
+        assert recipe.drafters.first is not None
+        target, first = (HFConfig(dict(one.geometry or {}), name) for one in (recipe.target, recipe.drafters.first))
+        found = Checkpoints((folders[0], folders[1]), parse_target_config(target), read_layout(first))
+        assert list(found.first.target_layer_ids) == usual_ids(5, found.target.body.num_layers)
+        return found
 
     @property
     def second(self) -> DrafterConfig:
         """The second drafter has the first one's shape, as `d2sd train` makes it."""
         return replace(self.first, role="variable_prefix", prefix_weight_base=0.9)
+
+    @property
+    def tokens(self) -> int:
+        """The tokenizer's, shrunken: Qwen3's has no token for the mask, whose id only fills up the vocabulary."""
+        return 310 if self.target.family == "qwen3" else 320
 
     def shrunken(self) -> Checkpoints:
         """The same family, block, ratios of heads and widths and rules for layer ids and mask; all else small."""
@@ -50,7 +66,7 @@ class Checkpoints:
             num_target_layers=8,
             target_layer_ids=tuple(usual_ids(5, 8)),
         )
-        return Checkpoints(self.folders, target, first, 310 if self.tokens == self.first.mask_token_id else 320)
+        return Checkpoints(self.folders, target, first)
 
 
 def _shrunken(body: BodyConfig, layers: int) -> BodyConfig:
@@ -65,55 +81,14 @@ def _shrunken(body: BodyConfig, layers: int) -> BodyConfig:
     )
 
 
-def _body(family: Family, hidden: int, intermediate: int, layers: int, rope: RopeConfig, positions: int) -> BodyConfig:
-    return BodyConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_layers=layers,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6 if family == "qwen3" else 1e-5,
-        rope=rope,
-        max_positions=positions,
-        qk_norm=family == "qwen3",
-        qkv_bias=False,
-        o_bias=False,
-    )
-
-
-def _first(target: DecoderConfig, intermediate: int, block_size: int, mask: int) -> DrafterConfig:
-    layers = target.body.num_layers
-    return DrafterConfig(
-        body=replace(target.body, intermediate_size=intermediate, num_layers=5, qk_norm=True),
-        vocab_size=target.vocab_size,
-        block_size=block_size,
-        mask_token_id=mask,
-        target_layer_ids=tuple(usual_ids(5, layers)),
-        num_target_layers=layers,
-        role="first",
-    )
-
-
-_ROPE = RopeConfig(1e6)
-_LLAMA_ROPE = RopeConfig(5e5, "llama3", 8.0, 8192, 1.0, 4.0)
-_QWEN3_4B = DecoderConfig("qwen3", _body("qwen3", 2560, 9728, 36, _ROPE, 40960), 151936, True)
-_QWEN3_8B = DecoderConfig("qwen3", _body("qwen3", 4096, 12288, 36, _ROPE, 40960), 151936, False)
-_LLAMA = DecoderConfig("llama", _body("llama", 4096, 14336, 32, _LLAMA_ROPE, 131072), 128256, False)
 #: By recipe.
 CHECKPOINTS = {
-    "qwen3-4b": Checkpoints(
-        ("Qwen3-4B", "Qwen3-4B-DFlash-b16"), _QWEN3_4B, _first(_QWEN3_4B, 9728, 16, 151669), 151669
-    ),
-    "qwen3-8b": Checkpoints(
-        ("Qwen3-8B", "Qwen3-8B-DFlash-b16"), _QWEN3_8B, _first(_QWEN3_8B, 12288, 16, 151669), 151669
-    ),
-    "llama-3.1-8b": Checkpoints(
-        ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
-        _LLAMA,
-        _first(_LLAMA, 12288, 10, 128002),
-        128256,
-    ),
+    name: Checkpoints.of(name, *folders)
+    for name, folders in {
+        "qwen3-4b": ("Qwen3-4B", "Qwen3-4B-DFlash-b16"),
+        "qwen3-8b": ("Qwen3-8B", "Qwen3-8B-DFlash-b16"),
+        "llama-3.1-8b": ("Llama-3.1-8B-Instruct", "LLaMA3.1-8B-Instruct-DFlash-UltraChat"),
+    }.items()
 }
 
 
