@@ -61,11 +61,7 @@ def _fields(windows: tuple[int | None, ...], causal: tuple[bool, ...], sinks: bo
 
 def _types(config: HFConfig, num_layers: int) -> tuple[bool, ...]:
     """Whether layer_types says that a layer has a window."""
-    types = config.get("layer_types", list, [_FULL] * num_layers)
-    if len(types) != num_layers or not all(kind in (_FULL, _SLIDING) for kind in types):
-        expected = f"{_FULL} or {_SLIDING} for each of {num_layers} layers"
-        raise config.refuse("This kind of layers is not supported.", "layer_types", expected)
-    return tuple(kind == _SLIDING for kind in types)
+    return tuple(kind == _SLIDING for kind in config.layer_types([_FULL] * num_layers, _FULL, _SLIDING))
 
 
 def _windows(config: HFConfig, num_layers: int) -> tuple[int | None, ...]:

@@ -119,12 +119,21 @@ class HFConfig:
             raise self.refuse("This list may hold only integers.", key, "integers")
         return tuple(values)
 
+    def layer_types(self, usual: list[str], *kinds: str, both: bool = False) -> list[str]:
+        """The kind of each layer, one of `kinds`, by `layer_types`; `usual` where that is missing.
+
+        `both`: each kind must be there.
+        """
+        types = self.get("layer_types", list, usual)
+        known = len(types) == len(usual) and all(kind in kinds for kind in types)
+        if not known or (both and not all(kind in types for kind in kinds)):
+            expected = f"{' or '.join(kinds)} of each of {len(usual)} layers{', and both' if both else ''}"
+            raise self.refuse("These layers are not supported.", "layer_types", expected)
+        return types
+
     def windows(self, pattern: list[str], num_layers: int) -> tuple[int | None, ...]:
         """Windows of the layers by `layer_types`, or by `pattern` in turns where that is missing; None: no window."""
-        types = self.get("layer_types", list, (pattern * num_layers)[:num_layers])
-        if len(types) != num_layers or not all(kind in ("sliding_attention", "full_attention") for kind in types):
-            expected = f"sliding_attention or full_attention of each of {num_layers} layers"
-            raise self.refuse("These layers are not supported.", "layer_types", expected)
+        types = self.layer_types((pattern * num_layers)[:num_layers], "sliding_attention", "full_attention")
         return tuple(self.size("sliding_window") if kind == "sliding_attention" else None for kind in types)
 
     def logit_cap(self) -> float | None:

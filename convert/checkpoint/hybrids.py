@@ -70,11 +70,7 @@ def _delta(config: HFConfig, num_layers: int) -> DeltaConfig:
     config.only("linear_conv_kernel_dim", 4)
     every = config.size("full_attention_interval", 4)
     usual = [_FULL if (layer + 1) % every == 0 else _DELTA for layer in range(num_layers)]
-    types = config.get("layer_types", list, usual)
-    known = all(kind in (_DELTA, _FULL) for kind in types)
-    if len(types) != num_layers or not known or _DELTA not in types or _FULL not in types:
-        expected = f"{_DELTA} or {_FULL} of each of {num_layers} layers, and both"
-        raise config.refuse("These layers are not supported.", "layer_types", expected)
+    types = config.layer_types(usual, _DELTA, _FULL, both=True)
     keys = config.size("linear_num_key_heads")
     values = config.size("linear_num_value_heads")
     if values % keys:

@@ -35,11 +35,7 @@ def lfm2(config: HFConfig, body: BodyConfig) -> BodyConfig:
     """The geometry that LFM2 writes with keys of its own."""
     for key in ("tie_embedding", "block_use_swiglu", "use_pos_enc"):
         config.only(key, True, None)
-    types = config.get("layer_types", list, _types(config, body.num_layers))
-    counted = types.count(_CONVOLUTION), types.count(_FULL)
-    if len(types) != body.num_layers or sum(counted) != body.num_layers or 0 in counted:
-        expected = f"{_CONVOLUTION} or {_FULL} of each of {body.num_layers} layers, and both"
-        raise config.refuse("These layers are not supported.", "layer_types", expected)
+    types = config.layer_types(_types(config, body.num_layers), _CONVOLUTION, _FULL, both=True)
     return replace(
         body,
         intermediate_size=_width(config),
