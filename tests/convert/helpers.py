@@ -17,7 +17,6 @@ from torch import Tensor
 from d2sd.calibration import CalibrationFile, UseTable, write_calibration
 from d2sd.convert.checkpoint.experts import ExpertMap
 from d2sd.convert.checkpoint.families import FAMILIES
-from d2sd.convert.checkpoint.gemma import GEMMA4
 from d2sd.convert.checkpoint.hf_config import rope_fields
 from d2sd.convert.checkpoint.lfm2 import NAMES as LFM2_NAMES
 from d2sd.convert.checkpoint.target import load_target
@@ -30,20 +29,6 @@ from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
 from d2sd.policies import DRAFTER_NAMES, DraftUse
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    **GEMMA4,
-    "qwen3_next": "Qwen3NextForCausalLM",
-    "qwen3_5_text": "Qwen3_5ForCausalLM",
-    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
-    "lfm2": "Lfm2ForCausalLM",
-    "lfm2_moe": "Lfm2MoeForCausalLM",
-}
 WHEEL_CONTENT = b"GGUF" + bytes(range(256)) * 100
 
 
@@ -51,7 +36,7 @@ def hf_fields(decoder: Decoder) -> dict[str, Any]:
     """The config.json that transformers would write for a tiny decoder."""
     config, body = decoder.config, decoder.config.body
     return {
-        "architectures": [_ARCHITECTURES[config.family]],
+        "architectures": [FAMILIES[config.family].architecture],
         "model_type": config.family,
         "hidden_size": body.hidden_size,
         "intermediate_size": body.intermediate_size,

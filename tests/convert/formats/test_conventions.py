@@ -71,32 +71,12 @@ def test_a_drafter_of_the_last_layer_is_not_written_as_a_speculator(tmp_path: Pa
     convert(tmp_path / "a", "z-lab", tmp_path / "c", target=target)
 
 
-@pytest.mark.parametrize(
-    ("drafter", "key"),
-    [
-        (tiny_drafter(tiny_decoder(hidden=48, heads=6, layers=6, rope=DRAFTER.config.body.rope).config), "hidden_size"),
-        (
-            tiny_drafter(tiny_decoder(layers=6, rope=RopeConfig(5e5, "yarn", 4.0, 128)).config),
-            "rope_theta and rope_scaling",  # ModelOpt can stretch a drafter alone, at export
-        ),
-    ],
-    ids=["another width", "stretched alone"],
-)
-def test_a_drafter_of_another_target_is_refused_by_the_differing_key(tmp_path: Path, drafter: Any, key: str) -> None:
+def test_a_drafter_of_another_width_is_refused_where_the_target_is_named(tmp_path: Path) -> None:
+    drafter = tiny_drafter(tiny_decoder(hidden=48, heads=6, layers=6, rope=DRAFTER.config.body.rope).config)
     DFLASH.write(tmp_path / "a", drafter.config, drafter.state_dict())
     read_drafter(tmp_path / "a")
-    with pytest.raises(CheckpointError, match=rf"another target(.|\n)*{key}\n  found(.|\n)*expected"):
+    with pytest.raises(CheckpointError, match=r"another target(.|\n)*hidden_size\n  found(.|\n)*expected"):
         read_drafter(tmp_path / "a", read_target_parts(write_target_dir(tmp_path / "target", DECODER)))
-
-
-def test_tensors_of_another_target_are_detected_row_by_row(tmp_path: Path) -> None:
-    """The head of a reduced vocabulary holds its tokens' rows: one row off is another token's."""
-    drafter = reduced(DRAFTER)
-    copies = extra(DECODER, drafter)
-    copies["lm_head.weight"] = copies["lm_head.weight"].roll(1, dims=0)
-    folder = write_foreign(tmp_path / "a", speculators_fields(drafter), drafter.state_dict() | copies)
-    with pytest.raises(CheckpointError, match=r"lm_head.weight\n  found: row 0 differs"):
-        read_drafter(folder, read_target_parts(write_target_dir(tmp_path / "target", DECODER)))
 
 
 LLAMA3 = RopeConfig(5e5, "llama3", 8.0, 8192, 1.0, 4.0)

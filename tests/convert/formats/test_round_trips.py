@@ -1,4 +1,4 @@
-"""Files that are read and written again stay the same: our own in bytes, those of others in logits."""
+"""Files that are read and written again stay the same, in the bytes of our own writer."""
 
 from __future__ import annotations
 
@@ -110,18 +110,16 @@ def write_as(folder: Path, form: str, decoder: Decoder, drafter: Drafter) -> Pat
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("to", ["z-lab", "speculators"])
 @pytest.mark.parametrize("form", ["z-lab", "modelopt", "specforge", "speculators"])
-def test_across_formats_logits_are_equal(
+def test_every_format_becomes_ours_through_any_other(
     tmp_path: Path, decoder: Decoder, target: Path, form: str, to: Writable
 ) -> None:
-    """Through the reader that bundles use, so a converted directory is also one that a recipe may name."""
+    """The files that our own writer writes of the same drafter, whoever it comes from."""
     drafter = tiny_pair(role="variable_prefix" if form == "specforge" else "first")[1]
-    tokens = random_tokens(decoder, 1, 12)[0]
-    expected = draft_logits(decoder, drafter, tokens[:11], int(tokens[11]))
+    DFLASH.write(tmp_path / "ours", drafter.config, drafter.state_dict())
     found, _ = convert(write_as(tmp_path / "a", form, decoder, drafter), to, tmp_path / "b", target=target)
     assert found == ("speculators" if form == "speculators" else "DFlash")
     convert(tmp_path / "b", "z-lab", tmp_path / "c", target=target)
-    torch.testing.assert_close(logits(decoder, tmp_path / "c"), expected, atol=1e-6, rtol=0)
-    assert DFLASH.read_config(tmp_path / "c") == drafter.config
+    assert tree_bytes(tmp_path / "c") == tree_bytes(tmp_path / "ours")
 
 
 def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decoder: Decoder) -> None:
@@ -132,15 +130,6 @@ def test_unsorted_ids_are_put_in_order_with_their_columns(tmp_path: Path, decode
     assert DFLASH.read_config(tmp_path / "b").target_layer_ids == (0, 2, 4)
     # fc adds the same products in another order, seen in fp32's fifth digit; wrong columns differ in the first.
     torch.testing.assert_close(logits(decoder, tmp_path / "b"), logits(decoder, source), atol=1e-4, rtol=0)
-
-
-def test_other_formats_become_explicit(tmp_path: Path, decoder: Decoder, target: Path) -> None:
-    """Converted files equal those that our own writer writes of the same drafter, whoever it comes from."""
-    drafter = tiny_pair()[1]
-    DFLASH.write(tmp_path / "ours", drafter.config, drafter.state_dict())
-    for form in ("modelopt", "speculators"):
-        convert(write_as(tmp_path / form, form, decoder, drafter), "z-lab", tmp_path / f"{form}-2", target=target)
-        assert tree_bytes(tmp_path / f"{form}-2") == tree_bytes(tmp_path / "ours")
 
 
 def test_tensors_keep_their_type(tmp_path: Path) -> None:

@@ -15,15 +15,7 @@ from d2sd.convert.kinds import DFLASH
 from d2sd.errors import BuildError, CheckpointError
 from d2sd.modeling.config import RopeConfig
 from d2sd.policies import DrafterRole
-from tests.convert.formats.helpers import (
-    extra,
-    modelopt_fields,
-    public_fields,
-    reduced,
-    speculators_fields,
-    tiny_pair,
-    write_foreign,
-)
+from tests.convert.formats.helpers import extra, public_fields, reduced, speculators_fields, tiny_pair, write_foreign
 from tests.convert.helpers import edit_json, edit_tensors, write_target_dir
 from tests.tiny import tiny_decoder
 
@@ -159,6 +151,10 @@ def test_pickled_weights_are_never_opened(zlab: Path) -> None:
     ("changes", "key"),
     [
         ({"rope_theta": 10000.0}, "rope_theta and rope_scaling"),
+        (  # ModelOpt can stretch a drafter alone, at export
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}},
+            "rope_theta and rope_scaling",
+        ),
         ({"num_target_layers": 7}, "num_target_layers"),
         ({"vocab_size": 65}, "vocab_size"),
     ],
@@ -276,13 +272,6 @@ def test_a_recipe_error_says_to_sort_and_to_convert(zlab: Path, speculators: Pat
         DFLASH.check(DFLASH.read_config(zlab), DECODER.config, DrafterRole.FIRST, 4, zlab)
     with pytest.raises(CheckpointError, match=r"speculators checkpoint(.|\n)*d2sd convert"):
         DFLASH.read_config(speculators)
-
-
-def test_modelopts_harmless_keys_are_harmless(tmp_path: Path) -> None:
-    fields = modelopt_fields(DRAFTER)
-    fields["dflash_config"] |= {"use_swa": False, "swa_window_size": None, "projector_type": None}
-    drafter = read_drafter(write_foreign(tmp_path / "m", fields, DRAFTER.state_dict()))
-    assert (drafter.format, drafter.config) == ("DFlash", DRAFTER.config)
 
 
 def test_a_target_must_have_what_drafters_borrow(tmp_path: Path) -> None:
