@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import TextIO
 
 from pydantic import model_validator
 
@@ -45,29 +44,29 @@ class Turn(jsonl.Named):
         return self
 
 
-def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], data: Data, seed: int = 0) -> list[Job]:
-    """All jobs in a seeded random order, so that any prefix of them is a fair sample.
+def plan_prompts(files: Iterable[tuple[Sequence[tuple[str, str]], int | None]], data: Data) -> list[Job]:
+    """All jobs in a random order, so that any prefix of them is a fair sample.
 
     `files` holds for each prompt file its (id, user turn) pairs and how many of them to use. The order depends on the
-    seed and the ids alone: raising a count or adding a file adds jobs and never replaces existing ones.
+    ids alone: raising a count or adding a file adds jobs and never replaces existing ones.
     `self_written.count` is the number of turns tried, before filtering, so the plan is known before the target has
     run. Raises D2SDError if an id is not unique.
     """
     jobs = []
     for prompts, count in files:
-        chosen = sorted(prompts, key=lambda prompt: order(prompt[0], seed))[:count]
+        chosen = sorted(prompts, key=lambda prompt: order(prompt[0]))[:count]
         jobs += [Job(name, text) for name, text in chosen]
     for kind in data.self_written:
         names = [f"self/{kind.name}/{i}" for i in range(kind.count)]
-        jobs += [Job(name, kind.openings[order(name, seed) % len(kind.openings)], kind) for name in names]
+        jobs += [Job(name, kind.openings[order(name) % len(kind.openings)], kind) for name in names]
     if repeated := [name for name, times in Counter(job.id for job in jobs).items() if times > 1]:
         raise D2SDError("two prompts have the same id", where="data.prompts", found=repeated[0])
-    return sorted(jobs, key=lambda job: order(job.id, seed))
+    return sorted(jobs, key=lambda job: order(job.id))
 
 
-def order(name: str, seed: int = 0) -> int:
-    """A random number of 64 bits that the name and the seed determine."""
-    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "big")
+def order(name: str) -> int:
+    """A random number of 64 bits that the name determines."""
+    return int.from_bytes(blake2b(f"0/{name}".encode(), digest_size=8).digest(), "big")
 
 
 def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, str]]:
@@ -96,8 +95,3 @@ def take_turns(jobs: Sequence[Job], path: Path) -> tuple[list[Job], dict[str, st
                 fix="restore data.self_written.openings, or train into another --work folder",
             )
     return remaining, dropped
-
-
-def append_turn(out: TextIO, turn: Turn) -> None:
-    """Append and flush one line."""
-    jsonl.append_row(out, turn.model_dump(exclude_none=True))

@@ -34,8 +34,8 @@ from d2sd.schema import read_model
 from d2sd.train.data import prompts, responses
 from d2sd.train.data.decontaminate import PromptFilter
 from d2sd.train.data.documents import document_turns
-from d2sd.train.data.jsonl import append_to, own_file
-from d2sd.train.data.prompts import Job, Turn, append_turn, order, plan_prompts, take_turns
+from d2sd.train.data.jsonl import append_row, append_to, own_file
+from d2sd.train.data.prompts import Job, order, plan_prompts, take_turns
 from d2sd.train.data.responses import Response, append_response, finished_ids, match_responses, read_responses
 from d2sd.train.dist import Dist
 from d2sd.train.pipeline.log import Say, paced
@@ -186,9 +186,9 @@ class ResponseGenerator:
         def append(out: TextIO, name: str, sequence: Sequence) -> None:
             if sequence.finish == "stop":  # at a stop token, or at the recipe's `end`
                 text = by_name[name].text + self._continuation(sequence, by_name[name])
-                append_turn(out, Turn(id=name, text=text))
+                append_row(out, {"id": name, "text": text})
             else:
-                append_turn(out, Turn(id=name, dropped="turn not finished within max_tokens"))
+                append_row(out, {"id": name, "dropped": "turn not finished within max_tokens"})
 
         self._run(prompts.KIND, {name: self._opening(job, before) for name, job in by_name.items()}, append)
 

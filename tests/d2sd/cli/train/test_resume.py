@@ -35,7 +35,7 @@ def test_a_second_run_asks_trains_and_measures_nothing_and_writes_the_same_bytes
 
 #: What is undone first, the call that is interrupted, and at which time.
 POINTS = {
-    "writing a turn": (["turns", "answers"], "d2sd.train.data.jsonl.append_row", 3),
+    "writing a turn": (["turns", "answers"], "d2sd.train.pipeline.responses.append_row", 3),
     "answering": (["answers"], "d2sd.runtime.engine.Engine.step", 5),
     "writing an answer": (["answers"], "d2sd.train.pipeline.responses.append_response", 7),
     "behind the features": (["features"], "d2sd.train.pipeline.run.Evaluator", 1),
