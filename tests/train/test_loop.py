@@ -113,15 +113,6 @@ def test_every_objective_teaches(terms: dict[str, float], data: TrainingData, tm
 # --- What it draws ---------------------------------------------------------------------------------------------------
 
 
-def test_every_sequence_is_used_once_an_epoch() -> None:
-    made, order = trainer(batch=3), []
-    for made.step in range(8):  # 24 sequences: 6 epochs of 4
-        order += [made._draws.index(number) for number in made._draws.numbers(made.step)]
-    epochs = [order[i : i + 4] for i in range(0, 24, 4)]
-    assert all(sorted(epoch) == [0, 1, 2, 3] for epoch in epochs)
-    assert len({tuple(epoch) for epoch in epochs}) > 1, "shuffled anew"
-
-
 def test_every_step_and_every_seed_draws_anew() -> None:
     """The same sequence in three epochs and under two seeds: other anchors, other ids, other prefixes."""
     anchors, ids = set(), set()

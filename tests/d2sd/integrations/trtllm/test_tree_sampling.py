@@ -67,13 +67,6 @@ def test_twenty_thousand_tokens(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_three_thousand_tokens(shop: Shop, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`make trtllm` has twenty thousand."""
-    assert check(shop, registered(monkeypatch, shop.bundle), 800, rejection=True) > 1
-
-
-@pytest.mark.slow
-@pytest.mark.full
 def test_the_check_can_fail(shop: Shop, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An acceptance that takes every first child is seen."""
     modules = registered(monkeypatch, shop.bundle)
