@@ -13,17 +13,21 @@ import torch
 from d2sd import tensorrt_env as tensorrt
 from d2sd.convert.engines import build as build_module
 from d2sd.convert.engines.build import Job, Report, build_engine, build_engines, configure, unversioned_library
-from d2sd.convert.engines.profiles import Profile
+from d2sd.convert.engines.profiles import make_profiles
 from d2sd.convert.onnx.export import export_target
 from d2sd.errors import BuildError
-from d2sd.runtime.backends.exported import view_inputs
-from tests.convert.exported import PAGE, Exported, ExportOnce
+from d2sd.modeling.config import DecoderConfig, DrafterConfig
+from d2sd.modeling.decoder import Decoder
+from d2sd.modeling.drafters.dflash import Drafter
+from tests.convert.engines.test_profiles import RECIPE
+from tests.convert.exported import PAGE, Exported, ExportOnce, tiny_pair
 from tests.modeling.test_fp8 import fp8_decoder
 
 pytest.importorskip("tensorrt_rtx", reason="the extra engines is not installed")
 #: Of the shared pair of Qwen3.
 pytestmark = pytest.mark.slow
-LAYERS = {"target": 3, "drafter": 2}
+TARGET, DRAFTER = (model.config for model in tiny_pair("qwen3", torch.float16))
+CONFIGS: dict[str, DecoderConfig | DrafterConfig] = {"target": TARGET, "drafter": DRAFTER}
 
 
 def linked(folder: Path, exported: Exported) -> Path:
@@ -39,63 +43,42 @@ def graphs(export_once: ExportOnce, tmp_path_factory: pytest.TempPathFactory) ->
     return linked(tmp_path_factory.mktemp("graphs"), export_once("qwen3", torch.float16))
 
 
-def profile(graph: str, layers: int, size: int = 16) -> Profile:
-    def of(*dims: tuple[int, int, int]) -> tuple[list[int], list[int], list[int]]:
-        least, usual, most = (list(shape) for shape in zip(*dims, strict=True))
-        return least, usual, most
-
-    b, t, pages = (1, 2, 4), (1, 8, 64), (2, 8, 64)
-    shapes = {
-        "embedded": of(b, t, (32, 32, 32)),
-        "positions": of(b, t),
-        "attn_mask": of(b, t, (1, 1, 2)),
-        "page_table": of(b, (1, 4, 16)),
-        "context_len": of(b),
-    }
-    if graph == "drafter":
-        shapes |= {"features": of(b, t, (64, 64, 64)), "feature_positions": of(b, t), "feature_len": of(b)}
-    fixed = [(n, n, n) for n in (PAGE, 2, size)]
-    return shapes | {f"{kind}_pages_{layer}": of(pages, *fixed) for kind in "kv" for layer in range(layers)}
-
-
-def job(folder: Path, graph: str, layers: int, **changes: Any) -> Job:
+def job(folder: Path, graph: str, config: DecoderConfig | DrafterConfig, **changes: Any) -> Job:
+    """An engine of one profile, which holds every batch."""
     values: dict[str, Any] = {
         "graph": str(folder / f"{graph}.onnx"),
         "engine": str(folder / f"{graph}.engine"),
         "report": str(folder / f"{graph}.json"),
         "builder": "tensorrt-rtx",
         "compute": "portable",
-        "profiles": [profile(graph, layers)],
+        "profiles": make_profiles(RECIPE, "tensorrt-rtx", config)[:1],
     }
     return Job(**values | changes)
 
 
 @pytest.mark.engines
 @pytest.mark.parametrize(
-    ("graph", "layers", "compute"),
+    ("graph", "compute"),
     [
-        pytest.param(
-            graph, layers, compute, marks=[] if (graph == "target") == (compute == "portable") else pytest.mark.full
-        )
-        for graph, layers in LAYERS.items()
+        pytest.param(graph, compute, marks=[] if (graph == "target") == (compute == "portable") else pytest.mark.full)
+        for graph in CONFIGS
         for compute in ("portable", "sm89")
     ],
 )
-def test_every_attention_becomes_our_plugin(
-    graphs: Path, tmp_path: Path, graph: str, layers: int, compute: str
-) -> None:
-    (report,) = build_engines([job(graphs, graph, layers, compute=compute)], tmp_path)
+def test_every_attention_becomes_our_plugin(graphs: Path, tmp_path: Path, graph: str, compute: str) -> None:
+    layers = CONFIGS[graph].body.num_layers
+    (report,) = build_engines([job(graphs, graph, CONFIGS[graph], compute=compute)], tmp_path)
     assert (report.plugins, report.layers["PLUGIN_V3"], report.compute) == (layers, layers, compute)
     assert "SOFTMAX" not in report.layers, "no attention was built from the function"
     assert (graphs / f"{graph}.engine").stat().st_size == report.bytes > 0
 
 
 @pytest.mark.engines
-@pytest.mark.parametrize(("graph", "layers"), LAYERS.items())
-def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layers: int) -> None:
+@pytest.mark.parametrize("graph", CONFIGS)
+def test_without_plugins_the_functions_are_built(graphs: Path, graph: str) -> None:
     """In this process: no plugin is asked for, so the library's name does not matter."""
-    report = build_engine(job(graphs, graph, layers, plugins=False))
-    assert (report.plugins, report.layers["SOFTMAX"]) == (0, layers)
+    report = build_engine(job(graphs, graph, CONFIGS[graph], plugins=False))
+    assert (report.plugins, report.layers["SOFTMAX"]) == (0, CONFIGS[graph].body.num_layers)
 
 
 @pytest.mark.full
@@ -103,14 +86,12 @@ def test_without_plugins_the_functions_are_built(graphs: Path, graph: str, layer
 def test_windows_and_sinks_are_inputs_of_the_plugin(export_once: ExportOnce, tmp_path: Path) -> None:
     exported = export_once("qwen3", torch.float32, windows=True)
     folder = linked(tmp_path, exported)
-    for graph, layers, config in (("target", 3, exported.target.config), ("drafter", 2, exported.drafter.config)):
-        views = view_inputs(config.body)
-        given = profile(graph, layers)
-        of_mask, of_rows = given["attn_mask"], given["positions"]
-        given |= {view.mask: of_mask for view in views} | {view.first: of_rows for view in views if view.first}
-        (report,) = build_engines([job(folder, graph, layers, profiles=[given])], tmp_path / f"{graph} scratch")
+    models: dict[str, Decoder | Drafter] = {"target": exported.target, "drafter": exported.drafter}
+    for graph, model in models.items():
+        layers = model.config.body.num_layers
+        (report,) = build_engines([job(folder, graph, model.config)], tmp_path / f"{graph} scratch")
         assert (report.plugins, report.layers.get("SOFTMAX", 0)) == (layers, 0)
-        without = build_engine(job(folder, graph, layers, profiles=[given], plugins=False))
+        without = build_engine(job(folder, graph, model.config, plugins=False))
         assert (without.plugins, without.layers["SOFTMAX"]) == (0, layers)
 
 
@@ -119,41 +100,43 @@ def test_windows_and_sinks_are_inputs_of_the_plugin(export_once: ExportOnce, tmp
 @pytest.mark.engines
 @pytest.mark.export
 def test_fp8_is_built_where_there_is_fp8(tmp_path: Path) -> None:
-    export_target(fp8_decoder(cache=False, head_dim=16, dtype=torch.float16), (), PAGE, tmp_path / "fp8.onnx")
-    jobs = [job(tmp_path, "fp8", 3, compute=compute) for compute in ("sm120", "sm89")]
+    target = fp8_decoder(cache=False, head_dim=16, dtype=torch.float16)
+    export_target(target, (), PAGE, tmp_path / "fp8.onnx")
+    jobs = [job(tmp_path, "fp8", target.config, compute=compute) for compute in ("sm120", "sm89")]
     for report in build_engines(jobs, tmp_path / "scratch", at_once=2):
         assert report.plugins == 3
         assert report.layers["QUANTIZE"] == 3 * 4, "inputs that q, k and v share, or gate and up, are rounded once"
         assert report.layers["DEQUANTIZE"] == 3 * (4 + 7)
     with pytest.raises(BuildError, match="cannot be built"):
-        build_engines([job(tmp_path, "fp8", 3, compute="sm86")], tmp_path / "scratch")
+        build_engines([job(tmp_path, "fp8", target.config, compute="sm86")], tmp_path / "scratch")
 
 
 def test_fp32_stays_fp32_and_runs_can_be_recorded(graphs: Path) -> None:
     trt = tensorrt.find_tensorrt("tensorrt-rtx")
     builder, flags = trt.module.Builder(tensorrt.ErrorLog(trt.module).log), trt.module.BuilderFlag
     assert builder.create_builder_config().get_flag(flags.TF32), "on by default"
-    config = configure(trt, builder, job(graphs, "target", LAYERS["target"]))
+    config = configure(trt, builder, job(graphs, "target", TARGET))
     assert not config.get_flag(flags.TF32)
     assert config.get_flag(flags.REQUIRE_USER_ALLOCATION)
 
 
 @pytest.mark.engines
 def test_heads_that_the_kernels_do_not_take(export_once: ExportOnce, tmp_path: Path) -> None:
-    for file in export_once("qwen2", torch.float32).folder.glob("target.*"):
+    exported = export_once("qwen2", torch.float32)
+    for file in exported.folder.glob("target.*"):
         shutil.copy(file, tmp_path)
     with pytest.raises(BuildError, match=r"head size[\s\S]*found: 8"):
-        build_engines([job(tmp_path, "target", 3, profiles=[profile("target", 3, size=8)])], tmp_path / "scratch")
+        build_engines([job(tmp_path, "target", exported.target.config)], tmp_path / "scratch")
 
 
 def test_what_a_builder_cannot_build(graphs: Path, tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"sm90[\s\S]*sm89"):
-        build_engine(job(graphs, "target", LAYERS["target"], compute="sm90"))
+        build_engine(job(graphs, "target", TARGET, compute="sm90"))
     (tmp_path / "target.onnx").write_bytes(b"nothing of the kind")
     with pytest.raises(BuildError, match="cannot parse"):
-        build_engine(job(tmp_path, "target", LAYERS["target"], plugins=False))
+        build_engine(job(tmp_path, "target", TARGET, plugins=False))
     (tmp_path / "r").write_text("{}")  # an earlier run's report is not this one's
-    doomed = job(graphs, "target", LAYERS["target"], engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
+    doomed = job(graphs, "target", TARGET, engine=str(tmp_path / "nowhere" / "x"), report=str(tmp_path / "r"))
     with pytest.raises(BuildError, match=r"builder crashed[\s\S]*No such file"):
         build_engines([doomed], tmp_path / "scratch")
 
@@ -184,7 +167,7 @@ def test_nothing_is_begun_behind_a_failure(monkeypatch: pytest.MonkeyPatch, tmp_
 
     monkeypatch.setattr(build_module, "_build", fails)
     with pytest.raises(BuildError, match="cannot be built"):
-        build_engines([job(tmp_path, "target", LAYERS["target"])] * 9, tmp_path)
+        build_engines([job(tmp_path, "target", TARGET)] * 9, tmp_path)
     assert begun[0] == "0"
     assert len(begun) < 9, "a few may begin while the failure is noticed"
 

@@ -29,6 +29,7 @@ from tests.d2sd.integrations.trtllm.shop import Shop, make_shop, registered, sin
 from tests.d2sd.integrations.trtllm.standin import modules as standin
 from tests.d2sd.integrations.trtllm.standin import worker
 from tests.d2sd.integrations.trtllm.standin.batcher import Request, Server, Settings
+from tests.d2sd.integrations.trtllm.test_tree_slots import FIELDS
 
 Modules = dict[str, Any]
 
@@ -161,14 +162,8 @@ def first_step(shop: Shop, monkeypatch: pytest.MonkeyPatch, change: Callable[[Se
     server.run([Request([1, 2, 3], 4)])
 
 
-STORED = (
-    "packed_mask", "position_offsets", "retrieve_index", "retrieve_next_token", "retrieve_next_sibling", "has_tree",
-    "all_ids_buf",
-)  # fmt: skip
-
-
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", [*FIELDS, "all_ids_buf"])
 @pytest.mark.parametrize("what", ["type", "size", "absence"])
 def test_a_changed_tensor_of_the_slots(shop: Shop, monkeypatch: pytest.MonkeyPatch, name: str, what: str) -> None:
     def change(server: Server) -> None:
