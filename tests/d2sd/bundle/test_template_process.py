@@ -15,6 +15,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from d2sd.bundle.template_process import TemplateError, TemplateLimits, TemplateProcess, TooLong
+from tests.processes import alive
 
 HONEST = "{% for m in messages %}{{ m.content }}{% endfor %}"
 VALUES: dict[str, Any] = {"messages": [{"role": "user", "content": "w1 <é> \U0001f600"}]}
@@ -228,18 +229,9 @@ def test_it_ends_with_its_parent_and_sees_no_secret(tmp_path: Path) -> None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     end = time.monotonic() + 20
-    while _runs(child) and time.monotonic() < end:
+    while alive(child):
+        assert time.monotonic() < end
         time.sleep(0.01)
-    assert not _runs(child)
-
-
-def _runs(pid: int) -> bool:
-    """Whether a process exists and is not a zombie that nobody has waited for yet."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_rendering_costs_little_once_the_process_runs(process: TemplateProcess) -> None:

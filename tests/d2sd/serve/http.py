@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -19,8 +19,10 @@ from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
 from d2sd.runtime.engine import Engine
 from d2sd.serve.openai.app import Server, create_app
+from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.run import make_server
 from d2sd.serve.openai.settings import ServerSettings
+from d2sd.serve.openai.spans import Spans
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI, OpenAI
@@ -81,14 +83,40 @@ def serving(bundle: Path, engine: Engine | None = None, **settings: Any) -> Iter
             assert not thread.is_alive()
 
 
-def wait_until(condition: Any, seconds: float = 30) -> None:
-    end = time.monotonic() + seconds
+def wait_until(condition: Callable[[], object], seconds: float = 30) -> float:
+    """Wait for a condition; returns the seconds it took."""
+    begun = time.monotonic()
     while not condition():
-        assert time.monotonic() < end
+        assert time.monotonic() < begun + seconds, "timed out"
         time.sleep(0.005)
+    return time.monotonic() - begun
 
 
-async def until(condition: Any) -> None:
+async def enter(
+    path: str, *, error: Exception | None = None, host: str = "", hosts: tuple[str, ...] = ()
+) -> tuple[int, bytes]:
+    """Status and body of the answer to a request that passes the middleware; sending the body may fail."""
+    sent = list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def send(message: Any) -> None:
+        if error is not None and message["type"] == "http.response.body":
+            raise error
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    headers = [(b"host", host.encode())]
+    scope = {"type": "http", "method": "GET", "path": path, "headers": headers, "client": ("10.0.0.1", 5)}
+    await Entrance(app, ServerSettings(model="m", hosts=hosts), Spans())(scope, receive, send)
+    return sent[0]["status"], sent[-1].get("body", b"")
+
+
+async def until(condition: Callable[[], object]) -> None:
     """Wait for it and let others run."""
     while not condition():
         await asyncio.sleep(0.001)

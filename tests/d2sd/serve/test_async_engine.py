@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from threading import Event
 from typing import Any
 
 import pytest
@@ -19,24 +18,12 @@ from d2sd.serve import async_engine
 from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.errors import DeadlineExceeded, EngineFailed, QueueFull, ShuttingDown
 from d2sd.serve.stream import Stream
+from tests.d2sd.serve.engines import Held, idle
 from tests.d2sd.serve.http import until
 
 pytestmark = pytest.mark.anyio
 #: Greedy, and long enough to be in the middle for a while.
 LONG = Request((5, 7), 40)
-
-
-class Gate:
-    """Lets an engine's steps through one at a time, or all."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.steps, self.open, self._engine_step = 0, Event(), engine.step
-        engine.step = self._step  # type: ignore[method-assign]
-
-    def _step(self) -> list[Output]:
-        assert self.open.wait(10)
-        self.steps += 1
-        return self._engine_step()
 
 
 @asynccontextmanager
@@ -48,8 +35,7 @@ async def served(engine: Engine, **options: Any) -> AsyncIterator[AsyncEngine]:
     finally:
         await service.stop()
         if service.health == "The engine is not running.":  # not after a failure
-            assert not engine.busy
-            assert engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
+            assert idle(engine)
 
 
 async def answer(service: AsyncEngine, request: Request, **options: Any) -> tuple[list[int], str]:
@@ -59,19 +45,19 @@ async def answer(service: AsyncEngine, request: Request, **options: Any) -> tupl
 
 
 async def test_a_reader_that_leaves_cancels_its_request_before_the_next_step(engine: Engine) -> None:
-    gate = Gate(engine)
+    held = Held(engine)
 
     async with served(engine) as service:
-        gate.open.set()
+        held.open.set()
         stream = service.generate(LONG)
         first = await anext(stream)
-        gate.open.clear()  # at most the step that has begun still runs
+        held.open.clear()  # at most the step that has begun still runs
         await stream.aclose()
-        before = gate.steps
-        gate.open.set()
+        before = held.steps
+        held.open.set()
         await until(lambda: service.live == 0)
         assert first.sequence.finish == "cancelled"
-        assert gate.steps <= before + 1
+        assert held.steps <= before + 1
 
         task = asyncio.ensure_future(answer(service, LONG))
         await until(lambda: engine.scheduler.running)
@@ -82,13 +68,13 @@ async def test_a_reader_that_leaves_cancels_its_request_before_the_next_step(eng
 
 
 async def test_a_deadline_ends_its_request_alone(engine: Engine) -> None:
-    gate = Gate(engine)
+    held = Held(engine)
 
     async with served(engine) as service:
         other = asyncio.ensure_future(answer(service, LONG))
         late = asyncio.ensure_future(answer(service, LONG, deadline=0.02))
         await asyncio.sleep(0.05)
-        gate.open.set()
+        held.open.set()
         with pytest.raises(DeadlineExceeded):
             await late
         assert len((await other)[0]) == 40
@@ -97,14 +83,14 @@ async def test_a_deadline_ends_its_request_alone(engine: Engine) -> None:
 
 
 async def test_a_full_queue_refuses_and_recovers(engine: Engine) -> None:
-    gate = Gate(engine)
+    held = Held(engine)
 
     async with served(engine, max_waiting=1) as service:
         accepted = service.submit([LONG] * 3)  # two may run, one may wait
         with pytest.raises(QueueFull, match="at most 3"):
             service.submit([LONG])
         accepted[1].close()
-        gate.open.set()
+        held.open.set()
         await until(lambda: service.live < 3)
         assert len([o async for o in service.generate(Request((5,), 2))]) > 0
         with pytest.raises(QueueFull):  # all or none
@@ -147,7 +133,7 @@ async def test_a_request_whose_text_fails_takes_no_other_with_it(engine: Engine)
 
 
 async def test_a_failed_engine_ends_every_stream_and_says_why(engine: Engine) -> None:
-    gate = Gate(engine)
+    held = Held(engine)
 
     def fail() -> list[Output]:
         raise ValueError("out of registers")
@@ -155,8 +141,8 @@ async def test_a_failed_engine_ends_every_stream_and_says_why(engine: Engine) ->
     async with served(engine) as service:
         tasks = [asyncio.ensure_future(answer(service, LONG)) for _ in range(3)]
         await until(lambda: service.live == 3)
-        gate._engine_step = fail
-        gate.open.set()
+        held.step = fail
+        held.open.set()
         for task in tasks:
             with pytest.raises(EngineFailed, match="out of registers"):
                 await task
@@ -170,8 +156,8 @@ async def test_a_failed_engine_ends_every_stream_and_says_why(engine: Engine) ->
 
 
 async def test_draining_finishes_what_it_can_and_ends_the_rest(engine: Engine) -> None:
-    gate = Gate(engine)
-    gate.open.set()
+    held = Held(engine)
+    held.open.set()
 
     async with served(engine) as service:
         short = asyncio.ensure_future(answer(service, LONG))
@@ -182,13 +168,13 @@ async def test_draining_finishes_what_it_can_and_ends_the_rest(engine: Engine) -
             service.submit([LONG])
         await service.stop()
         await service.start()
-        gate.open.clear()
+        held.open.clear()
         long = asyncio.ensure_future(answer(service, LONG))
         await until(lambda: service.live)
         drained = asyncio.ensure_future(service.drain(0.05))
         await asyncio.sleep(0.1)
         assert not drained.done()
-        gate.open.set()
+        held.open.set()
         await drained
         if not long.done() or long.exception() is not None:  # else its last step was the one that was held
             with pytest.raises(ShuttingDown):
@@ -199,7 +185,7 @@ async def test_a_step_that_never_ends_holds_neither_the_drain_nor_the_end(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_LAST_STEP", 0.05)
-    gate = Gate(engine)
+    held = Held(engine)
     service = AsyncEngine(engine)
     await service.start()
     (stream,) = service.submit([LONG])
@@ -208,7 +194,7 @@ async def test_a_step_that_never_ends_holds_neither_the_drain_nor_the_end(
     with pytest.raises(ShuttingDown):
         await anext(stream)
     await asyncio.wait_for(service.stop(), 5)
-    gate.open.set()  # a thread that comes back finds no reader, and ends
+    held.open.set()  # a thread that comes back finds no reader, and ends
     await until(lambda: service.health == "The engine is not running.")
     assert not engine.busy
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from d2sd import LLM, AsyncLLM, DeadlineExceeded, RequestError, SamplingParams
+from tests.d2sd.serve.engines import idle
 from tests.d2sd.serve.http import until
 
 pytestmark = pytest.mark.anyio
@@ -25,8 +26,7 @@ async def opened(bundle: Path, **options: Any) -> AsyncIterator[AsyncLLM]:
     async with AsyncLLM(bundle, **options) as llm:
         _, engine = llm._session.open()
         yield llm
-        await until(lambda: not engine.busy)
-        assert engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
+        await until(lambda: idle(engine))
 
 
 async def test_many_calls_at_once_share_the_batch_and_equal_serial_ones(tiny_bundle: Path) -> None:

@@ -18,6 +18,7 @@ from d2sd.errors import RequestError
 from d2sd.recipe import Policy
 from d2sd.runtime.request import Request
 from tests.d2sd.serve.conftest import build_tiny
+from tests.d2sd.serve.engines import idle
 from tests.d2sd.serve.http import wait_until
 
 PROMPTS = ["w5 w7 w9", "w31", "w3 w4 w5 w6 w7 w8"]
@@ -27,12 +28,6 @@ USER = {"role": "user", "content": "w5 w7"}
 @pytest.fixture
 def llm(tiny_bundle: Path) -> LLM:
     return LLM(tiny_bundle)
-
-
-def idle(llm: LLM) -> bool:
-    """Whether nothing is queued and every page is free."""
-    _, engine = llm._session.open()
-    return not engine.busy and engine.scheduler.kv_cache.pages.free == engine.scheduler.kv_cache.page_count - 1
 
 
 def plain(bundle: Path, prompts: list[list[int]], sampling: SamplingParams, length: int) -> list[list[int]]:
@@ -107,7 +102,7 @@ def test_a_stream_that_is_closed_leaves_the_batch(llm: LLM) -> None:
     wait_until(lambda: llm.stats.steps > 0)
     # a reader that comes late gets pieces of several steps as one
     assert "".join(llm.stream(PROMPTS[1])) == "".join(llm.stream(PROMPTS[1]))
-    wait_until(lambda: idle(llm))
+    wait_until(lambda: idle(llm._session.open()[1]))
 
 
 def test_stop_strings_end_a_completion(llm: LLM) -> None:
@@ -154,7 +149,7 @@ def test_errors_name_the_argument_and_leave_nothing_queued(llm: LLM, call: Any, 
     else:
         with pytest.raises(RequestError, match=named):
             call(llm)
-    assert idle(llm)
+    assert idle(llm._session.open()[1])
     assert llm.stats.steps == 0
 
 

@@ -10,7 +10,6 @@ import socket
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -19,11 +18,9 @@ from d2sd.plugins import dispatch
 from d2sd.serve.errors import Busy, QueueFull
 from d2sd.serve.openai import run
 from d2sd.serve.openai.errors import describe
-from d2sd.serve.openai.middleware import Entrance, access
+from d2sd.serve.openai.middleware import access
 from d2sd.serve.openai.run import listen
-from d2sd.serve.openai.settings import ServerSettings
-from d2sd.serve.openai.spans import Spans
-from tests.d2sd.serve.http import serving
+from tests.d2sd.serve.http import enter, serving
 
 RESET = (
     ConnectionResetError(104, "Connection reset by peer"),
@@ -32,34 +29,16 @@ RESET = (
 )
 
 
-async def enter(error: Exception | None, path: str = "/v1/models") -> None:
-    """Pass a request through the middleware to an app that answers, by a connection that fails with `error`."""
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"x"})
-
-    async def send(message: Any) -> None:
-        if error is not None and message["type"] == "http.response.body":
-            raise error
-
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
-    scope = {"type": "http", "method": "GET", "path": path, "headers": [], "client": ("10.0.0.1", 5)}
-    await Entrance(app, ServerSettings(model="m"), Spans())(scope, receive, send)
-
-
 @pytest.mark.parametrize("error", RESET, ids=lambda error: type(error).__name__)
 def test_a_client_that_resets_its_connection_is_no_error(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    asyncio.run(enter(error))
+    asyncio.run(enter("/v1/models", error=error))
     (line,) = caplog.records
     assert (line.levelno, json.loads(line.message)["status"]) == (logging.INFO, 499)
 
 
 def test_a_bug_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
-    asyncio.run(enter(RuntimeError("dictionary changed size during iteration")))
+    asyncio.run(enter("/v1/models", error=RuntimeError("dictionary changed size during iteration")))
     assert [record.levelname for record in caplog.records] == ["ERROR"]
 
 
@@ -69,7 +48,7 @@ def test_a_bug_is_an_error(caplog: pytest.LogCaptureFixture) -> None:
 )
 def test_probes_are_not_logged(path: str, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
-    asyncio.run(enter(None, path))
+    asyncio.run(enter(path))
     assert len(caplog.records) == lines
 
 

@@ -60,12 +60,7 @@ def worker(bundle: Path, work: Path, patch: pytest.MonkeyPatch) -> str:
     async def answer() -> list[int]:
         made = DynamoEngine(WorkerSettings(model="tiny"), lambda: (loaded, make_engine(loaded)), fakes.sdk())
         await made.start(1)
-        sent = {
-            "token_ids": loaded.tokenizer(PROMPT).input_ids,
-            "sampling_options": {},
-            "output_options": {},
-            "stop_conditions": {"max_tokens": TOKENS},
-        }
+        sent = {"token_ids": loaded.tokenizer(PROMPT).input_ids, "stop_conditions": {"max_tokens": TOKENS}}
         try:
             return [token async for chunk in made.generate(sent, fakes.Context()) for token in chunk["token_ids"]]
         finally:

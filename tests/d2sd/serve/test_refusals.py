@@ -9,7 +9,6 @@ import string
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import openai
@@ -17,7 +16,7 @@ import pytest
 
 from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import make_engine
-from d2sd.runtime.sequence import Output
+from tests.d2sd.serve.engines import Held
 from tests.d2sd.serve.http import Running, serving, wait_until
 
 USER: Any = {"role": "user", "content": "w5 w7"}
@@ -268,20 +267,6 @@ def test_keys(tiny_bundle: Path) -> None:
             server.openai.models.list()
 
 
-class Held:
-    """A server whose engine steps only while `open` is set."""
-
-    def __init__(self, bundle: Path) -> None:
-        self.engine, self.open = make_engine(load_bundle(bundle)), Event()
-        step = self.engine.step
-
-        def held() -> list[Output]:
-            assert self.open.wait(10)
-            return step()
-
-        self.engine.step = held  # type: ignore[method-assign]
-
-
 def connect(server: Running, body: dict[str, Any]) -> socket.socket:
     """A client that sends a request and leaves its answer unread."""
     host, port = server.url.removeprefix("http://").split(":")
@@ -293,7 +278,7 @@ def connect(server: Running, body: dict[str, Any]) -> socket.socket:
 
 
 def test_disconnected_clients_free_their_places_and_full_queues_refuse(tiny_bundle: Path) -> None:
-    held = Held(tiny_bundle)
+    held = Held(make_engine(load_bundle(tiny_bundle)))
     with serving(tiny_bundle, held.engine, max_waiting=2) as server:
         clients = [connect(server, TEXT | {"max_tokens": 50, "stream": number % 2 == 1}) for number in range(4)]
         wait_until(lambda: server.service.live == 4)
@@ -312,7 +297,7 @@ def test_disconnected_clients_free_their_places_and_full_queues_refuse(tiny_bund
 
 
 def test_deadlines_and_a_failed_engine(tiny_bundle: Path) -> None:
-    held = Held(tiny_bundle)
+    held = Held(make_engine(load_bundle(tiny_bundle)))
     with serving(tiny_bundle, held.engine, request_timeout=5.0) as server:
         client = connect(server, TEXT | {"deadline": 0.5, "stream": True})
         time.sleep(0.6)
@@ -326,10 +311,8 @@ def test_deadlines_and_a_failed_engine(tiny_bundle: Path) -> None:
         assert json.loads(event.strip().removeprefix(b"data: "))["error"]["code"] == "deadline_exceeded"
         assert b"[DONE]" in answer
         client.close()
-        held.open.clear()
-        held.engine.step = lambda: 1 / 0  # type: ignore[method-assign, assignment, return-value]
+        held.step = lambda: 1 / 0  # type: ignore[assignment, return-value]
         assert is_error(server.http.post("/v1/completions", json=TEXT), 503)["code"] == "engine_failed"
-        held.open.set()
         assert is_error(server.http.post("/v1/completions", json=TEXT), 503)["type"] == "server_error"
         for path in ("/health", "/live", "/ready"):
             assert server.http.get(path).status_code == 503

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from threading import Event, Thread, current_thread, main_thread
+from threading import Thread, current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -20,6 +20,7 @@ import torch
 from d2sd import LLM, EngineFailed, RequestError, SamplingParams
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.sequence import Output
+from tests.d2sd.serve.engines import Held, idle
 from tests.d2sd.serve.http import wait_until
 
 LONG = SamplingParams(max_tokens=50, ignore_eos=True)
@@ -31,19 +32,8 @@ def llm(tiny_bundle: Path) -> Iterator[LLM]:
         yield llm
 
 
-class Held:
-    """Holds the engine before a step until it is released; counts the steps."""
-
-    def __init__(self, llm: LLM) -> None:
-        _, self.engine = llm._session.open()
-        self.steps, self.reached, self.free, self._step = 0, Event(), Event(), self.engine.step
-        self.engine.step = self.step  # type: ignore[method-assign]
-
-    def step(self) -> list[Output]:
-        self.reached.set()
-        assert self.free.wait(20)
-        self.steps += 1
-        return self._step()
+def hold(llm: LLM) -> Held:
+    return Held(llm._session.open()[1])
 
 
 def in_thread(call: Callable[[], Any]) -> tuple[Thread, list[Any]]:
@@ -71,8 +61,8 @@ def test_eight_threads_get_the_answers_of_serial_calls(tiny_bundle: Path, policy
     requests = [request(number) for number in range(count)]
     with LLM(tiny_bundle, policy=policy, max_batch=8) as llm:
         expected = [llm.generate(*one)[0].token_ids for one in requests]
-        serial, held = llm.stats.steps, Held(llm)
-        held.free.set()
+        serial, held = llm.stats.steps, hold(llm)
+        held.open.set()
 
         def call(one: tuple[str, SamplingParams]) -> list[int]:
             if one[1].seed is not None and one[1].seed % 10 == 0:
@@ -83,8 +73,7 @@ def test_eight_threads_get_the_answers_of_serial_calls(tiny_bundle: Path, policy
             assert list(threads.map(call, requests)) == expected
         assert llm.stats.steps == serial * 2 + sum(llm.generate(*one)[0].stats.steps for one in requests[::10]) * 2
         assert held.steps < serial * 0.6  # they share the batch
-        assert not held.engine.busy
-        assert held.engine.scheduler.kv_cache.pages.free == held.engine.scheduler.kv_cache.page_count - 1
+        assert idle(held.engine)
 
 
 @pytest.fixture(params=[1, 2])
@@ -121,7 +110,7 @@ def test_a_long_answer_does_not_starve_a_later_call(llm: LLM) -> None:
 def test_ctrl_c_ends_one_call_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """KeyboardInterrupt comes while the main thread waits, in the middle of a step."""
     expected = llm.generate("w5 w7", LONG)[0].token_ids
-    held = Held(llm)
+    held = hold(llm)
     thread, found = in_thread(lambda: llm.generate("w5 w7", LONG)[0].token_ids)
     assert held.reached.wait(20)
     waits = Future.result
@@ -135,7 +124,7 @@ def test_ctrl_c_ends_one_call_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyP
         patch.setattr(Future, "result", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate("w9 w9", LONG)
-    held.free.set()
+    held.open.set()
     thread.join()
     assert found == [expected]
     wait_until(lambda: not held.engine.busy)
@@ -144,12 +133,12 @@ def test_ctrl_c_ends_one_call_and_no_other(llm: LLM, monkeypatch: pytest.MonkeyP
 
 def test_closing_ends_the_calls_of_other_threads(tiny_bundle: Path) -> None:
     llm = LLM(tiny_bundle)
-    held = Held(llm)
+    held = hold(llm)
     stream = llm.stream("w5", LONG)
     calls = [in_thread(call) for call in (lambda: llm.generate("w5", LONG), lambda: list(stream))]
     assert held.reached.wait(20)
     closing, closed = in_thread(llm.close)
-    held.free.set()
+    held.open.set()
     for thread, found in (*calls, (closing, closed)):
         thread.join(20)
         assert not thread.is_alive()
@@ -160,14 +149,14 @@ def test_closing_ends_the_calls_of_other_threads(tiny_bundle: Path) -> None:
 
 
 def test_a_failed_engine_ends_every_call_and_says_why(llm: LLM) -> None:
-    held = Held(llm)
+    held = hold(llm)
 
     def fail() -> list[Output]:
         raise ValueError("out of registers")
 
-    held._step = fail
+    held.step = fail
     calls = [in_thread(lambda: llm.generate("w5", LONG)) for _ in range(2)]
-    held.free.set()
+    held.open.set()
     for thread, found in calls:
         thread.join(20)
         assert isinstance(found[0], EngineFailed)
@@ -176,12 +165,12 @@ def test_a_failed_engine_ends_every_call_and_says_why(llm: LLM) -> None:
 
 
 def test_a_refused_prompt_ends_its_own_call_alone(llm: LLM) -> None:
-    held = Held(llm)
+    held = hold(llm)
     thread, found = in_thread(lambda: llm.generate("w5 w7", LONG)[0].token_ids)
     assert held.reached.wait(20)
     with pytest.raises(RequestError, match="maximum context length"):
         llm.generate(["w5", "w5 " * 200])
-    held.free.set()
+    held.open.set()
     thread.join()
     assert len(found[0]) == 50
 
@@ -230,10 +219,10 @@ def test_a_forked_child_generates_too(llm: LLM) -> None:
 def test_a_fork_of_a_parent_at_work_is_refused_and_the_parent_goes_on(llm: LLM) -> None:
     refused = "RequestError: An LLM that is at work, or has several processes, cannot be forked."
     expected = llm.generate("w5 w7", LONG)[0].text
-    held, stream = Held(llm), llm.stream("w5 w7", LONG)
-    held.free.set()
+    held, stream = hold(llm), llm.stream("w5 w7", LONG)
+    held.open.set()
     begun = next(stream)
-    held.free.clear()
+    held.open.clear()
     held.reached.clear()
     assert held.reached.wait(20)
 
@@ -243,7 +232,7 @@ def test_a_fork_of_a_parent_at_work_is_refused_and_the_parent_goes_on(llm: LLM) 
 
     for call in (lambda: llm.generate("w5 w7")[0].text, lambda: next(stream), closed_first):
         assert in_child(call).startswith(refused)
-    held.free.set()
+    held.open.set()
     assert begun + "".join(stream) == expected
     with llm._session._tokenizing:
         assert in_child(lambda: llm.generate("w5 w7")[0].text).startswith(refused)

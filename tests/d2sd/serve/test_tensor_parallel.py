@@ -16,6 +16,8 @@ import httpx
 import pytest
 
 from d2sd import LLM, SamplingParams
+from tests.d2sd.serve.http import wait_until
+from tests.processes import alive
 
 pytestmark = [pytest.mark.slow, pytest.mark.subprocess]
 
@@ -58,21 +60,7 @@ def serving(bundle: Path, program: str = MAIN) -> Iterator[Served]:
             yield served
         finally:
             process.kill()
-            end = time.monotonic() + 10
-            while any(Path(f"/proc/{number}").exists() for number in served.others()):
-                assert time.monotonic() < end
-                time.sleep(0.05)
-
-
-def gone(numbers: list[int], seconds: float) -> bool:
-    """Whether these processes end in time; one that its parent has not waited for yet has ended."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        states = [Path(f"/proc/{number}/stat") for number in numbers]
-        if all(not state.exists() or ") Z" in state.read_text() for state in states):
-            return True
-        time.sleep(0.05)
-    return False
+            wait_until(lambda: not any(map(alive, served.others())), 10)
 
 
 def test_a_killed_rank_ends_the_server(tiny_bundle: Path) -> None:
@@ -103,7 +91,7 @@ def test_no_rank_outlives_rank_0(number: signal.Signals, code: int, tiny_bundle:
         others = served.others()
         served.process.send_signal(number)
         assert served.process.wait(10) == code
-        assert gone(others, 5)
+        wait_until(lambda: not any(map(alive, others)), 5)
 
 
 def test_a_rank_that_stops_in_a_pass_ends_the_server(tiny_bundle: Path) -> None:
@@ -115,7 +103,7 @@ def test_a_rank_that_stops_in_a_pass_ends_the_server(tiny_bundle: Path) -> None:
         _, last = served.process.communicate(timeout=30)
         assert served.process.returncode == 2
         assert "Rank 1 of 2 does not answer" in last
-        assert gone([other], 5)
+        wait_until(lambda: not alive(other), 5)
 
 
 @pytest.mark.parametrize("stopped", [False, True])
@@ -131,5 +119,5 @@ def test_sigterm_while_ranks_load_leaves_neither_a_folder_nor_a_rank(
         if stopped:
             os.kill(others[0], signal.SIGSTOP)
         process.terminate()
-    assert gone(others, 10)
+    wait_until(lambda: not any(map(alive, others)), 10)
     assert not list(tmp_path.glob("d2sd-ranks-*"))

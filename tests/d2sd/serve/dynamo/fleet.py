@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.load.dynamo import free_port, loopback
+from tests.processes import alive
 
 #: Seconds until a process must be up; most of them are imports, on a loaded machine.
 _START = 120.0
@@ -34,11 +35,7 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        return True
+        return alive(self.pid)
 
     @property
     def url(self) -> str:

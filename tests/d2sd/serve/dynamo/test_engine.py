@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from threading import Event
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from d2sd.serve.async_engine import AsyncEngine
 from d2sd.serve.dynamo.engine import DynamoEngine, WorkerSettings
 from d2sd.serve.dynamo.requests import RequestReader
 from tests.d2sd.serve.dynamo import fakes
+from tests.d2sd.serve.engines import Held
 from tests.d2sd.serve.http import until
 
 pytestmark = pytest.mark.anyio
@@ -168,15 +168,14 @@ async def test_a_request_whose_client_left_is_cancelled(bundle: Bundle, engine: 
 
 
 async def test_abort_ends_a_stream_that_waits_for_a_step(bundle: Bundle, engine: Engine) -> None:
-    gate, step = Event(), engine.step
-    engine.step = lambda: (gate.wait(20), step())[1]  # type: ignore[method-assign]
+    held = Held(engine)
 
     async with worker(bundle, engine) as made:
         waiting = asyncio.ensure_future(chunks(made, message([3, 9], 60)))
         await until(lambda: engine.scheduler.waiting)
         await made.abort(fakes.Context())
         assert await asyncio.wait_for(waiting, 5) == []
-        gate.set()
+        held.open.set()
 
 
 @pytest.mark.parametrize("deadline", [10.0, 0.03])

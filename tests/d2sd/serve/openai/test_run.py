@@ -16,16 +16,17 @@ import httpx
 import pytest
 import uvicorn
 
+from d2sd.bundle.load import load_bundle
 from d2sd.bundle.options import EngineOptions
+from d2sd.bundle.serving import make_engine
 from d2sd.errors import BundleError
 from d2sd.serve import async_engine
 from d2sd.serve.openai import run
-from d2sd.serve.openai.middleware import Entrance
 from d2sd.serve.openai.run import DrainingServer, serve_bundle
 from d2sd.serve.openai.settings import ServerSettings
-from d2sd.serve.openai.spans import Spans
-from tests.d2sd.serve.http import serving, wait_until
-from tests.d2sd.serve.test_refusals import TEXT, Held, connect
+from tests.d2sd.serve.engines import Held
+from tests.d2sd.serve.http import enter, serving, wait_until
+from tests.d2sd.serve.test_refusals import TEXT, connect
 
 
 @pytest.mark.parametrize("hurried", [False, True])
@@ -33,7 +34,7 @@ def test_while_it_drains_the_port_is_open_and_the_server_is_not_ready(
     tiny_bundle: Path, hurried: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(async_engine, "_LAST_STEP", 0.1)
-    held = Held(tiny_bundle)
+    held = Held(make_engine(load_bundle(tiny_bundle)))
     with serving(tiny_bundle, held.engine) as server:
         uvicorn_server: DrainingServer = server.app.state.uvicorn
         client = connect(server, TEXT | {"max_tokens": 30, "stream": True})
@@ -149,24 +150,10 @@ FOREIGN = (
 
 def status_for(host: str, hosts: tuple[str, ...], path: str = "/v1/models") -> int:
     """The status of a request whose Host header is this."""
-    sent = list[Any]()
-
-    async def app(scope: Any, receive: Any, send: Any) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": b"{}"})
-
-    async def send(message: Any) -> None:
-        sent.append(message)
-
-    async def receive() -> Any:
-        return {"type": "http.disconnect"}
-
-    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", host.encode())], "client": ("::1", 5)}
-    asyncio.run(Entrance(app, ServerSettings(model="m", hosts=hosts), Spans())(scope, receive, send))
-    body = json.loads(sent[-1]["body"])
-    assert (sent[0]["status"] == 200) == (body == {})
-    assert sent[0]["status"] == 200 or body["error"]["code"] == "host_not_allowed"
-    return int(sent[0]["status"])
+    status, text = asyncio.run(enter(path, host=host, hosts=hosts))
+    body = json.loads(text)
+    assert body == {} if status == 200 else body["error"]["code"] == "host_not_allowed"
+    return status
 
 
 @pytest.mark.parametrize("host", LOCAL)

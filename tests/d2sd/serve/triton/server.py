@@ -10,21 +10,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from benchmarks.load.triton import free_ports
-
-
-def until(condition: Callable[[], object], seconds: float = 30) -> float:
-    """Wait for a condition; returns the seconds it took."""
-    begun = time.monotonic()
-    while not condition():
-        assert time.monotonic() - begun < seconds, "timed out"
-        time.sleep(0.01)
-    return time.monotonic() - begun
+from tests.d2sd.serve.http import wait_until
+from tests.processes import alive
 
 
 def children(pid: int) -> list[int]:
@@ -38,13 +31,6 @@ def children(pid: int) -> list[int]:
         if int(fields[1]) == pid and fields[0] != "Z":
             found.append(int(stat.parent.name))
     return found
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 class Triton:
@@ -70,7 +56,7 @@ class Triton:
             stderr=subprocess.STDOUT,
         )
         try:
-            until(lambda: self.ready() or self.process.poll() is not None, 100)
+            wait_until(lambda: self.ready() or self.process.poll() is not None, 100)
             assert self.process.poll() is None, log.read_text(errors="replace")[-4000:]
         except BaseException:
             self.kill()
@@ -118,7 +104,7 @@ class Triton:
         begun = time.monotonic()
         self.process.send_signal(how)
         self.process.wait(seconds)
-        until(lambda: not any(map(alive, self.stubs)), 10)  # a watching shell looks twice a second
+        wait_until(lambda: not any(map(alive, self.stubs)), 10)  # a watching shell looks twice a second
         return time.monotonic() - begun
 
     def kill(self) -> None:

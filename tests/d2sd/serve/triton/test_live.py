@@ -15,7 +15,9 @@ import pytest
 from d2sd import LLM, SamplingParams
 from d2sd.serve.triton.repository import write_repository
 from tests.d2sd.serve.conftest import build_tiny
-from tests.d2sd.serve.triton.server import Triton, alive, serving, until
+from tests.d2sd.serve.http import wait_until
+from tests.d2sd.serve.triton.server import Triton, serving
+from tests.processes import alive
 
 pytest.importorskip("tritonclient.grpc", reason="needs tritonclient: make triton-test")
 pytest.importorskip("pytriton", reason="needs nvidia-pytriton: make triton-test")
@@ -70,7 +72,7 @@ def idle(server: Triton) -> bool:
 
 def test_the_warm_up_ran(server: Triton) -> None:
     """The first test of this server: nobody has asked for a token. The metrics are published twice a second."""
-    until(lambda: server.metric("generation_tokens_total") >= 1)
+    wait_until(lambda: server.metric("generation_tokens_total") >= 1)
     assert "warmup" not in server.log.read_text(errors="replace").lower()
 
 
@@ -128,9 +130,9 @@ def test_cancelled_streams_free_their_pages(server: Triton) -> None:
         streams.open(str(i), stream=True, **LONG)
     for i in range(4):
         streams.next(str(i))
-    until(lambda: server.metric("num_requests_running") == 4)
+    wait_until(lambda: server.metric("num_requests_running") == 4)
     streams.close(cancel=True)
-    seconds = until(lambda: idle(server))
+    seconds = wait_until(lambda: idle(server))
     assert seconds < 2, seconds  # the metrics are published twice a second
     assert server.generate(text_input="w3", max_tokens=2)["status"] == 200
 
@@ -144,7 +146,7 @@ def test_a_request_is_stopped_by_its_id(server: Triton, streams: Streams) -> Non
     other.close()
     with pytest.raises(Exception, match="cancelled"):
         streams.text("a")
-    until(lambda: idle(server))
+    wait_until(lambda: idle(server))
 
 
 def test_a_killed_client_frees_its_pages(server: Triton) -> None:
@@ -155,7 +157,7 @@ def test_a_killed_client_frees_its_pages(server: Triton) -> None:
     client.kill()
     client.wait()
     client.stdout.close()
-    until(lambda: idle(server), 5)
+    wait_until(lambda: idle(server), 5)
 
 
 @pytest.mark.parametrize(
@@ -181,14 +183,14 @@ def test_unload_lets_streams_finish_and_load_serves_again(server: Triton, stream
     streams.open("a", stream=True, **LONG)
     before, _ = streams.next("a")
     assert server.load(unload=True) == 200
-    until(lambda: not server.ready())
+    wait_until(lambda: not server.ready())
     assert server.generate(text_input="w3", max_tokens=2)["status"] >= 400
     expected = llm.generate("w3 w4", SamplingParams(max_tokens=480, ignore_eos=True))[0].text
     assert before["text_output"][0].decode() + streams.text("a") == expected
     streams.close()  # Triton keeps a model that a stream has used until the stream is closed
-    until(lambda: not any(map(alive, server.stubs)))
+    wait_until(lambda: not any(map(alive, server.stubs)))
     assert server.load() == 200
-    until(server.ready, 60)
+    wait_until(server.ready, 60)
     assert server.generate(text_input="w3", max_tokens=2)["status"] == 200
     server.stubs = server.processes()
 
@@ -198,12 +200,12 @@ def test_the_queue_is_bounded_and_inputs_may_have_a_leading_dimension(repository
         streams = Streams(server.grpc, "batched")
         for i in range(3):
             streams.open(str(i), (1, 1), stream=True, **LONG)
-        until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 3)
+        wait_until(lambda: server.metric("num_requests_running") + server.metric("num_requests_waiting") == 3)
         refused = server.generate(text_input="w3", max_tokens=2)
         assert refused["status"] == 400  # `generate` of Triton 24.10 has one status for all errors
         assert "Too many requests" in refused["error"]
         streams.close(cancel=True)
-        until(lambda: idle(server))
+        wait_until(lambda: idle(server))
         assert server.generate(text_input="w3", max_tokens=2)["status"] == 200
 
 
@@ -217,7 +219,7 @@ def test_sigterm_drains(repository: Path, tmp_path: Path, llm: LLM) -> None:
         assert before["text_output"][0].decode() + streams.text("a") == expected
         streams.close()
         server.process.wait(60)
-        until(lambda: not any(map(alive, server.stubs)), 10)
+        wait_until(lambda: not any(map(alive, server.stubs)), 10)
 
 
 @pytest.mark.parametrize("turn", range(5))

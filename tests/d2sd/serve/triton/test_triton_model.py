@@ -25,7 +25,7 @@ from d2sd.serve.triton.sender import Sender, describe
 from tests.d2sd.serve.http import wait_until
 from tests.d2sd.serve.triton import fake
 from tests.d2sd.serve.triton.fake import Refused, Request, ResponseSender, pb_utils
-from tests.d2sd.serve.triton.server import alive
+from tests.processes import alive
 
 Start = Callable[..., Any]
 
@@ -272,15 +272,15 @@ def test_metrics_are_published_in_triton(start: Start) -> None:
     request.all()
     metrics = fake.MetricFamily.metrics
     expected = {
-        "d2sd_generation_tokens_total tiny": 12,
-        "d2sd_request_success_total tiny length": 1,
-        "d2sd_kv_pages_used tiny": 0,
-        "d2sd_time_to_first_token_seconds_count tiny": 1,
-        "d2sd_time_to_first_token_seconds_bucket tiny +Inf": 1,
-        "d2sd_inter_token_latency_seconds_count tiny": 11,
+        "d2sd_generation_tokens_total tiny tiny_0_0": 12,
+        "d2sd_request_success_total tiny length tiny_0_0": 1,
+        "d2sd_kv_pages_used tiny tiny_0_0": 0,
+        "d2sd_time_to_first_token_seconds_count tiny tiny_0_0": 1,
+        "d2sd_time_to_first_token_seconds_bucket tiny +Inf tiny_0_0": 1,
+        "d2sd_inter_token_latency_seconds_count tiny tiny_0_0": 11,
     }
-    for name, value in expected.items():  # another thread is publishing them one by one
-        wait_until(lambda key=f"{name} tiny_0_0", value=value: key in metrics and metrics[key].value == value)
+    # another thread is publishing them one by one
+    wait_until(lambda: {name: metrics[name].value for name in expected.keys() & metrics.keys()} == expected)
     assert metrics["d2sd_kv_pages tiny tiny_0_0"].value > 0
     model._publisher.cancel()
     asyncio.run_coroutine_threadsafe(asyncio.sleep(0), model._loop).result(20)  # what it had begun is over
