@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import click
 import pytest
 import yaml
 from click.testing import CliRunner, Result
@@ -32,11 +31,6 @@ def bundle(tmp_path: Path) -> Path:
     folder = write_bundle(tmp_path / "bundle", recipe, decoder, first, second)
     write_llm_args(folder / FOLDER, load_recipe(recipe))
     return folder
-
-
-@pytest.mark.parametrize("command", [trtllm, *trtllm.commands.values()])
-def test_every_help_has_an_example(command: click.Command) -> None:
-    assert "      d2sd trtllm " in CliRunner().invoke(command, ["--help"]).output
 
 
 def test_check_where_all_fits(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
@@ -66,26 +60,11 @@ def test_check_of_what_does_not_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     refused(invoke("check", tmp_path), "no TensorRT-LLM arguments")
 
 
-@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    "text",
-    [
-        "[1]",
-        "max_batch_size: " + "9" * 5000,
-        "max_batch_size: 9_" + "9" * 5000,
-        "max_batch_size: 2026-99-99",
-        "a: " + "[" * 2000 + "]" * 2000,
-        "a: &a [*a]",
-        "max_batch_size: 1\nmax_batch_size: 2",
-        "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
-        + "\n".join(
-            f"{after}: &{after} [{', '.join([f'*{one}'] * 10)}]"
-            for one, after in zip("abcdefg", "bcdefgh", strict=True)
-        ),
-        "max_batch_size: \x00",
-    ],
+    "text", ["[1]", "a: &a [*a]", "max_batch_size: 9_" + "9" * 5000, "max_batch_size: 2026-99-99"], ids=range(4)
 )
-def test_check_of_arguments_out_of_bounds(bundle: Path, text: str) -> None:
+def test_check_of_arguments_that_are_no_mapping_or_out_of_bounds(bundle: Path, text: str) -> None:
+    """Beyond the bounds of `test_recipe.py` YAML 1.1 has numbers and dates that are none."""
     (bundle / FOLDER / TREE).write_text(text, "utf-8")
     refused(invoke("check", bundle), TREE)
 
