@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
 
 from d2sd.errors import BundleError
 from d2sd.licence import NOT_STATED
 from d2sd.policies import DrafterName
-from d2sd.recipe import Builder, Recipe
+from d2sd.recipe import SHA256, Builder, Recipe
 from d2sd.schema import read_model
 
 SCHEMA: Literal[1] = 1
@@ -37,7 +37,6 @@ def _inside(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_inside)]
-Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
 class _Part(BaseModel):
@@ -93,7 +92,7 @@ class Manifest(_Part):
     target: TargetGeometry
     drafters: dict[DrafterName, DrafterGeometry]
     engines: Engines | None = None
-    files: dict[FileName, Sha256]  # every file of the bundle but this one
+    files: dict[FileName, SHA256]  # every file of the bundle but this one
     versions: dict[str, str]  # of the tools that decide the bytes
     checks: dict[str, JsonValue]  # figures of the build's checks
 

@@ -31,13 +31,6 @@ class RealRange(click.FloatRange):
         return number
 
 
-class Seconds(RealRange):
-    """A duration of up to a year."""
-
-    def __init__(self, *, min_open: bool = False) -> None:
-        super().__init__(0, 366 * 86400, min_open=min_open)
-
-
 class _Text(click.ParamType[str]):
     """A text that matches a pattern, which is for ASCII, and has no control characters or bytes that are not text."""
 
@@ -57,6 +50,8 @@ class _Text(click.ParamType[str]):
 KEY_HELP = "Key of a client; repeatable. Better in D2SD_API_KEY: `ps` shows options to every user."
 
 FilePath = _FilePath(path_type=Path)
+#: A duration of up to a year.
+Seconds = RealRange(0, 366 * 86400, min_open=True)
 Name = _Text("a printable name")
 Host = _Text("an address or the name of a host", r"[\w.:%-]+")
 Key = _Text("a key: it is empty, or has spaces or other than ASCII characters", r"[!-~]+")

@@ -46,18 +46,16 @@ def present(data: Path) -> set[str]:
     return {prompt_set.file for prompt_set in prompt_sets() if _is(data / prompt_set.file, prompt_set)}
 
 
-def fill(data: Path, source: Path) -> list[PromptSet]:
-    """Copy the sets in the folder `source` to `data`; return the missing ones.
+def fill(data: Path, source: Path) -> None:
+    """Copy the sets in the folder `source` to `data`, those that it has.
 
     Raises D2SDError for a file of a set's name with another hash; it is not copied.
     """
     if not source.is_dir():
         raise D2SDError("There is no such folder of prompt sets.", where=source)
-    missing = []
     for prompt_set in prompt_sets():
         original, copy = source / prompt_set.file, data / prompt_set.file
         if not original.is_file():
-            missing.append(prompt_set)
             continue
         if not _is(original, prompt_set):
             raise D2SDError(
@@ -71,7 +69,6 @@ def fill(data: Path, source: Path) -> list[PromptSet]:
             copy.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(copy) as partial:
                 shutil.copyfile(original, partial)
-    return missing
 
 
 def _is(path: Path, prompt_set: PromptSet) -> bool:

@@ -26,7 +26,7 @@ from d2sd.option_types import KEY_HELP, Host, Key, Name, Origin, Seconds, not_em
 @click.option(
     "--max-body", type=click.IntRange(1, 1 << 30), default=4 << 20, show_default=True, help="Bytes of a body."
 )
-@click.option("--request-timeout", type=Seconds(min_open=True), help="Seconds.  [default: unlimited]")
+@click.option("--request-timeout", type=Seconds, help="Seconds.  [default: unlimited]")
 @options.drain_option
 @click.option("--allow-host", "hosts", type=Host, multiple=True, help="Name of this host for clients; repeatable.")
 @click.option("--allow-origin", "origins", type=Origin, multiple=True, help="Origin of web pages (CORS); repeatable.")

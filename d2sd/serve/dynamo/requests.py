@@ -20,13 +20,8 @@ if TYPE_CHECKING:
     from d2sd.runtime.request import Request
 
 
-def number_fields(parameters: type) -> tuple[str, ...]:
-    """The fields of a dataclass that are a float, or a float or None."""
-    return tuple(name for name, hint in get_type_hints(parameters).items() if hint in (float, float | None))
-
-
-#: Numbers among the sampling options: they arrive as float32.
-_NUMBERS = number_fields(SamplingParams)
+#: Numbers among the sampling options, also those that may be None: they arrive as float32.
+_NUMBERS = [name for name, hint in get_type_hints(SamplingParams).items() if hint in (float, float | None)]
 _STOP_IDS = ("stop_token_ids", "stop_token_ids_visible", "stop_token_ids_hidden")
 #: Sampling parameters that a part of a message has under the same name.
 _SHARED = {name: FIELDS[name].dynamo for name in hints() if FIELDS[name].dynamo != "none"}

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any
 
 import numpy
 import pytest
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 
 from d2sd.bundle.load import load_bundle
 from d2sd.errors import RequestError
-from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt, number_fields, restored
+from d2sd.serve.dynamo.requests import RequestReader, capacity, depends_on_prompt, restored
 from tests.d2sd.serve.dynamo.test_engine import message
 
 
@@ -122,19 +120,3 @@ def test_what_asks_for_nothing_or_is_the_frontends_is_taken(reader: RequestReade
     shown = {"skip_special_tokens": False, "return_tokens_as_token_ids": True, "no_stop_trim": True}
     parts = {"sampling_options": sampling, "stop_conditions": stops, "output_options": shown}
     assert reader.read({"token_ids": [3], **parts}).stop_tokens >= {5, 6}
-
-
-def test_numbers_are_floats_that_may_be_none() -> None:
-    """Fields that are left at None must not arrive as float32 either once a client sends them."""
-
-    @dataclass
-    class Parameters:
-        text: str
-        whole: int
-        plain: float
-        either: float | None
-        maybe: Optional[float]  # noqa: UP045
-        biases: Mapping[int, float]
-        several: Sequence[float]
-
-    assert number_fields(Parameters) == ("plain", "either", "maybe")
