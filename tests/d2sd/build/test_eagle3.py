@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
-from d2sd.bundle.load import load_bundle
 from d2sd.bundle.serving import can_run, make_engine
 from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
 from d2sd.errors import CheckpointError, RecipeError
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy, load_recipe
-from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import tree_bytes, write_project
+from tests.d2sd.build.helpers import answers, made
 from tests.tiny import tiny_decoder, tiny_eagle
 
-REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
 IDS = tuple(range(3, 40))
 
 
@@ -36,11 +32,9 @@ def recipe(tmp_path: Path) -> Path:
 
 def test_a_bundle_with_a_head(recipe: Path) -> None:
     """Every check of a build, the same bytes, its size by arithmetic, and the text of plain decoding."""
-    output = recipe.parent.parent / "bundle"
-    build(load_recipe(recipe), output, validate=True)
-    bundle = load_bundle(output)
+    bundle = made(recipe, validate=True)
     files = {f"drafter_first/{name}": content for name, content in tree_bytes(recipe.parent / "eagle").items()}
-    assert files.items() <= tree_bytes(output).items()
+    assert files.items() <= tree_bytes(bundle.path).items()
     part = make_plan(load_recipe(recipe)).drafters[DrafterRole.FIRST]
     assert part.parameters == sum(p.numel() for p in EAGLE3.load(recipe.parent / "eagle", torch.float32).parameters())
     assert bundle.manifest.drafters[DrafterRole.FIRST.key].model_dump() == {
@@ -56,26 +50,18 @@ def test_a_bundle_with_a_head(recipe: Path) -> None:
     kinds: tuple[Policy, ...] = ("off", "lookup", "chain", "auto", "reanchor", "d2sd", "ddtree", "hybrid")
     runs = [name for name in kinds if can_run(bundle.draft_configs, name)]
     assert runs == [name for name in kinds if name != "d2sd"]
-    off, *others = (
-        [s.answer for s in engine.generate(REQUESTS)] for engine in (make_engine(bundle, policy=one) for one in runs)
-    )
+    off, *others = (answers(bundle, name) for name in runs)
     assert others == [off] * len(others)
 
 
 def test_pages_have_room_for_what_a_head_keeps(recipe: Path) -> None:
     """A token takes K/V of its layer, and as many numbers more as its hidden state."""
     part = make_plan(load_recipe(recipe)).drafters[DrafterRole.FIRST]
-    engine = make_engine(_made(recipe), policy="chain")
+    engine = make_engine(made(recipe), policy="chain")
     page = engine.limits.page_size
     pool = engine.runner.pools[1]
     assert part.kv_token_bytes == sum(tensor.nbytes for tensor in pool.tensors) // (pool.k.shape[1] * page)
     assert part.kv_token_bytes == 2 * (2 * 8) * 4 * 2
-
-
-def _made(recipe: Path) -> Any:
-    output = recipe.parent.parent / "bundle"
-    build(load_recipe(recipe), output, validate=False)
-    return load_bundle(output)
 
 
 def refused(recipe: Path, what: str, *changes: str, error: type[Exception] = RecipeError) -> None:

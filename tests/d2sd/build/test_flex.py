@@ -10,9 +10,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
-from d2sd.bundle.load import Bundle, load_bundle
 from d2sd.bundle.serving import auto_policies, can_run, make_engine, offer_choices
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.errors import BundleError, CheckpointError, D2SDError, RecipeError
@@ -20,11 +18,8 @@ from d2sd.manifest import Engines, load_manifest
 from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Policy, load_recipe
-from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import add_flex, edit_json, tree_bytes, write_project
-
-REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
+from tests.d2sd.build.helpers import REQUESTS, answers, made
 
 
 @pytest.fixture
@@ -33,12 +28,6 @@ def recipe(tmp_path: Path) -> Path:
     path = write_project(tmp_path / "project", drafters={})
     add_flex(path)
     return path
-
-
-def made(recipe: Path, *, validate: bool = False) -> Bundle:
-    output = recipe.parent.parent / "bundle"
-    build(load_recipe(recipe), output, validate=validate)
-    return load_bundle(output)
 
 
 def test_a_bundle_with_a_head_alone(recipe: Path) -> None:
@@ -123,8 +112,7 @@ def test_a_head_that_cannot_join_the_target_drafts_sequentially(recipe: Path, mo
     engine = make_engine(bundle, policy="auto", row_budget=4)
     offer_choices(bundle, engine)
     assert "flex_parallel" not in engine.choices
-    plain = make_engine(bundle, policy="off").generate(REQUESTS)
-    assert [one.answer for one in engine.generate(REQUESTS)] == [one.answer for one in plain]
+    assert [one.answer for one in engine.generate(REQUESTS)] == answers(bundle, "off")
     assert engine.policy.name == "ddtree"
 
 
@@ -143,11 +131,7 @@ def test_an_anchored_head_drafts_in_sequential_mode_alone(tmp_path: Path) -> Non
         make_engine(bundle, policy="flex_parallel")
     with pytest.raises(RecipeError, match="anchored FlexDraft head has no parallel mode"):
         make_plan(load_recipe(path, ["tree.policy=flex_parallel"]))
-    off, *others = (
-        [s.answer for s in make_engine(bundle, policy=name).generate(REQUESTS)]
-        for name in cast("tuple[Policy, ...]", ("off", "chain", "ddtree"))
-    )
-    assert others == [off, off]
+    assert answers(bundle, "off") == answers(bundle, "chain") == answers(bundle, "ddtree")
 
 
 UNFIT: dict[str, tuple[str, Any, str]] = {

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.build.validate.drafter_config import Hypothesis, evaluate_configs
 from d2sd.bundle.load import load_bundle
@@ -25,12 +24,10 @@ from d2sd.plugins.trees import Draft
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.recipe import load_recipe
 from d2sd.runtime.drafting.passes import DraftPasses
-from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import tree_bytes, write_project
+from tests.d2sd.build.helpers import REQUESTS, answers, made
 from tests.tiny import HEADS, tiny_decoder, tiny_drafter
 
-REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
 POLICIES: tuple[PolicyName, ...] = ("chain", "reanchor", "d2sd", "ddtree", "hybrid")
 
 
@@ -61,8 +58,7 @@ def project(folder: Path, first: str, second: str, **changes: Any) -> Path:
 def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str) -> None:
     """Every check of a build, the same bytes, and the text of plain decoding by every policy."""
     recipe = project(tmp_path / "project", first, second)
-    build(load_recipe(recipe), tmp_path / "bundle")
-    bundle = load_bundle(tmp_path / "bundle")
+    bundle = made(recipe, validate=True)
     for name in ("first", "second"):
         files = {f"drafter_{name}/{file}": content for file, content in tree_bytes(recipe.parent / name).items()}
         assert files.items() <= tree_bytes(bundle.path).items()
@@ -76,9 +72,9 @@ def test_a_bundle_of_drafters_with_heads(tmp_path: Path, first: str, second: str
     fit = manifest.checks["fit"]
     assert isinstance(fit, dict)
     assert fit.keys() == {"first", "second"}
-    plain = [s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS)]
+    plain = answers(bundle, "off")
     for policy in POLICIES:
-        assert [s.answer for s in make_engine(bundle, policy=policy).generate(REQUESTS)] == plain
+        assert answers(bundle, policy) == plain
 
 
 def test_a_plan_counts_the_tensors_of_a_head(tmp_path: Path) -> None:
@@ -105,13 +101,9 @@ def test_no_graph_is_made_of_layers_that_read_codes(tmp_path: Path) -> None:
 def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None:
     """Other engines would start, draft without the head, and hardly ever be right."""
     recipe = project(tmp_path / "project", "markov", "selector", precision="bf16")
-    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
-    assert sorted(path.name for path in (tmp_path / "bundle").iterdir() if path.is_dir()) == [
-        "drafter_first",
-        "drafter_second",
-        "target",
-    ]
-    config = DFLASH.read_config(tmp_path / "bundle" / "drafter_first")
+    bundle = made(recipe).path
+    assert {path.name for path in bundle.iterdir() if path.is_dir()} == {"drafter_first", "drafter_second", "target"}
+    config = DFLASH.read_config(bundle / "drafter_first")
     assert unsupported_reason(load_recipe(recipe), config) == "its DFlash runs no dspark head"
     other = project(tmp_path / "other", "pair", "pair", precision="bf16")
     assert unsupported_reason(load_recipe(other), DFLASH.read_config(other.parent / "first")) is None
@@ -120,8 +112,7 @@ def test_other_engines_are_given_no_arguments_for_a_head(tmp_path: Path) -> None
 def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another reading of a config drafts as a drafter that has it: the head walks behind masks, not tokens."""
     recipe = project(tmp_path / "project", "markov", "selector")
-    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
-    bundle = load_bundle(tmp_path / "bundle")
+    bundle = made(recipe)
     plain = make_engine(bundle, policy="off").generate(REQUESTS)
     role = DrafterRole.FIRST
 
@@ -153,8 +144,7 @@ def test_a_mask_is_tried_with_the_head(tmp_path: Path, monkeypatch: pytest.Monke
 def test_other_layers_are_tried_with_the_head(tmp_path: Path) -> None:
     """A drafter that is read again for a trial, since packed layers do not change, has its head's tables too."""
     recipe = project(tmp_path / "project", "pair", "pair")
-    build(load_recipe(recipe), tmp_path / "bundle", validate=False)
-    bundle = load_bundle(tmp_path / "bundle")
+    bundle = made(recipe)
     plain = make_engine(bundle, policy="off").generate(REQUESTS)
     bundle, role = load_bundle(bundle.path), DrafterRole.FIRST
     own = DFLASH.load(bundle.path / role.folder, torch.float32)

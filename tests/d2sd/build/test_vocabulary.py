@@ -15,18 +15,14 @@ from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
 from d2sd.build.vocabulary import Ranking, narrowed, rank
 from d2sd.bundle.load import load_bundle
-from d2sd.bundle.serving import make_engine
 from d2sd.errors import D2SDError, RecipeError
 from d2sd.manifest import load_manifest
 from d2sd.policies import PolicyName
 from d2sd.recipe import Recipe, load_recipe
-from d2sd.runtime.request import Request
-from d2sd.runtime.sampling_params import SamplingParams
 from tests.convert.helpers import add_flex, calibration_of, write_project
-from tests.d2sd.build.helpers import run
+from tests.d2sd.build.helpers import answers, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
-REQUESTS = [Request((5, 9, 1, 33), 12, SamplingParams(seed=1)), Request((60, 3), 16, SamplingParams(1.0, seed=2))]
 POLICIES: tuple[PolicyName, ...] = ("chain", "d2sd", "ddtree", "hybrid")
 
 
@@ -83,9 +79,9 @@ def test_a_bundle_says_what_is_drafted_and_is_lossless(recipe: Path, out: Path) 
     ids = {drafter.config.draft_vocabulary for drafter in bundle.drafters.values()}
     assert len(ids) == 1
     assert {40, 50} <= set(*ids)
-    expected = [s.answer for s in make_engine(bundle, policy="off").generate(REQUESTS[:1])]
+    greedy = answers(bundle, "off")[0]
     for policy in POLICIES:
-        assert [s.answer for s in make_engine(bundle, policy=policy).generate(REQUESTS)][:1] == expected
+        assert answers(bundle, policy)[0] == greedy
 
 
 def test_ids_of_a_bundle_follow_the_texts(recipe: Path, out: Path) -> None:

@@ -66,21 +66,6 @@ def test_a_template_that_fails_is_named(folder: Path, template: str, named: str)
     assert named.lower() in str(caught.value).lower()
 
 
-NESTED = "{% for i in range(99999) %}{% for j in range(99999) %}{% set x = 1 %}{% endfor %}{% endfor %}"
-
-
-def test_a_template_that_takes_too_long_is_named_and_the_next_is_rendered(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limited = TemplateProcess(TemplateLimits(seconds=0.1))
-    monkeypatch.setattr(chat, "PROCESS", limited)
-    with pytest.raises(RequestError, match="cannot be rendered") as caught:
-        encode_turns(tokenizer(folder, NESTED), [W1], {}, "bundle/target: chat_template")
-    assert (caught.value.found, caught.value.where) == ("more than 0.1 s", "bundle/target: chat_template")
-    assert encode_turns(tokenizer(folder, TEMPLATE), [{"role": "user", "content": "w11"}], {}, "here") == [1, 11, 2]
-    limited.close()
-
-
 def test_output_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     limited = TemplateProcess(TemplateLimits(length=1000))
     monkeypatch.setattr(chat, "PROCESS", limited)

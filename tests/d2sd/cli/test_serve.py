@@ -12,7 +12,6 @@ from click.testing import CliRunner
 from d2sd.cli.main import main
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.settings import ServerSettings
-from d2sd.serve.triton.parameters import Parameters
 from tests.commands import refused
 
 SECONDS = ("inf", "-inf", "nan", "-1", "1e300", "", "\udcff", "five")
@@ -64,24 +63,6 @@ def test_an_empty_key_in_the_environment_is_refused(value: str) -> None:
 def test_settings_have_no_empty_key(keys: tuple[str, ...]) -> None:
     with pytest.raises(D2SDError, match="API key"):
         ServerSettings(model="m", api_keys=keys)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        "drain_timeout=inf",
-        "drain_timeout=nan",
-        "drain_timeout=1e300",
-        "max_batch=0",
-        "max_batch=1" + "0" * 23,
-        "max_waiting=1" + "0" * 23,
-        "stream_interval=0",
-        "tensor_parallel=0",
-    ],
-)
-def test_parameters_of_triton_are_bounded(value: str) -> None:
-    with pytest.raises(D2SDError, match=value.partition("=")[0]):
-        Parameters.parse(["bundle=/b", value])
 
 
 @pytest.mark.parametrize("arguments", [(), ("none",), ("\udcff",), ("--help",)])

@@ -6,7 +6,6 @@ import json
 import logging
 from typing import Any
 
-import openai
 import pytest
 
 from tests.d2sd.serve.http import Running, wait_until
@@ -42,15 +41,6 @@ def test_what_exceeds_the_context_is_recognised(server: Running, path: str, word
     if words < 64:
         assert f"in the {prompt}, {length} in the completion" in error["message"]
         assert f"shorten the {prompt} or lower {answer}\n" in error["message"] + "\n"
-
-
-def test_openais_client_sees_the_code(server: Running) -> None:
-    with pytest.raises(openai.BadRequestError, match="This model's maximum context length is 64 tokens") as raised:
-        server.openai.completions.create(model="tiny", prompt=[5] * 64)
-    assert (raised.value.code, raised.value.param) == ("context_length_exceeded", "prompt")
-    with pytest.raises(openai.BadRequestError) as response:
-        server.openai.responses.create(model="tiny", input="w5 " * 80)
-    assert (response.value.code, response.value.param) == ("context_length_exceeded", "input")
 
 
 def test_an_answer_that_is_left_open_shrinks_to_the_context(server: Running) -> None:

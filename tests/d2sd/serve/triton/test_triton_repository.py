@@ -66,7 +66,8 @@ def test_another_folder_is_not_overwritten(tiny_bundle: Path, tmp_path: Path) ->
     for name in ("../m", "a b", ".hidden"):
         with pytest.raises(D2SDError, match="name"):
             write_repository(tmp_path, tiny_bundle, name)
-    for value in ("nonsense=1", "max_batch=0", "max_batch"):
+    bounds = ("drain_timeout=inf", "drain_timeout=1e300", "max_waiting=1" + "0" * 23, "stream_interval=0")
+    for value in ("nonsense=1", "max_batch=0", "max_batch", "tensor_parallel=0", *bounds):
         with pytest.raises(D2SDError, match=value.partition("=")[0]):
             write_repository(tmp_path, tiny_bundle, "n", [value])
     with pytest.raises(D2SDError, match="manifest"):
