@@ -216,6 +216,7 @@ class DraftConfig(Protocol):
     """The fields that every kind of drafter has."""
 
     kind: ClassVar[str]  # of `d2sd.convert.kinds.KINDS`
+    borrows_mlps: ClassVar[bool]  # its layers have the target's MLPs
 
     @property
     def graph_refusal(self) -> str | None:
@@ -245,10 +246,6 @@ class DraftConfig(Protocol):
     def draft_vocabulary(self) -> tuple[int, ...] | None:
         """The ids that it drafts; None for all."""
 
-    @property
-    def borrows_mlps(self) -> bool:
-        """Whether its layers have the target's MLPs."""
-
     def refusal(self, policy: PolicyName) -> str | None:
         """The reason why it cannot run a policy of its role; None if it can."""
 
@@ -272,6 +269,7 @@ class DrafterConfig:
     """
 
     kind: ClassVar[str] = "dflash"
+    borrows_mlps: ClassVar[bool] = False
 
     body: BodyConfig
     vocab_size: int
@@ -297,10 +295,6 @@ class DrafterConfig:
     def drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size if self.sample_from_anchor else self.block_size - 1
-
-    @property
-    def borrows_mlps(self) -> bool:
-        return False
 
     @property
     def graph_refusal(self) -> str | None:

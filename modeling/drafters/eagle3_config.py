@@ -19,6 +19,7 @@ class Eagle3Config:
     """
 
     kind: ClassVar[str] = "eagle3"
+    borrows_mlps: ClassVar[bool] = False
     graph_refusal: ClassVar[str | None] = (
         "EAGLE-3 heads are not exported: each of their passes is behind the one before."
     )
@@ -43,10 +44,6 @@ class Eagle3Config:
     def drafts(self) -> int:
         """Tokens that a block proposes: a row does, but the last one, behind the token before."""
         return self.block_size - 1
-
-    @property
-    def borrows_mlps(self) -> bool:
-        return False
 
     def refusal(self, policy: PolicyName) -> str | None:
         """No second drafter drafts behind it, and it does not draft in the pass that verifies."""

@@ -19,6 +19,8 @@ class FlexConfig:
     """
 
     kind: ClassVar[str] = "flexdraft"
+    borrows_mlps: ClassVar[bool] = True
+    target_layer_ids: ClassVar[tuple[int, ...]] = ()  # it reads the target's pages
     graph_refusal: ClassVar[str | None] = None
 
     family: Family
@@ -44,15 +46,6 @@ class FlexConfig:
     def drafts(self) -> int:
         """Tokens that a block proposes."""
         return self.block_size - 1
-
-    @property
-    def target_layer_ids(self) -> tuple[int, ...]:
-        """None: it reads the target's pages."""
-        return ()
-
-    @property
-    def borrows_mlps(self) -> bool:
-        return True
 
     def refusal(self, policy: PolicyName) -> str | None:
         """No drafter drafts behind its drafts. An anchored head has no parallel mode: mask rows behind a node do not

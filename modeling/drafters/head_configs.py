@@ -24,28 +24,17 @@ class HeadConfig(ABC):
     """Geometry of a head and of what comes with it; subclasses are frozen dataclasses."""
 
     __slots__ = ()
-    #: The file of its modules in this folder.
-    file: ClassVar[str]
+    #: The name of its kind, and of the file of its modules in this folder.
+    name: ClassVar[str]
+    #: The drafter below was trained without it, so that an engine may leave it out.
+    is_optional: ClassVar[bool] = False
+    #: See `DraftConfig.graph_refusal`.
+    graph_refusal: ClassVar[str | None] = None
 
     @property
     def code(self) -> Any:
         """The module of that file, which needs PyTorch."""
-        return import_module(f"d2sd.modeling.drafters.{self.file}")
-
-    @property
-    @abstractmethod
-    def name(self) -> str:
-        """The name of its kind."""
-
-    @property
-    def is_optional(self) -> bool:
-        """Whether the drafter below was trained without it, so that an engine may leave it out."""
-        return False
-
-    @property
-    def graph_refusal(self) -> str | None:
-        """See `DraftConfig.graph_refusal`."""
-        return None
+        return import_module(f"d2sd.modeling.drafters.{self.name}")
 
     def precision_refusal(self, precision: str) -> str | None:
         """See `DraftConfig.precision_refusal`."""
@@ -78,15 +67,11 @@ class HeadConfig(ABC):
 class MarkovConfig(HeadConfig):
     """Geometry of a Markov head."""
 
-    file: ClassVar[str] = "dspark"
+    name: ClassVar[str] = "dspark"
     rank: int
     gated: bool = False
     confidence: bool = False  # it has the network that predicts acceptance
     confidence_with_markov: bool = False  # which reads W1[p] too
-
-    @property
-    def name(self) -> str:
-        return "dspark"
 
     def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         tables: Parts = {f"markov_head.markov_{name}.weight": (vocab_size, self.rank) for name in ("w1", "w2")}
@@ -108,15 +93,11 @@ class MarkovConfig(HeadConfig):
 class SelectorConfig(HeadConfig):
     """Geometry of a selector and of the convolutions."""
 
-    file: ClassVar[str] = "dflash2"
+    name: ClassVar[str] = "dflash2"
     rank: int
     candidates: int  # of a slot, among which it selects
     taps: int
     group: int  # channels that share a dynamic coefficient
-
-    @property
-    def name(self) -> str:
-        return "dflash2"
 
     def precision_refusal(self, precision: str) -> str | None:
         return "The convolutions of a DFlash 2 drafter exceed the range of fp16." if precision == "fp16" else None
@@ -154,17 +135,10 @@ class SelectorConfig(HeadConfig):
 class PairConfig(HeadConfig):
     """Geometry of a pair head."""
 
-    file: ClassVar[str] = "pair"
+    name: ClassVar[str] = "pair"
+    is_optional: ClassVar[bool] = True
     rank: int
     candidates: int = 16  # of a slot, among which it chooses
-
-    @property
-    def name(self) -> str:
-        return "pair"
-
-    @property
-    def is_optional(self) -> bool:
-        return True
 
     def parts(self, body: BodyConfig, vocab_size: int) -> Parts:
         return below(
@@ -184,18 +158,11 @@ class PairConfig(HeadConfig):
 class InjectionConfig(HeadConfig):
     """Geometry of what DSpine's layers pass from slot to slot."""
 
-    file: ClassVar[str] = "dspine"
+    name: ClassVar[str] = "dspine"
+    graph_refusal: ClassVar[str | None] = "DSpine drafters are not exported: their layers read the codes of tokens."
     rank: int  # numbers of a token's code
     message: int  # numbers of what a slot is given
     candidates: int  # of a slot, among which it chooses
-
-    @property
-    def name(self) -> str:
-        return "dspine"
-
-    @property
-    def graph_refusal(self) -> str | None:
-        return "DSpine drafters are not exported: their layers read the codes of tokens."
 
     def layer(self, body: BodyConfig) -> Layer:
         layer: Layer = self.code.InjectedLayer(body)
