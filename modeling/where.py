@@ -12,10 +12,16 @@ is a tuple of one or two, in the order of `tables`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+State = TypeVar("State", bound="DataclassInstance")
 
 # Shape letters: B requests, M pages a request, Z tokens a page.
 
@@ -46,14 +52,12 @@ class Where:
     @property
     def tensors(self) -> list[Tensor]:
         """All of them, in the order of the fields."""
-        found = self.pages, self.context_len, self.windowed, self.state_ids
-        return [tensor for tensor in found if tensor is not None]
+        return tensors_of(self)
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Where:
         """The same places in other `tensors`, as on another device."""
         left = iter(tensors)
-        fields = self.pages, self.context_len, self.windowed, self.state_ids
-        return Where(*(None if field is None else next(left) for field in fields))  # type: ignore[arg-type]
+        return mapped(self, lambda _: next(left))
 
     def with_tables(self, tables: Iterable[Tensor]) -> Where:
         """The same requests in the pages of other `tables`."""
@@ -67,3 +71,16 @@ class Where:
     def after(self, count: Tensor | int) -> Where:
         """The places behind `count` [B] more committed tokens, in the same pages."""
         return replace(self, context_len=self.context_len + count)
+
+
+def tensors_of(state: DataclassInstance) -> list[Tensor]:
+    """The fields of a dataclass that are tensors, in their order."""
+    values = (getattr(state, field.name) for field in fields(state))
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def mapped(state: State, change: Callable[[Tensor], Tensor]) -> State:
+    """The same dataclass with `change` of each of its `tensors_of`."""
+    values = ((field.name, getattr(state, field.name)) for field in fields(state))
+    changed: dict[str, Any] = {name: change(value) for name, value in values if isinstance(value, Tensor)}
+    return replace(state, **changed)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from d2sd.modeling.where import Where
+from d2sd.modeling.where import Where, mapped
 from d2sd.policies import MAX_NODES
 from d2sd.runtime.grammar.step import StepGrammar
 from d2sd.runtime.request import bucket, power_of_two
@@ -68,14 +68,11 @@ class Batch:
 
     def to(self, device: str) -> Batch:
         """The same inputs on the device."""
-        return Batch(
-            self.anchor.to(device),
-            self.where.with_tensors(tensor.to(device) for tensor in self.where.tensors),
-            self.active.to(device),
-            self.sampling.to(device),
-            self.grammar,
-            None if self.rows is None else self.rows.to(device),
-        )
+
+        def move(tensor: Tensor) -> Tensor:
+            return tensor.to(device)
+
+        return replace(mapped(self, move), where=mapped(self.where, move), sampling=mapped(self.sampling, move))
 
     @property
     def has_static_shapes(self) -> bool:

@@ -128,7 +128,7 @@ class Inputs:
         return x
 
     def sampling(self, params: SamplingParams, vocab: int) -> Sampling:
-        return Sampling.of([params] * self.batch, vocab, self.device).to(self.device)
+        return Sampling.of([params] * self.batch, vocab, self.device)
 
     def context(self) -> Tensor:
         return self.tokens(4096, self.batch)

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import cycle
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from d2sd.modeling.where import Where
+from d2sd.modeling.where import State, mapped, tensors_of
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
@@ -67,9 +67,6 @@ class _Buffer:
     columns: int = 0  # of the page table that was written last; those behind are 0
 
 
-T = TypeVar("T", Batch, Where, Sampling, Link)
-
-
 class StaticInputs:
     """Static inputs of a batch bucket: tensors on the device that one copy from a pinned buffer fills.
 
@@ -90,12 +87,13 @@ class StaticInputs:
 
         self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
         on_device = buffer(device=device)
-        self._device, inputs = on_device.whole, on_device.parts
-        static_batch, inputs = _refilled(batch, inputs)
-        where, inputs = _refilled(batch.where, inputs)
-        sampling, inputs = _refilled(batch.sampling, inputs)
-        self._batch = replace(static_batch, where=where, sampling=sampling)
-        self.link, _ = _refilled(Link.pack([], size), inputs)
+        self._device, parts = on_device.whole, iter(on_device.parts)
+
+        def static(state: State) -> State:  # in the order of `_tensors`
+            return mapped(state, lambda _: next(parts))
+
+        self._batch = replace(static(batch), where=static(batch.where), sampling=static(batch.sampling))
+        self.link = static(Link.pack([], size))
 
     def batch(self, sampling: Sampling) -> Batch:
         """The inputs as a batch that samples in the way of `sampling`.
@@ -129,16 +127,4 @@ class StaticInputs:
 
 def _tensors(batch: Batch, link: Link) -> list[Tensor]:
     """The tensors of a step's inputs."""
-    return [value for state in (batch, batch.where, batch.sampling, link) for _, value in _fields(state)]
-
-
-def _refilled(state: T, tensors: list[Tensor]) -> tuple[T, list[Tensor]]:
-    """The same state with the leading ones of other tensors, and the rest of them."""
-    names = [name for name, _ in _fields(state)]
-    values: dict[str, Any] = dict(zip(names, tensors, strict=False))
-    return replace(state, **values), tensors[len(names) :]
-
-
-def _fields(state: Batch | Where | Sampling | Link) -> list[tuple[str, Tensor]]:
-    values = ((field.name, getattr(state, field.name)) for field in fields(state))
-    return [(name, value) for name, value in values if isinstance(value, Tensor)]
+    return [tensor for state in (batch, batch.where, batch.sampling, link) for tensor in tensors_of(state)]

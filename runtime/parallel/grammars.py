@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
-import torch
 from torch import Tensor
 
 from d2sd.modeling.tensor_parallel import Group
+from d2sd.modeling.where import mapped
 from d2sd.plugins.trees import Branches, Draft, Tree
 from d2sd.runtime.grammar.step import StepGrammar, TreePaths
 from d2sd.runtime.parallel.messages import receive, send
@@ -46,10 +45,10 @@ class ReceivingGrammar(StepGrammar):
         self._group = group
 
     def guide(self, draft: Draft, width: int, branches: Branches | None = None) -> Draft:
-        return _moved(self._next("guided", Draft), draft.tokens.device)
+        return _moved(self._next("guided", Draft), draft)
 
     def prune(self, tree: Tree, larger: Tree) -> tuple[Tree, TreePaths]:
-        return _moved(self._next("pruned", Tree), tree.tokens.device), TreePaths()
+        return _moved(self._next("pruned", Tree), tree), TreePaths()
 
     def mask(self, paths: TreePaths, batch: int, nodes: int, vocab_size: int) -> Tensor:
         return self._next("mask", Tensor)
@@ -61,7 +60,6 @@ class ReceivingGrammar(StepGrammar):
         return value
 
 
-def _moved(value: T, device: torch.device) -> T:
-    """The value with all its tensors on a device."""
-    parts: dict[str, Any] = {field.name: getattr(value, field.name) for field in fields(value)}
-    return replace(value, **{name: part.to(device) for name, part in parts.items() if isinstance(part, Tensor)})
+def _moved(value: T, like: Draft | Tree) -> T:
+    """The value with all its tensors on the device of those of another."""
+    return mapped(value, lambda tensor: tensor.to(like.tokens.device))

@@ -6,21 +6,18 @@ how many of them one step commits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import mapped
 from d2sd.plugins.choice import SamplingTensors, sampled_scores
 from d2sd.plugins.choice.reference import FILTERS, gumbel
 from d2sd.runtime.sampling.bias import TokenBias
 from d2sd.runtime.sampling.penalties import NO_TEXT, Penalties, Text
 from d2sd.runtime.sampling_params import SamplingParams
-
-T = TypeVar("T", "Sampling", Penalties)
 
 # Shape letters: B requests, D distinct depths, V vocabulary.
 
@@ -42,13 +39,13 @@ class Sampling(SamplingTensors):
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
         """`texts` are the requests' tokens so far, for parameters that depend on them; None: all are empty."""
-        return Sampling.pack(params, vocab_size, device, texts).to(device)
+        return mapped(Sampling.pack(params, vocab_size, device, texts), lambda tensor: tensor.to(device))
 
     @staticmethod
     def pack(
         params: SequenceOf[SamplingParams], vocab_size: int, device: str, texts: SequenceOf[Text] | None = None
     ) -> Sampling:
-        """Like `of`, but all except tables of biases and penalties is on the host until `to`."""
+        """Like `of`, but all except tables of biases and penalties is on the host."""
         seeds = [p.seed or 0 for p in params]
         signed = [seed - 2**64 if seed >= 2**63 else seed for seed in seeds]  # the same 64 bits
         texts = [NO_TEXT] * len(params) if texts is None else texts
@@ -71,10 +68,6 @@ class Sampling(SamplingTensors):
             penalties=Penalties.of(params, texts, vocab_size, device) if any(p.has_penalty for p in params) else None,
             logprobs=max(logprobs, default=None),
         )
-
-    def to(self, device: str) -> Sampling:
-        """The same parameters on the device."""
-        return _mapped(self, lambda tensor: tensor.to(device))
 
     @property
     def changes_logits(self) -> bool:
@@ -110,9 +103,9 @@ class Sampling(SamplingTensors):
             return tensor[rows]
 
         return replace(
-            _mapped(self, select),
+            mapped(self, select),
             bias=self.bias and self.bias.select(rows),
-            penalties=self.penalties and _mapped(self.penalties, select),
+            penalties=self.penalties and mapped(self.penalties, select),
         )
 
     def noise(self, context_len: Tensor, depths: int, vocab_size: int) -> Tensor | None:
@@ -129,13 +122,6 @@ def _filters_of(params: SamplingParams, vocab_size: int) -> set[str]:
     """Names of the filters that a request uses."""
     on = {"min_p": params.min_p > 0, "top_k": 0 < params.top_k < vocab_size, "top_p": params.top_p < 1}
     return {name for name in FILTERS if on[name]} if params.temperature >= GREEDY_BELOW else set()
-
-
-def _mapped(state: T, function: Callable[[Tensor], Tensor]) -> T:
-    """The same state with `function` of every tensor."""
-    values = ((field.name, getattr(state, field.name)) for field in fields(state))
-    mapped: dict[str, Any] = {name: function(value) for name, value in values if isinstance(value, Tensor)}
-    return replace(state, **mapped)
 
 
 def token_scores(
