@@ -56,8 +56,7 @@ class Where:
 
     def with_tensors(self, tensors: Iterable[Tensor]) -> Where:
         """The same places in other `tensors`, as on another device."""
-        left = iter(tensors)
-        return mapped(self, lambda _: next(left))
+        return with_tensors(self, tensors)
 
     def with_tables(self, tables: Iterable[Tensor]) -> Where:
         """The same requests in the pages of other `tables`."""
@@ -84,3 +83,9 @@ def mapped(state: State, change: Callable[[Tensor], Tensor]) -> State:
     values = ((field.name, getattr(state, field.name)) for field in fields(state))
     changed: dict[str, Any] = {name: change(value) for name, value in values if isinstance(value, Tensor)}
     return replace(state, **changed)
+
+
+def with_tensors(state: State, tensors: Iterable[Tensor]) -> State:
+    """The same dataclass with other `tensors_of`; of an iterator as many are taken as it has."""
+    left = iter(tensors)
+    return mapped(state, lambda _: next(left))

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from d2sd.modeling.where import State, mapped, tensors_of
+from d2sd.modeling.where import tensors_of, with_tensors
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sequence import Sequence
@@ -88,12 +88,10 @@ class StaticInputs:
         self._hosts = cycle([buffer(pin_memory=device.startswith("cuda")) for _ in range(2)])
         on_device = buffer(device=device)
         self._device, parts = on_device.whole, iter(on_device.parts)
-
-        def static(state: State) -> State:  # in the order of `_tensors`
-            return mapped(state, lambda _: next(parts))
-
-        self._batch = replace(static(batch), where=static(batch.where), sampling=static(batch.sampling))
-        self.link = static(Link.pack([], size))
+        where, sampling = batch.where, batch.sampling
+        batch = with_tensors(batch, parts)  # in the order of `_tensors`
+        self._batch = replace(batch, where=with_tensors(where, parts), sampling=with_tensors(sampling, parts))
+        self.link = with_tensors(Link.pack([], size), parts)
 
     def batch(self, sampling: Sampling) -> Batch:
         """The inputs as a batch that samples in the way of `sampling`.

@@ -25,16 +25,15 @@ from d2sd.plugins.trees import Draft, Tree
 from d2sd.policies import DrafterRole
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import Link
-from d2sd.runtime.sampling.bias import TokenBias
+from d2sd.runtime.sampling.bias import Entries, TokenBias
 from d2sd.runtime.sampling.penalties import Penalties
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.speculation.policy import Policy, policy_class
 
 FRAME = 4096
 _ALIGNMENT = 8
-_KINDS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (PoolSizes, Batch, Where, Sampling, TokenBias, Penalties, Link, Draft, Tree)
-}
+_DATACLASSES = PoolSizes, Batch, Where, Sampling, TokenBias, Entries, Penalties, Link, Draft, Tree
+_KINDS: dict[str, type[Any]] = {kind.__name__: kind for kind in _DATACLASSES}
 _TYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in (torch.int64, torch.int32, torch.float32, torch.float16, torch.bfloat16, torch.bool)

@@ -16,6 +16,7 @@ from itertools import accumulate, chain, repeat
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import tensors_of, with_tensors
 from d2sd.runtime.sampling.penalties import Text
 from d2sd.runtime.sampling_params import SamplingParams
 
@@ -102,15 +103,8 @@ class Entries:
 class TokenBias:
     """The entries of a batch, and the end of each text, which decides on them."""
 
+    entries: Entries  # of all requests, one behind the other
     row: Tensor  # [E] int64, the request that an entry belongs to
-    token: Tensor  # [E] int64
-    bias: Tensor  # [E] fp32
-    since: Tensor  # [E] int64
-    until: Tensor  # [E] int64
-    length: Tensor  # [E] int64
-    before: Tensor  # [C] int64
-    entry: Tensor  # [C] int64
-    back: Tensor  # [C] int64
     tail: Tensor  # [B, P] int64: the last tokens of prompt and answer
     vocab_size: int
 
@@ -135,46 +129,41 @@ class TokenBias:
             last = text.tokens[max(len(text.tokens) - entries.longest, 0) :] if entries.longest else ()
             tail[row, width - len(last) :] = torch.tensor(last, dtype=torch.long)
         sizes = [len(entries.token) for entries in parts]
-        shifted = (e.entry + start for e, start in zip(parts, accumulate(sizes, initial=0), strict=False))
+        starts = accumulate(sizes, initial=0)
+        shifted = [replace(e, entry=e.entry + start) for e, start in zip(parts, starts, strict=False)]
+        columns = map(torch.cat, zip(*map(tensors_of, shifted), strict=True))
         rows = torch.tensor([row for row, *_ in requests])
         return TokenBias(
+            entries=replace(with_tensors(parts[0], columns), longest=width),
             row=rows.repeat_interleave(torch.tensor(sizes), output_size=sum(sizes)).to(device),
-            token=torch.cat([e.token for e in parts]),
-            bias=torch.cat([e.bias for e in parts]),
-            since=torch.cat([e.since for e in parts]),
-            until=torch.cat([e.until for e in parts]),
-            length=torch.cat([e.length for e in parts]),
-            before=torch.cat([e.before for e in parts]),
-            entry=torch.cat([*shifted]),
-            back=torch.cat([e.back for e in parts]),
             tail=tail.to(device),
             vocab_size=vocab_size,
         )
 
     def apply(self, logits: Tensor, position: Tensor) -> Tensor:
         """logits [B, V] of the token at `position` [B] -> [B, V]."""
-        holds = self._hold_at(position)
-        if len(self.before):
-            said = self.tail[self.row[self.entry], self.tail.shape[1] - self.back]
-            met = torch.where(self.before < 0, said != ~self.before, said == self.before)
-            holds &= torch.zeros_like(self.length).index_add_(0, self.entry, met.long()) == self.length
+        holds, own = self._hold_at(position), self.entries
+        if len(own.before):
+            said = self.tail[self.row[own.entry], self.tail.shape[1] - own.back]
+            met = torch.where(own.before < 0, said != ~own.before, said == own.before)
+            holds &= torch.zeros_like(own.length).index_add_(0, own.entry, met.long()) == own.length
         return self._added(logits, holds)
 
     def apply_at(self, logits: Tensor, position: Tensor, tokens: Tensor) -> Tensor:
         """logits [B, X] of `tokens` [B, X] -> [B, X], by the entries at `position` [B] that need no earlier token."""
-        holds = self._hold_at(position) & (self.length == 0)
+        holds = self._hold_at(position) & (self.entries.length == 0)
         whole = self._added(logits.new_zeros(len(logits), self.vocab_size), holds)
         return logits + whole.gather(1, tokens)
 
     def _hold_at(self, position: Tensor) -> Tensor:
         """Whether each entry [E] holds at `position` [B], whatever comes before."""
         there = position[self.row]
-        return (self.since <= there) & (there < self.until)
+        return (self.entries.since <= there) & (there < self.entries.until)
 
     def _added(self, logits: Tensor, holds: Tensor) -> Tensor:
         """logits [B, V] with the biases of the entries that hold."""
-        index = self.row * logits.shape[1] + self.token
-        return logits.flatten().scatter_add(0, index, self.bias.where(holds, 0.0)).view_as(logits)
+        index = self.row * logits.shape[1] + self.entries.token
+        return logits.flatten().scatter_add(0, index, self.entries.bias.where(holds, 0.0)).view_as(logits)
 
     def after_token(self, token: Tensor) -> TokenBias:
         """The entries once `token` [B] has been appended to the texts."""
@@ -182,21 +171,11 @@ class TokenBias:
 
     def select(self, rows: Tensor) -> TokenBias:
         """The entries of the requests `rows` [R]; reads back from the device."""
-        number = rows.new_full((len(self.tail),), -1)
+        own, number = self.entries, rows.new_full((len(self.tail),), -1)
         number[rows] = torch.arange(len(rows), device=rows.device)
         row = number[self.row]
-        selected = row >= 0
-        of_selected = selected[self.entry]
-        return replace(
-            self,
-            row=row[selected],
-            token=self.token[selected],
-            bias=self.bias[selected],
-            since=self.since[selected],
-            until=self.until[selected],
-            length=self.length[selected],
-            before=self.before[of_selected],
-            entry=(selected.cumsum(0) - 1)[self.entry[of_selected]],
-            back=self.back[of_selected],
-            tail=self.tail[rows],
-        )
+        kept = row >= 0
+        of_kept = kept[own.entry]
+        columns = [column[kept] for column in (own.token, own.bias, own.since, own.until, own.length)]
+        columns += own.before[of_kept], (kept.cumsum(0) - 1)[own.entry[of_kept]], own.back[of_kept]
+        return replace(self, entries=with_tensors(own, columns), row=row[kept], tail=self.tail[rows])

@@ -19,6 +19,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
+from d2sd.modeling.where import tensors_of
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.bias import Entries, TokenBias
@@ -228,8 +229,7 @@ def test_the_table_is_as_large_as_what_it_holds() -> None:
     params = [SamplingParams(), SamplingParams(bad_words_token_ids=words, logit_bias={3: 1.0}), SamplingParams()]
     table = TokenBias.of(params, [Text([1, 2], 1)] * 3, 5000, "cpu")
     assert table is not None
-    assert [len(x) for x in (table.row, table.token, table.bias, table.until, table.length)] == [1002] * 5
-    assert [len(x) for x in (table.before, table.entry, table.back)] == [999 + 1000] * 3
+    assert [len(x) for x in (table.row, *tensors_of(table.entries))] == [1002] * 6 + [999 + 1000] * 3
     assert table.tail.shape == (3, 999)
 
 
