@@ -10,13 +10,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from d2sd.modeling.nvfp4 import unpacked
 from d2sd.modeling.quantized import QuantizedLinear
 from d2sd.modeling.scheme import MXFP4_GROUP as GROUP
 
 # Shape letters: X experts, O outputs, G groups of 32 inputs.
-
-#: The values of E2M1 by their bits, the sign the highest.
-VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
 class Mxfp4Experts(QuantizedLinear):
@@ -41,9 +39,7 @@ class Mxfp4Experts(QuantizedLinear):
         blocks, scales = self.get_buffer("blocks"), self.get_buffer("scales")
         count, outputs, groups = scales.shape
         out = torch.empty(count, groups * GROUP, outputs, dtype=torch.bfloat16)
-        values = torch.tensor([*VALUES, *(-value for value in VALUES)])
         for expert in range(count):  # one at a time: a layer of 120B is gigabytes
-            codes = torch.stack([blocks[expert] & 15, blocks[expert] >> 4], -1).flatten(-2)
-            weight = torch.ldexp(values[codes.int()], scales[expert, ..., None].int() - 127)
+            weight = torch.ldexp(unpacked(blocks[expert]), scales[expert, ..., None].int() - 127)
             out[expert] = weight.flatten(-2).T
         return out

@@ -43,9 +43,6 @@ _HOLD = 8
 _PROMISE_WINDOW = 32
 #: Steps that are served until a guessed time counts as measured.
 _SHOWN = 8
-#: Steps of plain decoding until a correction of step times decays back and speculation is retried: a retry has a cost,
-#: which is less than that of acceptance, because step times are learned in fewer steps.
-_TIME_DECAY_STEPS = 256
 #: Mean temperatures of batches whose forecasts are kept.
 _TEMPERATURES = 8
 

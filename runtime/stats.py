@@ -6,7 +6,8 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from itertools import product
 
 #: `branch_id` of the first draft's nodes; i >= 1 is the i-th branch (ranked by boundary score).
 FIRST_DRAFT = 0
@@ -64,13 +65,8 @@ class SequenceStats:
     def merged(parts: Iterable[SequenceStats]) -> SequenceStats:
         """The sums over several requests: their `tau` is weighted by steps."""
         total = SequenceStats()
-        for part in parts:
-            total.accepted += part.accepted
-            total.accepted_branches += part.accepted_branches
-            total.verified_nodes += part.verified_nodes
-            total.policies += part.policies
-            total.preemptions += part.preemptions
-            total.cached_tokens += part.cached_tokens
+        for part, count in product(parts, fields(SequenceStats)):
+            setattr(total, count.name, getattr(total, count.name) + getattr(part, count.name))
         return total
 
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 import triton
-from torch import Tensor
 from triton import next_power_of_2 as power
 
 from d2sd.plugins.cascade_attention import AttnMask
 from d2sd.plugins.gated_layers.delta_heads import DeltaHeads
 from d2sd.plugins.gated_layers.triton.kernel import delta_inputs_kernel, gate_heads_kernel, gated_norm_kernel
-from d2sd.plugins.layer_ops.triton.launch import INTERPRET, OPTIONS
+from d2sd.plugins.layer_ops.triton.launch import INTERPRET, OPTIONS, written
 
 # Shape letters as in d2sd/plugins/gated_layers/__init__.py.
 
@@ -26,7 +25,8 @@ NUMBERS = 512
 
 def gate_heads(x, product, heads, *, scale=None, out=None):
     rows, count, size = x.shape
-    out = _room(x, scale, out)
+    assert x.is_contiguous()
+    out = written((rows, count * size), x.dtype, x.device, scale, out)
     constants = block_constants(count, size)
     gate_heads_kernel[rows, triton.cdiv(count, constants["BLOCK"])](
         x, product, heads.bias, heads.scales, out, scale, product.stride(0),
@@ -37,23 +37,13 @@ def gate_heads(x, product, heads, *, scale=None, out=None):
 
 def gated_norm(x, product, weight, eps, heads, *, scale=None, out=None):
     rows, count, size = x.shape
-    out = _room(x, scale, out)
+    assert x.is_contiguous()
+    out = written((rows, count * size), x.dtype, x.device, scale, out)
     constants, (first, group, apart) = block_constants(count, size), heads.gates
     gated_norm_kernel[rows, triton.cdiv(count, constants["BLOCK"])](
         x, product, weight, heads.scales, out, scale, product.stride(0),
         EPS=eps, HV=count, SIZE=size, GROUP=group, FIRST=first, APART=apart, **constants, num_warps=1, **OPTIONS,
     )  # fmt: skip
-    return out
-
-
-def _room(x: Tensor, scale: Tensor | None, out: Tensor | None) -> Tensor:
-    """Where rows of heads x [R, H, D] go, [R, H·D]."""
-    shape, dtype = (len(x), x.shape[1] * x.shape[2]), x.dtype if scale is None else torch.float8_e4m3fn
-    if out is None:
-        out = torch.empty(shape, dtype=dtype, device=x.device)
-    assert x.is_contiguous()
-    assert out.is_contiguous()
-    assert (out.shape, out.dtype) == (shape, dtype)
     return out
 
 

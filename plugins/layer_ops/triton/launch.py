@@ -43,17 +43,24 @@ OPTIONS: dict[str, Any] = {"enable_fp_fusion": False}
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
+def written(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, scale: Tensor | None, out: Tensor | None
+) -> Tensor:
+    """The memory of an op's result: `out`, or its own. In FP8 where `scale` quantizes."""
+    made = dtype if scale is None else torch.float8_e4m3fn
+    out = torch.empty(shape, dtype=made, device=device) if out is None else out
+    assert out.is_contiguous()
+    assert (out.shape, out.dtype) == (shape, made)
+    return out
+
+
 def add_rms_norm(x, branch, weight, eps, *, total=None, scale=None, out=None, block=0, offset=False):
     assert not block or (total is None and len(x) % block == 0)
     rows, width = len(x) - (len(x) // block if block else 0), x.shape[1]
     assert x.stride(1) == 1
     assert branch is None or branch.is_contiguous()
     assert total is None or total.stride(1) == 1
-    dtype = x.dtype if scale is None else torch.float8_e4m3fn
-    if out is None:
-        out = torch.empty(rows, width, dtype=dtype, device=x.device)
-    assert out.is_contiguous()
-    assert (out.shape, out.dtype) == ((rows, width), dtype)
+    out = written((rows, width), x.dtype, x.device, scale, out)
     strides = x.stride(0), 0 if total is None else total.stride(0)
     add_rms_norm_kernel[rows,](
         x,
@@ -146,11 +153,7 @@ def rope_constants(
 def silu_mul(gate_up, dtype, *, scales=None, scale=None, out=None):
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     assert gate_up.is_contiguous()
-    made = dtype if scale is None else torch.float8_e4m3fn
-    if out is None:
-        out = torch.empty(rows, width, dtype=made, device=gate_up.device)
-    assert out.is_contiguous()
-    assert (out.shape, out.dtype) == ((rows, width), made)
+    out = written((rows, width), dtype, gate_up.device, scale, out)
     silu_mul_kernel[rows, triton.cdiv(width, BLOCK)](
         gate_up, scales, out, scale, **silu_constants(width, dtype), num_warps=WARPS, **OPTIONS
     )
@@ -192,11 +195,8 @@ def embed_norm_rope(
 ):
     before, own, width = 0 if front is None else len(front.x), tokens.numel(), table.shape[1]
     x = table.new_empty(own, width)
-    if out is None:
-        out = table.new_empty(before + own, width, dtype=None if scale is None else torch.float8_e4m3fn)
+    out = written((before + own, width), table.dtype, table.device, scale, out)
     assert table.is_contiguous()
-    assert out.is_contiguous()
-    assert out.shape == (before + own, width)
     assert front is None or (front.x.is_contiguous() and front.positions.numel() == before)
     start, steps = (positions.start, positions.steps) if isinstance(positions, Behind) else (None, positions.flatten())
     assert steps.numel() == own
@@ -236,11 +236,8 @@ def embed_constants(width: int, eps: float, half: int, factor: float, offset: bo
 
 
 def quantize(x, scale, out=None):
-    if out is None:
-        out = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    out = written(x.shape, x.dtype, x.device, scale, out)
     assert x.is_contiguous()
-    assert out.is_contiguous()
-    assert (out.shape, out.dtype) == (x.shape, torch.float8_e4m3fn)
     with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]  # a drafter's `fc` runs outside of its fused layers
         grid = (triton.cdiv(x.numel(), BLOCK),)
         quantize_kernel[grid](x, scale, out, x.numel(), BLOCK=BLOCK, num_warps=WARPS, **OPTIONS)
