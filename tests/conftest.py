@@ -101,6 +101,18 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def fuse_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """Let models on a CPU be fused too; their ops are the specifications."""
+    patch.setattr("d2sd.plugins.dispatch.use_fused_layers", lambda *_, unlike, **__: unlike is None)
+    patch.setattr("torch.cuda.empty_cache", lambda: None)
+
+
+@pytest.fixture
+def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See `fuse_anywhere`."""
+    fuse_anywhere(monkeypatch)
+
+
 @pytest.fixture(autouse=True)
 def own_logs() -> Iterator[None]:
     """A server that a test sets up in this process must not take the logs of the tests behind it."""

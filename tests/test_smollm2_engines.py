@@ -20,7 +20,6 @@ from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.config import DecoderConfig, DrafterConfig
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import DrafterRole
 from d2sd.recipe import Compute, Recipe, load_recipe
 from tests.tiny import in_fp8, tiny_decoder, tiny_drafter
@@ -60,7 +59,7 @@ def build_all(folder: Path, recipe: Recipe, target: Decoder, drafter: Drafter, c
 
 def narrow(drafter: Drafter) -> Drafter:
     """In FP8 as a bundle loads it."""
-    return in_fp8(drafter, linear_names(drafter))
+    return in_fp8(drafter)
 
 
 @pytest.mark.model
@@ -97,7 +96,7 @@ def pair(folder: Path) -> tuple[Decoder, Drafter]:
 def build_smollm2(target: Decoder, drafter: Drafter, folder: Path, fp8: bool, compute: Compute) -> None:
     target, drafter = target.half(), drafter.half()
     if fp8:
-        target, drafter = in_fp8(target, linear_names(target), cache=True), narrow(drafter)
+        target, drafter = in_fp8(target, cache=True), narrow(drafter)
     build_all(folder, load_recipe(ROOT / "recipes" / "smollm2-135m.yaml"), target, drafter, compute)
 
 
@@ -118,7 +117,7 @@ def test_tiny_qwen3(tmp_path: Path, fp8: bool, compute: Compute) -> None:
     target = tiny_decoder("qwen3", layers=2, heads=9, kv_heads=3, head_dim=64).half()  # SmolLM2's attention
     drafter = tiny_drafter(target.config).half()
     if fp8:
-        target, drafter = in_fp8(target, linear_names(target)), narrow(drafter)
+        target, drafter = in_fp8(target), narrow(drafter)
     recipe = Recipe.model_validate(
         {
             "d2sd": 1,

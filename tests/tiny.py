@@ -21,7 +21,7 @@ from d2sd.modeling.drafters.flexdraft import FlexHead
 from d2sd.modeling.drafters.flexdraft_config import FlexConfig
 from d2sd.modeling.drafters.head_configs import HeadConfig, InjectionConfig, MarkovConfig, PairConfig, SelectorConfig
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.fp8 import make_fp8
+from d2sd.modeling.fp8 import linear_names, make_fp8
 from d2sd.modeling.kv_pool import KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import RMSNorm, ValueNormAttention
 from d2sd.modeling.mixers.configs import DeltaConfig, ShortConvConfig
@@ -420,8 +420,9 @@ def ancestor_mask(parents: list[int]) -> Tensor:
     return mask
 
 
-def in_fp8(plain: Model, linears: Sequence[str], *, cache: bool = False) -> Model:
-    """A model like this one with these layers in FP8, inputs between -8 and 8; and its K/V where `cache`."""
+def in_fp8(plain: Model, linears: Sequence[str] | None = None, *, cache: bool = False) -> Model:
+    """A model like this one with these layers in FP8, or all, inputs between -8 and 8; and its K/V where `cache`."""
+    linears = linear_names(plain) if linears is None else linears
     with torch.device("meta"):
         model = type(plain)(plain.config)
         make_fp8(model, linears, cache=cache)

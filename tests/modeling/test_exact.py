@@ -14,20 +14,13 @@ from d2sd.errors import D2SDError
 from d2sd.modeling import kv_pool, product
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.draft_head import reduced_head
-from d2sd.modeling.fp8 import kv_scales, linear_names
+from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, Rows
 from d2sd.modeling.product import Product
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, random_tree, tiny_decoder
-
-
-@pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU models fuse too; their ops are the specifications."""
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 @torch.inference_mode()
@@ -48,7 +41,7 @@ def logits(model: Decoder) -> torch.Tensor:
 @pytest.mark.parametrize("bias", [False, True])
 def test_every_product_and_attention_is_batch_invariant(fp8: bool, bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_decoder("llama", attention_bias=bias)
-    model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
+    model = in_fp8(model, cache=True) if fp8 else model
     expected = logits(model)
     fuse(exact := copy.deepcopy(model), exact=True)
     calls: Counter[str] = Counter()

@@ -120,7 +120,7 @@ def test_layers_of_one_product_are_rounded_with_one_scale() -> None:
 def test_a_drafter_in_fp8_alone_is_packed_in_its_own_type() -> None:
     """The drafter's first parameter is fc's, in FP8."""
     drafter = tiny_drafter(tiny_decoder().config).bfloat16()
-    drafter = in_fp8(drafter, linear_names(drafter))
+    drafter = in_fp8(drafter)
     features, places = torch.randn(1, 5, 64).bfloat16(), torch.arange(5)[None]
     expected = drafter.context_keys_values(features, places)
     pack(drafter)
@@ -148,7 +148,7 @@ def test_a_cache_gives_back_what_pages_would_hold() -> None:
 def fp8_decoder(*, cache: bool, head_dim: int = 8, dtype: torch.dtype = torch.float32) -> Decoder:
     """The tiny decoder with every linear layer but the head in FP8."""
     plain = tiny_decoder("qwen3", tie=False, head_dim=head_dim).to(dtype)
-    return in_fp8(plain, linear_names(plain), cache=cache)
+    return in_fp8(plain, cache=cache)
 
 
 def test_the_layers_of_models_that_become_fp8() -> None:

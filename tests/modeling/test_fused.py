@@ -37,13 +37,6 @@ AUX = (0, 2)
 REQUESTS = 6
 
 
-@pytest.fixture
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU models fuse too; their ops are the specifications."""
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-
-
 def fused(model: Model) -> Model:
     made = copy.deepcopy(model)
     fuse(made)
@@ -161,7 +154,7 @@ def test_windows_and_sinks() -> None:
 def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
     """Every product in FP8, and the target's pages. `shared`: weights of one input have one scale."""
     target, drafter = pair(tiny_decoder("llama", attention_bias=bias))
-    models = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
+    models = in_fp8(target, cache=True), in_fp8(drafter)
     for model in models if shared else ():
         for name, linear in model.named_modules():
             if isinstance(linear, Fp8Linear) and name.endswith(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
@@ -177,7 +170,7 @@ def test_fp8_layers_and_pages(bias: bool, shared: bool) -> None:
 
 @pytest.mark.usefixtures("anywhere")
 def test_products_of_one_input_share_its_largest_scale() -> None:
-    model = in_fp8(tiny_decoder(), linear_names(tiny_decoder()))
+    model = in_fp8(tiny_decoder())
     together = copy.deepcopy(model)
     for which, one in enumerate((model, together)):
         for layer in one.layers:
@@ -201,7 +194,7 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
     """Mask rows pass the target's own MLPs, before and after it is fused, and no weight is there twice."""
     dtype, within = (torch.float32, 2e-5) if narrow else (torch.bfloat16, 0)
     target = tiny_decoder("qwen3" if narrow else "qwen2").to(dtype)
-    target = in_fp8(target, linear_names(target), cache=True) if narrow else target
+    target = in_fp8(target, cache=True) if narrow else target
     head = tiny_flex(target, layers=2, block_size=4, anchored=True).to(dtype)
     if narrow_head:
         head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name])
@@ -231,7 +224,7 @@ def test_a_flexdraft_head_shares_fused_layers(narrow: bool, narrow_head: bool) -
 def test_rows_that_join_fused_layers(narrow: bool, narrow_head: bool) -> None:
     """In parallel mode mask rows pass the target's fused MLPs beside its own rows, and a head keeps no layers."""
     target = tiny_decoder("qwen3", layers=4)
-    target = in_fp8(target, linear_names(target), cache=True) if narrow else target
+    target = in_fp8(target, cache=True) if narrow else target
     head = tiny_flex(target, layers=2, block_size=3)
     head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name]) if narrow_head else head
     head.join(target)
@@ -388,7 +381,7 @@ def test_a_pass_is_few_launches(fp8: bool, monkeypatch: pytest.MonkeyPatch) -> N
     """Nine kernels a layer and the last norm; of tokens the first norm makes embeddings and tables too."""
     target, drafter = pair(tiny_decoder("qwen3", layers=7))
     if fp8:
-        target, drafter = in_fp8(target, linear_names(target), cache=True), in_fp8(drafter, linear_names(drafter))
+        target, drafter = in_fp8(target, cache=True), in_fp8(drafter)
     head = tiny_flex(target, layers=2)
     head = in_fp8(head, [name for name in linear_names(head) if "self_attn" in name]) if fp8 else head
     head.join(target)
@@ -469,7 +462,7 @@ def test_context_is_injected_by_the_draft(family: Family, bias: bool, dtype: tor
 def test_fp8_context_is_injected_by_the_draft(cache: bool) -> None:
     """Layers of different input scales: one for all, the largest."""
     target, drafter = pair(tiny_decoder("llama"))
-    drafter = in_fp8(drafter, linear_names(drafter), cache=cache)
+    drafter = in_fp8(drafter, cache=cache)
     for index, layer in enumerate(drafter.layers):
         for name in ("q_proj", "k_proj", "v_proj"):
             linear = layer.get_submodule(f"self_attn.{name}")
@@ -484,7 +477,7 @@ def test_fp8_context_is_injected_by_the_draft(cache: bool) -> None:
 @pytest.mark.usefixtures("anywhere")
 def test_a_drafters_layers_share_the_largest_input_scale() -> None:
     """So that their context is quantized once for all."""
-    drafter = in_fp8(pair(tiny_decoder())[1], linear_names(pair(tiny_decoder())[1]))
+    drafter = in_fp8(pair(tiny_decoder())[1])
     for index, layer in enumerate(drafter.layers):
         linear = layer.get_submodule("self_attn.v_proj")
         assert isinstance(linear, Fp8Linear)

@@ -12,21 +12,15 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
-from d2sd.plugins import dispatch
 from tests.modeling.hybrids import CONFIGS, copy_of
 from tests.modeling.test_hybrids import Requests
 from tests.tiny import in_fp8, random_tokens
 
+pytestmark = pytest.mark.usefixtures("anywhere")
+
 AUX = (0, 4)
 #: Parents of a tree's nodes.
 TREE = [-1, 0, 0, 2, 1, 3, 3, 5]
-
-
-@pytest.fixture(autouse=True)
-def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPU models fuse too; their ops are the specifications."""
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
 
 
 def fused(model: Decoder) -> Decoder:

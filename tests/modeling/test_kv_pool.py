@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import Fp8Linear, kv_scales, linear_names
+from d2sd.modeling.fp8 import Fp8Linear, kv_scales
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.layers import Attention
 from d2sd.modeling.where import Where
@@ -58,7 +58,7 @@ def test_padding_may_stand_past_the_last_page() -> None:
 def fp8_target(dtype: torch.dtype, *, gain: float = 1.0) -> Decoder:
     """A tiny target whose layers and K/V are FP8, with other scales in every layer; large K/V saturate."""
     plain = tiny_decoder("qwen3", tie=False).to(dtype)
-    model = in_fp8(plain, linear_names(plain), cache=True)
+    model = in_fp8(plain, cache=True)
     attentions: list[Any] = [layer for layer in model.modules() if isinstance(layer, Attention)]
     for index, attention in enumerate(attentions):
         attention.k_cache.scale = torch.tensor(0.013 * gain * (index + 1))

@@ -11,11 +11,10 @@ import torch
 
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.fp8 import linear_names
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.inference import ServedModel
 from d2sd.modeling.prepare import prepare_for_inference
-from d2sd.plugins import dispatch
+from tests.conftest import fuse_anywhere
 from tests.tiny import full_logits, in_fp8, random_tokens, tiny_decoder, tiny_drafter, tiny_flex
 
 #: In place of packing: with PyTorch's operators, and as on CUDA, whose ops are their specifications here.
@@ -27,8 +26,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param != "compiled":
         monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)
     if request.param == "fused":
-        monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+        fuse_anywhere(monkeypatch)
         monkeypatch.setattr("d2sd.modeling.prepare.pack", fuse)
     return str(request.param)
 
@@ -40,7 +38,7 @@ def models(kind: str) -> tuple[Decoder, dict[str, DraftModel]]:
     drafters: dict[str, DraftModel] = {"first": tiny_drafter(target.config)}
     if kind == "dense":
         drafters["flex"] = tiny_flex(target, block_size=4, layers=1)
-    return (in_fp8(target, linear_names(target)) if kind == "fp8" else target), drafters
+    return (in_fp8(target) if kind == "fp8" else target), drafters
 
 
 def contents(model: ServedModel) -> dict[str, int]:

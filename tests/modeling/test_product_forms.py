@@ -12,19 +12,19 @@ from torch import Tensor
 from d2sd.integrations.trtllm.tree_drafters import SharedTables
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.dflash import Drafter
-from d2sd.modeling.fp8 import Fp8Linear, linear_names
+from d2sd.modeling.fp8 import Fp8Linear
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.kv_pool import Rows
 from d2sd.modeling.prepare import prepare_for_inference
 from d2sd.modeling.product import Product
 from d2sd.modeling.product_forms import FORMS, MOST_ROWS, PLAIN, Form, Weights, bucket, forms, padded_rows, with_rows
 from d2sd.modeling.where import Where
-from tests.modeling.test_fused import AUX, anywhere, counted, outputs, pair
+from tests.modeling.test_fused import AUX, counted, outputs, pair
 from tests.plugins.cpu.test_linear import by_loops
 from tests.product_forms import cuda_products
 from tests.tiny import in_fp8, pool_for, random_tokens, tiny_decoder
 
-__all__ = ["anywhere", "cuda_products"]
+__all__ = ["cuda_products"]
 
 NARROW = torch.float8_e4m3fn
 NAMED = {form.name: form for form in FORMS}
@@ -155,7 +155,7 @@ def choose(form: Form, *models: Decoder | Drafter) -> list[Product]:
 def test_models_serve_with_every_form(fp8: bool) -> None:
     target, drafter = pair(tiny_decoder("qwen3"))
     if fp8:
-        target, drafter = in_fp8(target, linear_names(target)), in_fp8(drafter, linear_names(drafter))
+        target, drafter = in_fp8(target), in_fp8(drafter)
     for model in (target, drafter):
         fuse(model if fp8 else model.to(torch.bfloat16))
     assert len(choose(PLAIN, target, drafter)) == 4 * (len(products_of_layers(target)) + 3) + 2  # and fc, and the head
@@ -180,7 +180,7 @@ def products_of_layers(model: Decoder) -> list[object]:
 def test_forms_add_no_kernel_but_their_own(name: str, fp8: bool, added: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Padding costs none, because our ops leave room behind what they make."""
     target = tiny_decoder("qwen3", layers=2)
-    target = in_fp8(target, linear_names(target)) if fp8 else target.to(torch.bfloat16)
+    target = in_fp8(target) if fp8 else target.to(torch.bfloat16)
     fuse(target)
     tokens, pool = random_tokens(target, 1, 4), pool_for(target.config.body, 1, 4)[0]
     rows = Rows.chain(4, Where(torch.zeros(1, 1, dtype=torch.long), torch.zeros(1, dtype=torch.long)))

@@ -242,11 +242,9 @@ def decoder_of(scheme: Scheme) -> Decoder:
     return model.eval().requires_grad_(False)
 
 
-@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.usefixtures("stand_ins", "anywhere")
 @pytest.mark.parametrize("scheme", [schemes.FP8_DYNAMIC, schemes.FP8_CHANNELS], ids=["dynamic", "calibrated"])
-def test_fused_layers_are_the_layers(scheme: Scheme, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+def test_fused_layers_are_the_layers(scheme: Scheme) -> None:
     model = decoder_of(scheme)
     tokens = random_tokens(model, 2, 7)
     for exact in (False, True):

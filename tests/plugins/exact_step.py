@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import kv_scales, linear_names
+from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.mixers.configs import DeltaConfig
@@ -117,7 +117,7 @@ def check_step(
     if hybrid:
         narrow = {"recurrent": DeltaConfig((0,), key_heads=1, value_heads=2, key_size=16, value_size=16)}
     model = tiny_decoder("qwen3_5_text" if hybrid else "qwen3", layers=2, head_dim=16, **narrow).to(dtype)
-    model = in_fp8(model, linear_names(model), cache=True) if fp8 else model
+    model = in_fp8(model, cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
         run_kernels(patch, "cascade_attention", "kv_pages", "layer_ops.linear", *(["delta_rule"] if hybrid else []))

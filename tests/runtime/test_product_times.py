@@ -22,11 +22,10 @@ from d2sd.runtime import product_times
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.product_times import Bench, agreed, by_shape, chosen, fastest, graph_timer, products_of, use
 from d2sd.runtime.request import powers_of_two
-from tests.modeling.test_fused import anywhere
 from tests.product_forms import cuda_products
 from tests.tiny import tiny_decoder, tiny_drafter
 
-__all__ = ["anywhere", "cuda_products"]
+__all__ = ["cuda_products"]
 
 pytestmark = pytest.mark.usefixtures("anywhere", "cuda_products")
 

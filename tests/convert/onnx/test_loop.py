@@ -15,7 +15,6 @@ from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
 from d2sd.convert.onnx.export import export_drafter, export_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.modeling.fp8 import linear_names
 from d2sd.policies import DrafterRole, PolicyName
 from d2sd.runtime.backends.exported import GraphDecoder, OnnxSession, graph_drafter
 from d2sd.runtime.engine import Engine
@@ -56,7 +55,7 @@ def test_an_fp8_graph_multiplies_the_numbers_of_the_emulation(tmp_path: Path) ->
     target = fp8_decoder(cache=True)
     first = tiny_drafter(target.config, block_size=BLOCK, layers=1)
     second = tiny_drafter(target.config, block_size=BLOCK, layers=1, role="variable_prefix", seed=2)
-    first, second = (in_fp8(drafter, linear_names(drafter)) for drafter in (first, second))
+    first, second = (in_fp8(drafter) for drafter in (first, second))
     head = in_fp8(tiny_flex(target, block_size=BLOCK, anchored=True), FLEXDRAFT.fp8_layers(tiny_flex(target).config))
     head.join(target)
     pair, of_head = executor_of(tmp_path, target, first, second), executor_of(tmp_path, target, head)

@@ -18,11 +18,11 @@ from d2sd.modeling.product import Product
 from d2sd.modeling.shard import Shard
 from d2sd.modeling.tensor_parallel import Group
 from d2sd.runtime.product_times import Bench, products_of
-from tests.modeling.test_fused import anywhere
+from tests.conftest import fuse_anywhere
 from tests.product_forms import cuda_products
 from tests.runtime.test_product_times import Clock, Wire, runner
 
-__all__ = ["anywhere", "cuda_products"]
+__all__ = ["cuda_products"]
 
 pytestmark = pytest.mark.usefixtures("anywhere", "cuda_products")
 
@@ -32,8 +32,7 @@ H100, H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
 @pytest.fixture(scope="module")
 def products() -> list[Product]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("d2sd.plugins.dispatch.use_fused_layers", lambda *_, unlike, **__: unlike is None)
-        patch.setattr(torch.cuda, "empty_cache", lambda: None)
+        fuse_anywhere(patch)
         return products_of(runner())
 
 

@@ -14,7 +14,8 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.mixers import delta_net
 from d2sd.modeling.mixers.configs import DeltaConfig
-from d2sd.plugins import delta_rule, dispatch
+from d2sd.plugins import delta_rule
+from tests.conftest import fuse_anywhere
 from tests.modeling.test_fused_hybrids import TREE
 from tests.modeling.test_hybrids import Requests
 from tests.plugins.kernels import calls
@@ -28,8 +29,7 @@ def over_kernels(model: Decoder, monkeypatch: pytest.MonkeyPatch) -> Decoder:
     """A copy with fused layers, whose kernels run in the interpreter from now on."""
     run_kernels(monkeypatch, "cascade_attention", "layer_ops.silu_mul", "delta_rule")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    fuse_anywhere(monkeypatch)
     model = deepcopy(model)
     fuse(model)
     assert isinstance(model.compiled, FusedLayers)

@@ -11,11 +11,12 @@ from torch import Tensor
 from d2sd.modeling.config import Family
 from d2sd.modeling.fused import FusedLayers, fuse
 from d2sd.modeling.mixers import delta_net
-from d2sd.plugins import delta_rule, dispatch
+from d2sd.plugins import delta_rule
 from d2sd.plugins.delta_rule import DeltaRows
 from d2sd.policies import PolicyName
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
+from tests.conftest import fuse_anywhere
 from tests.runtime.helpers import BLOCK, all_pages, free_pages, make_engine
 from tests.runtime.oracle import plain_text
 from tests.runtime.recorded_graphs import RecordedGraphs
@@ -62,8 +63,7 @@ def test_steps_are_replayed(family: Family, policy: PolicyName, monkeypatch: pyt
     requests = [Request(prompt, 12, kind) for prompt, kind in zip(PROMPTS, KINDS, strict=True)]
     expected = [plain_text(target, one.prompt, one.sampling, one.max_new_tokens) for one in requests]
     monkeypatch.setattr("d2sd.plugins.cpu.library.available", lambda: False)  # which hides its operators
-    monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, unlike, **__: unlike is None)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    fuse_anywhere(monkeypatch)
     monkeypatch.setattr(delta_net, "tree_delta_rule", lambda *a, exact: delta_rule.tree_delta_rule(*a))
     monkeypatch.setattr(delta_net, "commit_delta_rule", commit)
     fused = deepcopy(target)
