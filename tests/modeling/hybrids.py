@@ -79,14 +79,31 @@ class Pair(NamedTuple):
     theirs: Any
     ours: Decoder
 
+    @classmethod
+    def of(cls, theirs: Any) -> Pair:
+        """transformers' model, and what is read of the folder that it saves."""
+        with TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            return cls(theirs, load_target(Path(folder), torch.float32))
+
+    def copy(self, dtype: torch.dtype = torch.float32, *, packed: bool = True) -> Decoder:
+        """Another one of ours, as a CPU serves it."""
+        decoder = Decoder(self.ours.config)
+        decoder.load_state_dict(self.ours.state_dict())
+        decoder.eval().requires_grad_(False).to(dtype)
+        if packed:
+            pack(decoder)
+        return decoder
+
     @torch.no_grad()
     def expected(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.theirs(tokens).logits
         return logits
 
 
-def theirs(case: str) -> Any:
-    """transformers' model, whose logits spread by about 1 and whose gates reach from 0.01 to 1."""
+@cache
+def pair(case: str) -> Pair:
+    """A model of transformers whose logits spread by about 1 and whose gates reach from 0.01 to 1, and ours."""
     kind, fields = CONFIGS[case]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **fields), attn_implementation="eager").eval()
@@ -107,25 +124,7 @@ def theirs(case: str) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith("expert_bias"):
                 buffer.copy_(0.1 * torch.randn_like(buffer))
-    return model
-
-
-@cache
-def pair(case: str) -> Pair:
-    model = theirs(case)
-    with TemporaryDirectory() as folder:
-        model.save_pretrained(folder)
-        return Pair(model, load_target(Path(folder), torch.float32))
-
-
-def copy_of(case: str, dtype: torch.dtype = torch.float32, *, packed: bool = True) -> Decoder:
-    """Another one, as a CPU serves it."""
-    decoder = Decoder(pair(case).ours.config)
-    decoder.load_state_dict(pair(case).ours.state_dict())
-    decoder.eval().requires_grad_(False).to(dtype)
-    if packed:
-        pack(decoder)
-    return decoder
+    return Pair.of(model)
 
 
 @torch.no_grad()

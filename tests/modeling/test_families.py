@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -13,10 +11,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from d2sd.convert.checkpoint.target import load_target
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.kv_pool import Chunks, KVPool
-from d2sd.modeling.native import pack
 from d2sd.modeling.where import Where
 from tests.modeling.hybrids import Pair, check_features
 from tests.tiny import feed, full_logits, pool_for, random_tokens
@@ -117,9 +113,7 @@ def pair(case: str) -> Pair:
         for name, parameter in (*theirs.named_parameters(), *scales):
             noise = torch.randn_like(parameter)
             parameter.copy_(0.3 * noise if "norm" in name and kind == "gemma3_text" else _random(name, noise))
-    with TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        return Pair(theirs, load_target(Path(folder), torch.float32))
+    return Pair.of(theirs)
 
 
 def _random(name: str, noise: Tensor) -> Tensor:
@@ -129,15 +123,6 @@ def _random(name: str, noise: Tensor) -> Tensor:
     gains = {"embed_tokens": 3.0, "lm_head": 3.0, "gate_up_proj": 3.0}
     gain = next((gain for part, gain in gains.items() if part in name), 1.0)
     return noise * (0.5 if noise.dim() == 1 else gain * noise.shape[-1] ** -0.5)
-
-
-def packed(case: str) -> Decoder:
-    """Another one, as a CPU serves it."""
-    kept, decoder = pair(case).ours, Decoder(pair(case).ours.config)
-    decoder.load_state_dict(kept.state_dict())
-    decoder.eval().requires_grad_(False)
-    pack(decoder)
-    return decoder
 
 
 @cases
@@ -153,7 +138,7 @@ def test_one_pass(case: str, batch: int) -> None:
 @cases
 @pytest.mark.parametrize("batch", [1, 8])
 def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
-    decoder = packed(case)
+    decoder = pair(case).copy()
     tokens = random_tokens(decoder, batch, 40)
     pool, table = pool_for(decoder.config.body, batch, 40)
     logits, done = [], 0
@@ -171,7 +156,7 @@ def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
 @torch.no_grad()
 def test_features_are_outputs_of_the_layers(case: str) -> None:
     """Served on a CPU: of the first layer, of one in the middle, and of the last one, before the last norm."""
-    check_features(packed(case), pair(case).theirs, (0, 2, 3), TOLERANCE)
+    check_features(pair(case).copy(), pair(case).theirs, (0, 2, 3), TOLERANCE)
 
 
 def prompt_chunk(decoder: Decoder, tokens: Tensor, pool: KVPool, table: Tensor, context: Tensor) -> Tensor:
@@ -197,11 +182,7 @@ def rows_alone(decoder: Decoder, tokens: Tensor, sizes: tuple[int, ...]) -> Iter
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_bits_of_a_row_are_its_own(case: str, dtype: torch.dtype) -> None:
     """Served on a CPU: with others in the batch, and with other rows of its own, as one token after the other."""
-    kept = pair(case).ours
-    decoder = Decoder(kept.config)
-    decoder.load_state_dict(kept.state_dict())
-    decoder.eval().requires_grad_(False).to(dtype)
-    pack(decoder)
+    decoder = pair(case).copy(dtype)
     tokens = random_tokens(decoder, 5, 24)
     alone = torch.cat([*rows_alone(decoder, tokens[2:3], (1,) * 24)], 1)
     for sizes in ((24,), (9, 15), (1, 8, 8, 7)):

@@ -12,7 +12,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.fp8 import Fp8Linear, linear_names
 from d2sd.modeling.fused import FusedLayers, fuse
-from tests.modeling.hybrids import CONFIGS, copy_of
+from tests.modeling.hybrids import CONFIGS, pair
 from tests.modeling.test_hybrids import Requests
 from tests.tiny import in_fp8, random_tokens
 
@@ -57,7 +57,7 @@ def assert_same_outputs(model: Decoder, within: float) -> None:
 @pytest.mark.parametrize("case", CONFIGS)
 def test_fused_layers_are_the_layers(case: str, dtype: torch.dtype) -> None:
     """In fp32 a product of another shape may sum in another order."""
-    assert_same_outputs(copy_of(case, dtype, packed=False), 1e-4 if dtype == torch.float32 else 0)
+    assert_same_outputs(pair(case).copy(dtype, packed=False), 1e-4 if dtype == torch.float32 else 0)
 
 
 def assert_near(model: Decoder) -> None:
@@ -76,7 +76,7 @@ def linears(model: Decoder, keep: Callable[[str], bool]) -> list[str]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
     """`shared`: weights of one input have one scale."""
-    model = copy_of(case, packed=False)
+    model = pair(case).copy(packed=False)
     model = in_fp8(model, linears(model, lambda name: "shared_expert_gate" not in name), cache=True)
     for name, linear in model.named_modules() if shared else ():
         if isinstance(linear, Fp8Linear) and "in_proj" in name:
@@ -90,17 +90,17 @@ def test_fp8_layers_and_pages(case: str, shared: bool) -> None:
 @pytest.mark.parametrize("case", [case for case in CONFIGS if not case.startswith("LFM2")])
 def test_gates_of_another_type_are_a_product_of_their_own(case: str) -> None:
     """Public FP8 checkpoints leave b and a in 16 bits."""
-    model = copy_of(case, packed=False)
+    model = pair(case).copy(packed=False)
     small = ("in_proj_a", "in_proj_b", "in_proj_ba", "shared_expert_gate")
     model = in_fp8(model, linears(model, lambda name: not name.endswith(small)))
     assert_near(model)
-    counts = len(fused(model).compiled.products), len(fused(copy_of(case, packed=False)).compiled.products)  # type: ignore[union-attr]
+    counts = len(fused(model).compiled.products), len(fused(pair(case).copy(packed=False)).compiled.products)  # type: ignore[union-attr]
     assert counts[0] == counts[1] + 3
 
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_weights_are_held_once(case: str) -> None:
-    model = copy_of(case, packed=False)
+    model = pair(case).copy(packed=False)
     layers = model.layers
     fuse(model)
     held = {product.weight.untyped_storage().data_ptr() for product in model.compiled.products}  # type: ignore[union-attr]

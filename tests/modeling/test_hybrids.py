@@ -9,7 +9,7 @@ from torch import Tensor
 from d2sd.modeling.decoder import Decoder, DecoderOutput
 from d2sd.modeling.kv_pool import Chunks, KVPool, PoolSizes, Rows
 from d2sd.modeling.where import Where
-from tests.modeling.hybrids import CONFIGS, check_features, copy_of, pair
+from tests.modeling.hybrids import CONFIGS, check_features, pair
 from tests.tiny import ancestor_mask, full_logits, path_to, random_tokens, random_tree
 
 #: Of logits whose spread is about 1, in fp32: far above rounding (1e-5), far below any mistake.
@@ -81,14 +81,14 @@ def test_one_pass(case: str, batch: int) -> None:
     expected = pair(case).expected(tokens)
     assert expected.std() > 0.9
     torch.testing.assert_close(full_logits(pair(case).ours, tokens), expected, rtol=0, atol=TOLERANCE)
-    torch.testing.assert_close(full_logits(copy_of(case), tokens), expected, rtol=0, atol=TOLERANCE)
+    torch.testing.assert_close(full_logits(pair(case).copy(), tokens), expected, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.sampled(7)
 @cases
 @pytest.mark.parametrize("batch", [1, 8])
 def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
-    decoder = copy_of(case)
+    decoder = pair(case).copy()
     tokens = random_tokens(decoder, batch, 40)
     for sizes in ((31,), (7, 16, 8), (1, 2, 3, 25)):
         requests, hidden, done = Requests(decoder, batch, 40), [], 0
@@ -105,7 +105,7 @@ def test_prompt_in_chunks_then_decoding(case: str, batch: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_speculation_has_the_bits_of_plain_decoding(case: str, dtype: torch.dtype) -> None:
     """Hidden states, states and pages: prompts cut anywhere, others in the batch, trees of which a path is accepted."""
-    decoder = copy_of(case, dtype)
+    decoder = pair(case).copy(dtype)
     tokens = random_tokens(decoder, 3, 48, seed=5)
     plain = Requests(decoder, 1, 48)
     expected = [plain.decode(tokens[1:2, at])[0] for at in range(40)]
@@ -135,7 +135,7 @@ def test_speculation_has_the_bits_of_plain_decoding(case: str, dtype: torch.dtyp
 
 @cases
 def test_rows_of_a_tree_have_the_logits_of_their_paths(case: str) -> None:
-    decoder = copy_of(case)
+    decoder = pair(case).copy()
     prompt, parents = random_tokens(decoder, 2, 13), random_tree(24, seed=3)
     nodes = random_tokens(decoder, 2, 24, seed=9)
     requests = Requests(decoder, 2, 40)
@@ -151,4 +151,4 @@ def test_rows_of_a_tree_have_the_logits_of_their_paths(case: str) -> None:
 @torch.no_grad()
 def test_features_are_outputs_of_the_layers(case: str) -> None:
     """Layers are a gated delta net, one that attends, and the last one, before the last norm."""
-    check_features(copy_of(case), pair(case).theirs, (0, 1, 4), TOLERANCE)
+    check_features(pair(case).copy(), pair(case).theirs, (0, 1, 4), TOLERANCE)

@@ -39,8 +39,8 @@ class Call:
     depth: Tensor | None = None  # [B, T], with a window: rows before each in its path
     sinks: Tensor | None = None
 
-    def run(self) -> Tensor:
-        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks)
+    def run(self, *, exact: bool = False) -> Tensor:
+        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks, exact=exact)
 
     @property
     def mask(self) -> AttnMask:
@@ -91,8 +91,8 @@ class Chunks:
     rows: Tensor  # [B, T] bool
     sinks: Tensor | None = None
 
-    def run(self) -> Tensor:
-        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks)
+    def run(self, *, exact: bool = False) -> Tensor:
+        return cascade_attention(self.q, self.k, self.v, self.context, self.mask, sinks=self.sinks, exact=exact)
 
 
 @dataclass(frozen=True)
@@ -258,8 +258,7 @@ def test_equals_oracle(shape: Shape, mask: Mask) -> None:
 def test_the_library_attends_with_heads_of_up_to_512(shape: Shape, mask: Mask) -> None:
     call = make(shape, mask)
     assert takes(call.q, call.context)
-    found = cascade_attention(call.q, call.k, call.v, call.context, call.mask, exact=True)
-    torch.testing.assert_close(found.double(), oracle(call), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(call.run(exact=True).double(), oracle(call), rtol=1e-5, atol=1e-5)
 
 
 #: One token, part of a page, pages, more than any context: the last end among the rows or in front of all keys.
@@ -313,12 +312,6 @@ def test_equals_oracle_on_any_shape(shape: Shape, mask: Mask, seed: int) -> None
     assert_matches_oracle(make(shape, mask, seed))
 
 
-def test_each_request_has_its_own_mask() -> None:
-    call = make(Shape(contexts=(3, 3, 3)))
-    masks = torch.stack([causal(5, 0), itself(5, 0), everyone(5, 0)])
-    assert_matches_oracle(replace(call, attn_mask=masks))
-
-
 def test_large_scores_do_not_overflow() -> None:
     """Scores of thousands, which fp32 resolves to 1e-3: exp() without subtracting the maximum is inf."""
     call = make(Shape(), everyone)
@@ -346,7 +339,7 @@ def test_a_key_whose_score_is_no_number_is_not_hidden(number: float, sinks: bool
     call = behind(make(Shape(size=16), ancestors), None, torch.zeros(0), sinks=sinks)
     call.k[1, 2, 0] = number
     call.q[1] = torch.where(torch.arange(16) % 2 == 0, 9.0, -8.0) if number == torch.inf else 9.0
-    found = cascade_attention(call.q, call.k, call.v, call.context, call.mask, sinks=call.sinks, exact=exact)
+    found = call.run(exact=exact)
     assert found[1, call.attn_mask[1, :, 2]][:, :3].isnan().all()
     assert found[0].isfinite().all()
     assert found[1, ~call.attn_mask[1, :, 2]].isfinite().all()
@@ -375,9 +368,7 @@ def test_a_broken_row_reaches_those_who_see_it(mask: Mask, number: float, whole:
     healthy = behind(healthy, 4, steps(mask, healthy), sinks=keys)
     for row in range(6):
         call = spoiled(healthy, 1, row, number, keys=keys)
-        found, expected = (
-            cascade_attention(x.q, x.k, x.v, x.context, x.mask, sinks=x.sinks, exact=exact) for x in (call, healthy)
-        )
+        found, expected = call.run(exact=exact), healthy.run(exact=exact)
         reached = torch.zeros(3, 6, dtype=torch.bool)
         reached[1] = call.mask.allowed[1, :, row]
         assert torch.equal(found[~reached], expected[~reached])
@@ -399,8 +390,7 @@ def test_a_broken_token_reaches_the_rows_whose_windows_have_it(place: int, exact
         broken = spoiled(call, 0, place - 9, torch.nan, keys=False)
     reached = torch.tensor([place <= 9 + row < place + 5 for row in range(7)])
     for lengths in ((), (7,)):
-        one, other = (x.chunks(lengths) if lengths else x for x in (broken, call))
-        found, expected = (cascade_attention(x.q, x.k, x.v, x.context, x.mask, exact=exact) for x in (one, other))
+        found, expected = ((x.chunks(lengths) if lengths else x).run(exact=exact) for x in (broken, call))
         assert torch.equal(found[0, ~reached], expected[0, ~reached])
         assert found[0, reached].isnan().flatten(1).any(1).all()
 

@@ -11,23 +11,23 @@ import torch
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import PoolSizes
-from d2sd.modeling.where import Where
 from d2sd.plugins.trees import Branches
 from d2sd.policies import FACTS, DrafterRole, FirstPass, PolicyName
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.decode import draft_trees
 from d2sd.runtime.model_runner import ModelRunner
-from d2sd.runtime.request import Request
 from d2sd.runtime.sampling.sample import Sampling
 from d2sd.runtime.sampling_params import SamplingParams
 from tests.runtime.configurations import BLOCKS
-from tests.runtime.cuda_graphs.test_capture import check_same, record
+from tests.runtime.cuda_graphs.test_capture import GREEDY, HOT, NARROW, check_same, record, running
 from tests.runtime.helpers import BLOCK, choices, make_engine, models, sync_drafters
-from tests.runtime.test_model_runner import PAGE, TABLE, TEXTS, fresh_draft
+from tests.runtime.test_model_runner import PAGE, TEXTS, batch_of, fresh_draft, prefill
 from tests.tiny import runner_of, tiny_drafter
 
 SLOTS = BLOCK - 1
 FIRST, SECOND, *_ = DrafterRole
+#: A sampled request a text.
+PARAMS = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
 SHIFTED = {"sample_from_anchor": True}
 CAUSAL = {"attention": {"causal": (True,)}}
 
@@ -56,16 +56,11 @@ def drafters(geometry: str) -> tuple[Drafter, Drafter]:
 
 
 def prefilled(pair: tuple[Drafter, Drafter]) -> tuple[ModelRunner, Batch]:
-    """A sampled request a text."""
     runner = runner_of(deepcopy(models()[0]), *deepcopy(pair), block_size=BLOCK)
     runner.allocate(PoolSizes(10, PAGE))
-    for row, text in enumerate(TEXTS):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(TABLE[row : row + 1], torch.tensor([0])))
+    prefill(runner)
     sync_drafters(runner)
-    params = [SamplingParams(temperature=0.8, top_k=9, seed=seed) for seed in (1, 2**63 + 2, 3)]
-    context = torch.tensor([len(text) - 1 for text in TEXTS])
-    active, sampling = torch.ones(len(TEXTS), dtype=torch.bool), Sampling.of(params, runner.vocab_size, "cpu")
-    return runner, Batch(torch.tensor([text[-1] for text in TEXTS]), Where(TABLE, context), active, sampling)
+    return runner, batch_of(runner, PARAMS)
 
 
 @pytest.mark.sampled(3)
@@ -95,7 +90,7 @@ def test_drafts_equal_drafting_from_nothing(geometry: str) -> None:
         logits = fresh_draft(drafter, text, [block])
         if rejected >= 0 and len(prefix) < drafts:
             logits[0, len(prefix), rejected] = -torch.inf
-        own = Sampling.of([SamplingParams(temperature=0.8, top_k=9, seed=[1, 2**63 + 2, 3][row])], 64, "cpu")
+        own = Sampling.of([PARAMS[row]], 64, "cpu")
         told = choices(logits, torch.arange(drafts)[None], place, drafts, own)[0]
         assert found[len(prefix) : drafts] == told[len(prefix) :].tolist()
 
@@ -114,8 +109,7 @@ def test_a_step_without_a_slot_left_restarts_where_there_is_one() -> None:
     runner, batch = prefilled(drafters("second smaller"))
     engine = make_engine(runner, "hybrid", max_batch=4)
     runner.allocate(PoolSizes(10, PAGE))
-    for row, text in enumerate(TEXTS):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(TABLE[row : row + 1], torch.tensor([0])))
+    prefill(runner)
     sync_drafters(runner)
     drafted = draft_trees(runner, engine.policy, batch)
     assert drafted.branches is not None
@@ -130,8 +124,4 @@ def test_a_step_without_a_slot_left_restarts_where_there_is_one() -> None:
 def test_nothing_is_read_back(name: str, policy: PolicyName) -> None:
     """Every step runs the same operators on the same shapes."""
     runner = runner_of(deepcopy(models()[0]), *drafters(name), block_size=BLOCK)
-    engine = make_engine(runner, policy, max_batch=3, page_size=64, pages=6)
-    runner.static_shapes = True  # as on CUDA
-    for row, temperature in enumerate((0.0, 1.0, 0.7)):
-        engine.submit(Request((row + 1, 7, 2 * row), 30, SamplingParams(temperature=temperature, seed=row)))
-    check_same(record(engine, 3))
+    check_same(record(running(policy, GREEDY, HOT, NARROW, batch=3, runner=runner), 3))

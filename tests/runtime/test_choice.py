@@ -135,16 +135,3 @@ def test_what_a_copy_is_worth_is_what_its_rows_bring_above_the_price(seed: int) 
         for price in (0.0, 0.2, 0.7):
             expected = sum(max(0.0, chance - price) for chance in scalar_choice.run(known, 5))
             assert known.worth(price, 5) == pytest.approx(expected)
-
-
-def test_a_choice_leaves_no_trace() -> None:
-    dice = random.Random(3)
-    own = selector(dice)
-    batch = asked(dice, own)
-
-    def state() -> list[object]:
-        return [own.usual.drafts, *own.served.by_kind, own._drafts, own.served._ended]
-
-    before = state()
-    assert len({own.choose(*batch) for _ in range(3)}) == 1
-    assert state() == before

@@ -124,19 +124,6 @@ def test_without_a_decoder_there_is_no_text() -> None:
     assert all(o.text == "" for o in make_engine(cheater([request])).stream([request]))
 
 
-def test_generate_returns_responses_in_request_order() -> None:
-    requests = some_requests()[::-1]
-    sequences = make_engine(cheater(requests), max_batch=3).generate(requests)
-    assert [s.answer for s in sequences] == [expected(r) for r in requests]
-    assert [s.request for s in sequences] == list(requests)
-
-
-def test_the_same_request_twice_writes_the_same_text() -> None:
-    request = base(2)
-    first, second = make_engine(honest()).generate([request, request])
-    assert first.answer == second.answer == expected(request)
-
-
 def test_cancel_while_waiting_and_while_running() -> None:
     requests = some_requests()
     engine = make_engine(cheater(requests), max_batch=4)

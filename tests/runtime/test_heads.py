@@ -21,7 +21,7 @@ from d2sd.runtime.model_runner import ModelRunner, Verified
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.stats import SequenceStats
-from tests.runtime.cuda_graphs.test_capture import check_same, record
+from tests.runtime.cuda_graphs.test_capture import GREEDY, HOT, NARROW, check_same, record, running
 from tests.runtime.helpers import BLOCK, last_token_decoder, make_engine, models, run_staggered, some_requests
 from tests.runtime.test_lossless import Way
 from tests.tiny import HEADS, greedy_text, prepared, tiny_drafter
@@ -51,11 +51,7 @@ def drafters(head: str) -> tuple[Drafter, Drafter]:
 def test_nothing_is_read_back(head: str, policy: PolicyName) -> None:
     """Greedy and sampled; and every step runs the same operators on the same shapes."""
     runner = ModelRunner(*prepared(deepcopy(models()[0]), *deepcopy(drafters(head))))
-    engine = make_engine(runner, policy, max_batch=3, page_size=64, pages=6)
-    runner.static_shapes = True  # as on CUDA
-    for row, temperature in enumerate((0.0, 1.0, 0.7)):
-        engine.submit(Request((row + 1, 7, 2 * row), 30, SamplingParams(temperature=temperature, seed=row)))
-    check_same(record(engine, 3))
+    check_same(record(running(policy, GREEDY, HOT, NARROW, batch=3, runner=runner), 3))
 
 
 @pytest.mark.sampled(7)

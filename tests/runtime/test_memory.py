@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from d2sd.errors import RecipeError, RequestError
+from d2sd.errors import RecipeError
 from d2sd.modeling.kv_pool import PoolSizes
 from d2sd.recipe import Recipe
 from d2sd.runtime import memory as module
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.memory import KVMemory, PoolBytes, WindowedLayers, free_memory, plan_kv_memory
-from d2sd.runtime.request import Limits, Request
+from d2sd.runtime.request import Limits
 from d2sd.runtime.speculation.policy import make_policy
 from tests.runtime.helpers import BLOCK, BRANCHES, all_pages, cheater, honest, some_requests
 
@@ -172,13 +172,6 @@ def test_pools_are_as_large_as_planned() -> None:
 def test_a_share_is_of_the_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("d2sd.runtime.model_runner.free_memory", lambda device: 40 * honest_page_bytes())
     assert all_pages(engine_of(0.5)) == 19
-
-
-def test_a_request_longer_than_the_memory_is_refused_by_the_key_to_raise() -> None:
-    engine = engine_of(5 * honest_page_bytes())
-    with pytest.raises(RequestError, match="pages") as caught:
-        engine.submit(Request((1,) * 20, 8))
-    assert caught.value.where == "limits.kv_memory"
 
 
 def test_pools_that_no_device_holds_are_refused() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
@@ -32,23 +32,30 @@ TEXTS = [[5, 9, 1, 33, 20, 7, 41, 8, 2], [60, 3], [11, 12, 13, 14, 15, 16]]  # t
 TABLE = torch.tensor([[9, 2, 7, 4], [5, 1, 0, 0], [3, 8, 6, 0]])
 
 
+def prefill(runner: ModelRunner, texts: list[list[int]] = TEXTS, table: Tensor = TABLE) -> None:
+    """Each text in one chunk, all but its anchor."""
+    for row, text in enumerate(texts):
+        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(table[row : row + 1], torch.tensor([0])))
+
+
+def batch_of(runner: ModelRunner, params: Sequence[SamplingParams], table: Tensor = TABLE) -> Batch:
+    """A step of as many texts behind what is prefilled of them."""
+    texts = TEXTS[: len(params)]
+    context = torch.tensor([len(text) - 1 for text in texts])
+    active, sampling = torch.ones(len(texts), dtype=torch.bool), Sampling.of(params, runner.vocab_size, "cpu")
+    return Batch(torch.tensor([text[-1] for text in texts]), Where(table, context), active, sampling)
+
+
 def prefilled(texts: list[list[int]], table: Tensor, *, paid: bool = True, case: str = "") -> tuple[ModelRunner, Batch]:
     """Each text in one chunk; all slots hold NaN before, and page 0 afterwards too."""
     runner = honest(case=case)
     runner.allocate(PoolSizes(10, PAGE))
     poison(runner, slice(None))
-    for row, text in enumerate(texts):
-        runner.prefill(torch.tensor(text[:-1]), [len(text) - 1], Where(table[row : row + 1], torch.tensor([0])))
+    prefill(runner, texts, table)
     if paid:
         sync_drafters(runner)
     poison(runner, 0)
-    batch = Batch(
-        torch.tensor([t[-1] for t in texts]),
-        Where(table, torch.tensor([len(t) - 1 for t in texts])),
-        torch.ones(len(texts), dtype=torch.bool),
-        Sampling.of([SamplingParams()] * len(texts), runner.vocab_size, "cpu"),
-    )
-    return runner, batch
+    return runner, batch_of(runner, [SamplingParams()] * len(texts), table)
 
 
 @pytest.fixture

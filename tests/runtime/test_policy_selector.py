@@ -15,7 +15,6 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.errors import RequestError
 from d2sd.modeling.joining import Joining
@@ -57,6 +56,8 @@ FORECAST = {
     "chain": ([1.0, 1.4, 1.7, 2.0], [1.0, 1.2, 1.3, 1.4]),
     "ddtree": ([1.0, 1.5, 1.9, 2.2, 2.4, 2.6, 2.8, 3.0], [1.0, 1.3, 1.5, 1.6, 1.7, 1.8, 1.9, 2.0]),
 }
+#: Trees of any policy that pay whatever they cost.
+PROMISING: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
 
 
 @dataclass
@@ -454,20 +455,11 @@ class Scripted:
     def scratch(self, requests: int, columns: int, context_len: int = 0) -> Where:
         return Where.scratch(requests, columns, context_len)
 
-    def drop(self, *pages: Sequence[int]) -> None:
-        raise AssertionError("there are no requests")
-
     def _pass(self, batch: Batch, role: DrafterRole, *shape: int) -> Draft:
         assert role in self.settled
         self.now += self.drafting
         size = len(batch.anchor), *shape
         return Draft(torch.arange(shape[-1]).expand(size), torch.full(size, -1.0))
-
-    def allocate(self, *sizes: object) -> None:
-        raise AssertionError("the engine has done it")
-
-    def prefill(self, tokens: Tensor, lengths: Sequence[int], where: Where) -> Tensor:
-        raise AssertionError("there are no prompts")
 
     def first(self, batch: Batch, width: int) -> Draft:
         return self._pass(batch, DrafterRole.FIRST, 3, width)
@@ -557,10 +549,9 @@ def test_what_context_adds_to_a_step(monkeypatch: pytest.MonkeyPatch, on_gpu: bo
 
 
 def measured_within(runner: Scripted, max_batch: int = 8, known: StepTimes | None = None) -> StepTimes:
-    forecast: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
     limits = Limits(max_batch, 1024, 4, 16)
     return measure_step_times(
-        cast(ModelRunner, runner), POLICIES, forecast, limits, known=known, clock=lambda: runner.now
+        cast(ModelRunner, runner), POLICIES, PROMISING, limits, known=known, clock=lambda: runner.now
     )
 
 
@@ -587,13 +578,12 @@ def test_what_was_not_measured_lies_on_the_line_of_what_was() -> None:
         """Without a second to measure."""
         return time_steps(timer, POLICIES, forecast, known | more)
 
-    promising = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
-    whole = told(promising, {})
+    whole = told(PROMISING, {})
     assert {size: whole[OFF, size] for size in (1, 2, 4, 8)} == {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}
     assert {size: whole[CHAIN, size] for size in (1, 2, 4, 8)} == {1: 3.0, 2: 5.0, 4: 9.0, 8: 17.0}
     assert [whole[SMALL, size] for size in (1, 2, 8)] == [3.0, 6.0, 24.0], "one size alone grows with the batch"
     assert not any(policy == LARGE for policy, _ in whole), "of which nothing is known"
-    assert min(told(promising, {(CHAIN, 2): 1.0}).values()) > 0, "a line that falls"
+    assert min(told(PROMISING, {(CHAIN, 2): 1.0}).values()) > 0, "a line that falls"
     assert (LARGE, 8) not in told({}, {(LARGE, 1): 4.0}), "a smaller tree of this policy cannot pay there"
 
 
@@ -610,8 +600,7 @@ def test_a_later_start_measures_what_the_first_left_out() -> None:
         assert times.seconds.items() >= kept.items()
         assert runner.verified.total() > verified.total()
     assert 1 < starts < 6
-    forecast: Any = {policy.name: ([9.0], [9.0]) for policy in POLICIES}
-    alone = time_steps(timer_of(whole, 8, 1024), POLICIES, forecast, {})
+    alone = time_steps(timer_of(whole, 8, 1024), POLICIES, PROMISING, {})
     assert times.seconds == pytest.approx(alone)
 
 
@@ -852,10 +841,3 @@ def test_what_a_step_shows_beside_a_prefill(monkeypatch: pytest.MonkeyPatch, ahe
         assert shown == [neither, timed, timed, neither, late, timed, timed]
     else:
         assert shown == [(False, True), timed, timed, timed] * 2
-
-
-def test_without_adapting_the_policy_is_pinned() -> None:
-    engine = make_engine(honest(), "chain")
-    engine.generate(some_requests()[:2])
-    assert engine.served == Chain(BLOCK)
-    assert math.isfinite(engine.clock.step_seconds)

@@ -9,10 +9,9 @@ import pytest
 from d2sd.errors import RequestError
 from d2sd.runtime.kv_cache import KVCacheManager
 from d2sd.runtime.request import Limits, Request
-from d2sd.runtime.scheduler import Schedule, Scheduler
+from d2sd.runtime.scheduler import Scheduler
 from d2sd.runtime.sequence import Sequence
-
-BLOCK = 4
+from tests.runtime.played_pools import BLOCK, Pools
 
 
 def scheduler_of(
@@ -27,21 +26,6 @@ def sequence(number: int, prompt: int = 3, new: int = 8, priority: int = 0, clie
     """No two have a prefix in common."""
     request = Request(tuple(range(1000 * number, 1000 * number + prompt)), new, priority=priority, client=client)
     return Sequence(number, request, list(request.prompt))
-
-
-def play(scheduler: Scheduler, schedule: Schedule, dice: random.Random) -> None:
-    """Play the engine's part of a schedule: compute the chunks, commit 1 .. BLOCK tokens, take out the finished."""
-    for running, count in schedule.prefill:
-        running.cached += count
-    for running in schedule.decode:
-        assert running.pending == 0
-        gain = dice.randint(1, BLOCK)
-        running.cached += gain
-        room = running.request.max_new_tokens - len(running.answer)
-        running.tokens += [0] * min(gain, room)
-        if gain >= room:
-            running.finish = "length"
-            scheduler.remove(running)
 
 
 def ids(sequences: list[Sequence]) -> list[int]:
@@ -150,6 +134,7 @@ def test_a_request_that_can_never_fit_is_refused() -> None:
     scheduler = scheduler_of(page_size=4, pages=5)
     with pytest.raises(RequestError, match="pages") as caught:
         scheduler.add(sequence(0, prompt=9, new=8))  # 21 tokens with a block behind: 6 pages
+    assert caught.value.where == "limits.kv_memory"
     assert "6" in str(caught.value)
     assert not scheduler.waiting
     scheduler.add(sequence(1, prompt=8, new=8))  # 20 tokens: 5 pages
@@ -298,7 +283,9 @@ def test_newest_of_the_lowest_priority_makes_room_and_leads_its_class() -> None:
 def test_tight_pages_always_drain(seed: int) -> None:
     """Room for hardly more than the largest request: everybody ends, the oldest moving at every step."""
     dice = random.Random(seed)
-    scheduler = scheduler_of(max_batch=4, page_size=dice.choice([1, 3, 4]), prefill_chunk=5, pages=30)
+    size = dice.choice([1, 3, 4])
+    scheduler = scheduler_of(max_batch=4, page_size=size, prefill_chunk=5, pages=30)
+    pools = Pools(scheduler, size)
     everybody = [sequence(n, dice.randint(1, 9), dice.randint(1, 15)) for n in range(12)]
     for one in everybody:
         scheduler.add(one)
@@ -307,7 +294,7 @@ def test_tight_pages_always_drain(seed: int) -> None:
             break
         oldest = min((*scheduler.running, *scheduler.waiting), key=lambda s: s.id)
         before = (oldest.cached, len(oldest.tokens))
-        play(scheduler, scheduler.schedule(), dice)
+        pools.step(dice)
         assert (oldest.cached, len(oldest.tokens)) > before
     assert all(s.finish == "length" for s in everybody)
     assert scheduler.kv_cache.pages.free == 30

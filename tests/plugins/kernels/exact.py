@@ -20,6 +20,7 @@ from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, looped_linear, numbers
 from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
+    Call,
     Shape,
     ancestors,
     behind,
@@ -120,11 +121,14 @@ def test_key_order(mask: Callable[..., Tensor]) -> None:
     ],
 )
 def test_attention(mask: Callable[..., Tensor], dtype: torch.dtype) -> None:
-    call = make(SMALL, mask).to(dtype)
+    check_call(make(SMALL, mask).to(dtype), causal_chunk=mask is causal)
+
+
+def check_call(call: Call, *, causal_chunk: bool) -> None:
     found = attended(call)
     assert_within_budget(found, oracle(call), call)
     assert_within_budget(found, call.run(), call)
-    if mask is causal:
+    if causal_chunk:
         assert torch.equal(attended(call, causal_chunk=True), found)
 
 
@@ -146,12 +150,7 @@ WINDOWS = [1, 3, 40, 90]
 )
 def test_windows_and_sinks(mask: Callable[..., Tensor], window: int, dtype: torch.dtype) -> None:
     call = make(replace(SMALL, contexts=(100, 5), rows=5), mask).to(dtype)
-    call = behind(call, window, steps(mask, call), sinks=True)
-    found = attended(call)
-    assert_within_budget(found, oracle(call), call)
-    assert_within_budget(found, call.run(), call)
-    if mask is causal:
-        assert torch.equal(attended(call, causal_chunk=True), found)
+    check_call(behind(call, window, steps(mask, call), sinks=True), causal_chunk=mask is causal)
 
 
 @SLOW

@@ -14,6 +14,7 @@ from d2sd.modeling.decoder import DecoderOutput
 from d2sd.modeling.kv_pool import Chunks, Rows
 from d2sd.runtime.decode import decode_step
 from d2sd.runtime.engine import Engine, Launched
+from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.calibration import Calibration
@@ -85,9 +86,14 @@ def forbid_reading(patch: pytest.MonkeyPatch) -> None:
 
 
 def running(
-    policy: str, *kinds: SamplingParams, batch: int = 5, calibration: Calibration | None = None, windows: str = "none"
+    policy: str,
+    *kinds: SamplingParams,
+    batch: int = 5,
+    calibration: Calibration | None = None,
+    windows: str = "none",
+    runner: ModelRunner | None = None,
 ) -> Engine:
-    runner = honest(windows, policy)
+    runner = runner or honest(windows, policy)
     engine = make_engine(runner, policy, max_batch=batch, page_size=64, pages=7, calibration=calibration)
     engine.runner.static_shapes = True  # as on CUDA
     for row in range(batch):

@@ -247,18 +247,22 @@ def test_the_test_would_notice() -> None:
     assert chi_square_p(texts, exact(SamplingParams(temperature=0.7))) < 1e-6
 
 
+def engine_of(policy: PolicyName) -> Engine:
+    """Serves a thousand requests at once."""
+    first = tiny_drafter(target().config, layers=1, block_size=BLOCK)
+    second = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
+    made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
+    limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
+    return Engine(runner_of(deepcopy(target()), first, second), made, limits)
+
+
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("policy", ["off", "d2sd", "hybrid"])
 def test_the_engine_writes_the_same_texts(policy: PolicyName) -> None:
     """A seed is a request of its own: with and without speculation its text is the one of the sample tested above."""
     kinds = list(KINDS.values())
-    first = tiny_drafter(target().config, layers=1, block_size=BLOCK)
-    second = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
-    made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
-    limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
-    engine = Engine(runner_of(deepcopy(target()), first, second), made, limits)
     mixed = [kinds[seed % len(kinds)] for seed in range(ENGINE_SEEDS)]
-    sequences = engine.generate(
+    sequences = engine_of(policy).generate(
         Request((PROMPT,), 3, SamplingParams(k.temperature, k.top_p, k.top_k, seed)) for seed, k in enumerate(mixed)
     )
     different = [
@@ -281,13 +285,8 @@ def test_a_thought_that_is_ended_keeps_the_distribution(policy: PolicyName) -> N
         for b, q in second.items():
             for c, r in allowed(logits()[a, b, 2].tolist(), KINDS["T=1"]).items():
                 probability[a, b, c] = p * q * r
-    first = tiny_drafter(target().config, layers=1, block_size=BLOCK)
-    second_drafter = tiny_drafter(target().config, layers=1, block_size=BLOCK, role="variable_prefix", seed=5)
-    made = make_policy(policy, block_size=BLOCK, branches=2, row_budget=16)
-    limits = Limits(max_batch=1024, max_context=4, page_size=4, prefill_chunk=1)
-    engine = Engine(runner_of(deepcopy(target()), first, second_drafter), made, limits)
     kinds = [SamplingParams(1.0, seed=seed, thinking_token_budget=1) for seed in range(ENGINE_SEEDS)]
     asked = [Request((PROMPT,), 3, kind, markers=Markers("", "", PROMPT, end)) for kind in kinds]
-    texts = Counter(tuple(sequence.answer) for sequence in engine.generate(asked))
+    texts = Counter(tuple(sequence.answer) for sequence in engine_of(policy).generate(asked))
     assert chi_square_p(texts, probability) > 1e-3
     assert 400 < sum(count for text, count in texts.items() if text[0] != end) < ENGINE_SEEDS - 400
