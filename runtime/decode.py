@@ -43,15 +43,22 @@ class Committed(NamedTuple):
     logprobs: list[TokenLogprobs]  # of `tokens`; empty unless a request of the batch asks
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """The tensors of one decode step; a captured step overwrites them when it runs again."""
+class Drafted(NamedTuple):
+    """Trees to verify, and the drafts that they were made of."""
 
     first: Draft | None
     branches: Branches | None
     second: Draft | None
     copy: Copy | None
     tree: Tree
+    paths: TreePaths | None  # of requests with a grammar
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tensors of one decode step; a captured step overwrites them when it runs again."""
+
+    drafted: Drafted
     accepted: Accepted
     packed: Tensor  # [B, 2 + G] int64, `Accepted.packed`, then `pack_logprobs`: all the host reads
 
@@ -66,17 +73,6 @@ class StepResult:
             logprobs = unpack_logprobs(row.view(size - 2, -1), tokens[:count]) if len(row) else []
             committed.append(Committed(count, branch, tokens[:count], logprobs))
         return committed
-
-
-class Drafted(NamedTuple):
-    """Trees to verify, and the drafts that they were made of."""
-
-    first: Draft | None
-    branches: Branches | None
-    second: Draft | None
-    copy: Copy | None
-    tree: Tree
-    paths: TreePaths | None  # of requests with a grammar
 
 
 @torch.inference_mode()
@@ -104,8 +100,7 @@ def decode_step(
         runner.commit(batch, verified, accepted)
         if mode is not None:
             mode.keep(batch, verified, accepted)
-    found = drafted.first, drafted.branches, drafted.second, drafted.copy, tree, accepted
-    return StepResult(*found, _packed(batch, verified, accepted))
+    return StepResult(drafted, accepted, _packed(batch, verified, accepted))
 
 
 def draft_trees(

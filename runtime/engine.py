@@ -294,11 +294,11 @@ class Engine:
         with self.clock.stage("retire"):
             self.clock.steps += 1
             self.trace = None
-            step, result = launched.step, launched.result
+            step, drafted, accepted = launched.step, launched.result.drafted, launched.result.accepted
             sequences, policy = step.sequences, step.policy
             if self.record_trace:
-                accepted = replace(result.accepted, tokens=result.accepted.tokens.clamp(min=0), row=None)
-                tensors = result.first, result.branches, result.tree, accepted, result.copy
+                accepted = replace(accepted, tokens=accepted.tokens.clamp(min=0), row=None)
+                tensors = drafted.first, drafted.branches, drafted.tree, accepted, drafted.copy
                 self.trace = StepTrace(tuple(sequences), policy, *tensors)
             start = time.perf_counter()
             rows = launched.read()

@@ -71,13 +71,12 @@ class DecodeSteps:
             try:
                 self._graphs[key] = self.capture(policy, batch)
             except Exception as error:  # of PyTorch, Triton or TensorRT
+                self._graphs[key] = None
                 if lacks_memory(error):
                     warn_of_memory(f"decode steps of {size} requests", error)
-                    self._graphs[key] = None
-                    return None
-                self.refused = True
-                refuse("decode steps", error)
-                return None
+                else:
+                    self.refused = True
+                    refuse("decode steps", error)
         return self._graphs[key]
 
     def run(

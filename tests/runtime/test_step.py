@@ -67,7 +67,7 @@ def test_who_is_asked_for_what(policy: str) -> None:
     runner = Spy(policy)
     engine = make_engine(runner, policy, max_batch=5)
     _, result = one_step(engine)
-    first, branches, second = result.first, result.branches, result.second
+    first, branches, second, *_ = result.drafted
     assert runner.asked == ASKED[policy]
     assert (first is None) == (policy == "off")
     assert (branches is None) == (second is None) == (policy not in ("reanchor", "d2sd", "hybrid"))
@@ -76,7 +76,7 @@ def test_who_is_asked_for_what(policy: str) -> None:
     if branches is not None and second is not None:
         assert branches.prefix_len.shape == branches.rejected.shape == (6, BRANCHES)
         assert second.tokens.shape == second.logprob.shape == (6, BRANCHES, SLOTS, engine.policy.topk)
-    assert result.tree.tokens.shape == (6, engine.policy.num_nodes)
+    assert result.drafted.tree.tokens.shape == (6, engine.policy.num_nodes)
 
 
 @pytest.mark.parametrize("policy", CASES)
@@ -106,8 +106,8 @@ def test_each_first_draft_has_its_own_calibration(policy: str, row: int) -> None
         engine = make_engine(honest(case=policy), policy, max_batch=5)
         engine.calibration = Calibration(torch.ones_like(table), table)
         _, result = one_step(engine)
-        assert result.first is not None
-        made.append(result.first)
+        assert result.drafted.first is not None
+        made.append(result.drafted.first)
     moved = logit(made[1].logprob[0]) - logit(made[0].logprob[0])
     torch.testing.assert_close(moved, torch.ones_like(moved), atol=1e-3, rtol=0)
 
@@ -120,11 +120,11 @@ def test_lookup_drafts_from_each_text_alone() -> None:
         engine.submit(Request(prompt, 5))
     prepared = engine.prepare(engine.admit())
     result = decode_step(engine.runner, engine.policy, prepared.batch)
-    assert result.first is not None
-    assert result.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], *[[0] * 4] * 4]
+    assert result.drafted.first is not None
+    assert result.drafted.first.top1.tolist() == [[3, 4, 5, 6], [8, 7, 8, 7], *[[0] * 4] * 4]
     alone = [[anchor, 0, 0, 0, 0] for anchor in (11, 12, 14, 0)]
-    assert result.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], *alone]
-    assert result.tree.valid.sum(1).tolist() == [5, 5, 1, 1, 1, 1]
+    assert result.drafted.tree.tokens.tolist() == [[2, 3, 4, 5, 6], [7, 8, 7, 8, 7], *alone]
+    assert result.drafted.tree.valid.sum(1).tolist() == [5, 5, 1, 1, 1, 1]
 
 
 def made_up(seed: int = 0) -> Calibration:
@@ -139,7 +139,7 @@ def test_drafts_are_straightened_as_those_of_their_use(policy: str) -> None:
     runner, calibration = Spy(), made_up()
     engine = make_engine(runner, policy, calibration=calibration)
     batch, result = one_step(engine)
-    first, branches, second = result.first, result.branches, result.second
+    first, branches, second, *_ = result.drafted
     assert first is not None
     one, two = {
         "ddtree": (DraftUse.FIRST, None),

@@ -14,12 +14,12 @@ import torch
 
 from d2sd.errors import D2SDError
 from d2sd.modeling.where import Where
-from d2sd.plugins.trees import Accepted, Tree
+from d2sd.plugins.trees import Accepted
 from d2sd.runtime import decode
 from d2sd.runtime.batch import Batch
 from d2sd.runtime.cuda_graphs.inputs import STOP_TOKENS, Link, StaticInputs
 from d2sd.runtime.cuda_graphs.steps import Handover
-from d2sd.runtime.decode import StepResult
+from d2sd.runtime.decode import Drafted, StepResult
 from d2sd.runtime.engine import Engine
 from d2sd.runtime.model_runner import ModelRunner
 from d2sd.runtime.request import Request
@@ -211,7 +211,7 @@ def test_the_device_ends_answers_like_the_host() -> None:
         if broken < rows:
             tokens[broken, count[broken] - 1] = NOT_FINITE
         accepted = Accepted(torch.zeros_like(tokens), count, tokens, torch.zeros_like(count))
-        result = StepResult(None, None, None, None, cast(Tree, None), accepted, accepted.packed())
+        result = StepResult(cast(Drafted, None), accepted, accepted.packed())
         handover.end(own, link, result)
         state = {}
         for row, one in enumerate(sequences):

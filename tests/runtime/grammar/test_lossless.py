@@ -118,12 +118,12 @@ def test_a_small_tree_is_filled() -> None:
         batch = prepared.batch
         engine.runner.context.inject(engine.policy.drafters)
         result = decode_step(engine.runner, engine.policy, batch)
-        sources = sources_of(result.first, result.branches, result.second)
+        sources = sources_of(*result.drafted[:3])
         everything = replace(engine.policy, num_nodes=100).build(batch, sources)
         for row, one in enumerate(running):
             paths = drafted(everything, row)
             inside = [path for path in paths if is_inside(one.request, one.answer, path)]
-            assert drafted(result.tree, row) == inside[:8]
+            assert drafted(result.drafted.tree, row) == inside[:8]
             moved_up += inside[:8] != [path for path in paths[:8] if path in inside]
         engine.retire(Launched(prepared, result, result.read))
     assert moved_up > 2
