@@ -39,11 +39,8 @@ _TOKENS, _REPLACED = 8, 12
 _LONG = ("classes", "memory", "faults")
 
 
-def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | None = None) -> dict[str, Any]:
-    """The whole attack; the result, whose `faults` must be empty.
-
-    `plain_server` decodes plainly; without one it is started once the attack is over.
-    """
+def attack(plan: Plan, wanted: list[tuple[Kind, int]]) -> dict[str, Any]:
+    """The whole attack; the result, whose `faults` must be empty."""
     scene = scene_of(plan)
     bodies = [
         {"messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": _TOKENS}
@@ -64,7 +61,7 @@ def attack(plan: Plan, wanted: list[tuple[Kind, int]], plain_server: Server | No
     faults = [fault for siege in sieges for fault in siege.faults]
     phases = [phase for siege in sieges for phase in siege.phases]
     overall = judge_delays(plan, sieges, quiet)
-    compared, different = compare(plan, sieges, bodies, plain_server)
+    compared, different = compare(plan, sieges, bodies)
     faults += [fault for phase in phases for fault in phase.faults] + overall + different
     return {
         "seed": plan.seed,
@@ -111,11 +108,9 @@ def judge_delays(plan: Plan, sieges: list[Siege], quiet: Delays) -> list[str]:
     return verdicts.of_delays("the whole attack", Delays.of(judged), limit) if judged else []
 
 
-def compare(
-    plan: Plan, sieges: list[Siege], bodies: list[dict[str, Any]], running: Server | None
-) -> tuple[int, list[str]]:
+def compare(plan: Plan, sieges: list[Siege], bodies: list[dict[str, Any]]) -> tuple[int, list[str]]:
     """Compare all answers with those of a server that decodes plainly: their number, and the faults."""
-    with running or Server.start(plan.bundle, plan.out / "plain.log", plain.PLAIN) as server:
+    with Server.start(plan.bundle, plan.out / "plain.log", plain.PLAIN) as server:
         texts = plain.texts(server, bodies)
         faults = [fault for siege in sieges for fault in verdicts.of_visits(siege.visits, texts)]
         sent = [one for siege in sieges for phase in siege.phases for one in phase.sent]

@@ -20,8 +20,6 @@ PLAIN = ("--policy", "off", "--no-prefix-cache", "--max-batch", "1", "--max-wait
 _COMPARED = (CHAT, "/v1/completions", "/v1/responses", "/tokenize", "/detokenize")
 _SEED = re.compile(rb'"seed":\s*(\d+)')
 _BROKEN = re.compile(rb'^data: \{"error":', re.MULTILINE)
-#: A question that the engine answers with one token.
-_PROBE = {"prompt": [1], "max_tokens": 1, "logprobs": 0}
 
 
 def texts(server: Server, bodies: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -69,11 +67,3 @@ def repeatable(sent: Sent) -> bytes | None:
     if body.get("seed") is None:  # of n answers the first has the smallest
         body["seed"] = min(map(int, _SEED.findall(sent.answer)))
     return json.dumps(body).encode()
-
-
-def answers(server: Server, timeout: float) -> bool:
-    """Whether the engine of a server answers a question within `timeout` seconds."""
-    try:
-        return httpx.post(f"{server.url}/v1/completions", json=_PROBE, timeout=timeout).status_code == 200
-    except httpx.TransportError:
-        return False

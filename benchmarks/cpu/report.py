@@ -5,15 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING
 
 from benchmarks.cpu.contestant import Key
 from benchmarks.cpu.result import Figures, Result
 from d2sd.bench.markdown import line_table
 from d2sd.viz import plot_style as style
-
-if TYPE_CHECKING:
-    pass
 
 _HEADERS = (
     "",

@@ -39,17 +39,21 @@ def ours(call: Call) -> Peer:
 
 def time_cases() -> Iterator[Case]:
     for shape in timed():
-        yield f"times/{shape.name}", partial(time_shape, shape)
+        yield f"times/{shape.name}", partial(time_shape, shape, contiguous_peers)
 
 
-def time_shape(shape: Shape, note: Note, device: str = "cuda") -> dict[str, Any]:
+def flex_cases() -> Iterator[Case]:
+    for shape in flexed():
+        yield f"flex/{shape.name}", partial(time_shape, shape, flex_peers)
+
+
+def time_shape(
+    shape: Shape, others: Callable[[Shape, Call], dict[str, Callable[[], Peer]]], note: Note, device: str = "cuda"
+) -> dict[str, Any]:
     """Our kernel and its peers; FP8 pages are read by ours alone."""
     _fits(shape)
     call = make_call(shape, device)
-    made: dict[str, Callable[[], Peer]] = {OURS: lambda: ours(call)}
-    if not shape.fp8:
-        made |= contiguous_peers(shape, call)
-    return _timed(shape, call, made, note)
+    return _timed(shape, call, {OURS: lambda: ours(call)} | ({} if shape.fp8 else others(shape, call)), note)
 
 
 def contiguous_peers(shape: Shape, call: Call) -> dict[str, Callable[[], Peer]]:
@@ -73,22 +77,13 @@ def contiguous_peers(shape: Shape, call: Call) -> dict[str, Callable[[], Peer]]:
     return made
 
 
-def flex_cases() -> Iterator[Case]:
-    for shape in flexed():
-        yield f"flex/{shape.name}", partial(time_flex, shape)
-
-
-def time_flex(shape: Shape, note: Note, device: str = "cuda") -> dict[str, Any]:
-    """FlexAttention, timed with our kernel and the gather again."""
-    _fits(shape)
-    call = make_call(shape, device)
+def flex_peers(_: Shape, call: Call) -> dict[str, Callable[[], Peer]]:
+    """FlexAttention, and the gather again."""
     keys, values = peers.cleaned(call)
-    made: dict[str, Callable[[], Peer]] = {
-        OURS: lambda: ours(call),
+    return {
         peers.GATHER: lambda: (lambda: peers.gather(call), None),
         peers.FLEX: lambda: (peers.flex(call, keys, values), lambda out: out.transpose(1, 2)),
     }
-    return _timed(shape, call, made, note)
 
 
 def _timed(shape: Shape, call: Call, made: dict[str, Callable[[], Peer]], note: Note) -> dict[str, Any]:

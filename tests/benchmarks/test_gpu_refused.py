@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ from packaging.version import Version
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from benchmarks.gpu import brought, evidence, layers, suite
+from benchmarks.gpu import evidence, layers, suite
 from benchmarks.gpu.cases import Refused, run_cases
 from benchmarks.gpu.record import Record
 from d2sd.plugins import dispatch
@@ -116,42 +115,3 @@ def test_layers_that_are_not_fused_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(dispatch, "use_fused_layers", lambda *_, **__: False)
     with pytest.raises(Refused, match="of a Decoder are not fused"):
         layers.check_model("bf16", lambda **_: None, "cpu", (32, 48, 2, 4, 2, 16))
-
-
-# -- which Triton ------------------------------------------------------------------------------------------------------
-
-THIS = f"cp{sys.version_info.major}{sys.version_info.minor}"
-
-
-def installed(folder: Path, version: str, python: str = THIS) -> str:
-    """Make a folder that has a Triton; the path as `PYTHONPATH` names it."""
-    about = folder / f"triton-{version}.dist-info"
-    about.mkdir(parents=True)
-    (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: triton\nVersion: {version}\n")
-    (about / "WHEEL").write_text(f"Tag: {python}-{python}-manylinux_2_28_x86_64\n")
-    return str(folder)
-
-
-@pytest.mark.parametrize(
-    ("here", "pack", "in_front", "said"),
-    [
-        ("3.7.1", "3.7.1", False, "Triton 3.7.1, installed"),
-        ("3.8.0", "3.7.1", False, "Triton 3.8.0, installed"),
-        ("3.6.0", "3.7.1", True, "Triton 3.7.1, brought by a pack; Triton 3.6.0, installed"),
-        (
-            "3.6.0",
-            None,
-            False,
-            "Triton 3.6.0, installed: kernels for Hopper and later are refused; sh benchmarks/gpu_pack.sh",
-        ),
-        ("3.6.0", "3.7.1 cp39", False, "the pack's 3.7.1 is for another Python"),
-    ],
-)
-def test_the_triton_of_a_pack_is_used_where_the_installed_one_is_refused(
-    here: str, pack: str | None, in_front: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(installed(tmp_path / "here", here))
-    folder = installed(tmp_path / "pack", *pack.split()) if pack else str(tmp_path / "pack")
-    chosen, line = brought.choose(folder)
-    assert chosen is in_front
-    assert said in line

@@ -16,18 +16,14 @@ import httpx
 import pytest
 
 from benchmarks.load.answers import check_answers
-from benchmarks.load.client import HttpClient, Reply, error_of
+from benchmarks.load.client import HttpClient, Reply
 from benchmarks.load.dynamo import DynamoClient
 from benchmarks.load.figures import Figures, Sample, Slo
-from benchmarks.load.guests_http import HttpGuests
-from benchmarks.load.health import bad_lines
 from benchmarks.load.plots import write_plots
 from benchmarks.load.report import markdown
 from benchmarks.load.result import Cell, Key, Result, Run, Variant
 from benchmarks.load.server import Server, family
-from benchmarks.load.triton import triton_code
 from benchmarks.load.workloads import single
-from benchmarks.soak import growth
 from d2sd.bench.provenance import provenance
 from d2sd.errors import D2SDError
 from d2sd.serve.openai.run import listen
@@ -124,20 +120,6 @@ def test_answers_are_those_of_plain_decoding(server: Running, bundle: Path, monk
 # -- the soak test -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", [b"", b"no", b'{"error": "text"}', b'{"error": {"message": "m"}}', b"[1]"])
-def test_other_error_bodies_are_faults(body: bytes) -> None:
-    with pytest.raises(ValueError, match="not an error body"):
-        error_of(body)
-
-
-@pytest.mark.anyio
-async def test_a_wrong_answer_is_a_fault(server: Running) -> None:
-    answers = [(single(1, {"max_tokens": 4})[0], "not this")]
-    async with HttpClient(server.url) as client:
-        with pytest.raises(ValueError, match="wrong answer"):
-            await HttpGuests(Server(server.url), client, answers, 0.01).asks()
-
-
 @pytest.mark.anyio
 async def test_errors_in_a_stream_are_read(server: Running) -> None:
     async with HttpClient(server.url) as client:
@@ -158,23 +140,6 @@ def test_usage_in_every_chunk(server: Running) -> None:
     assert counts == sorted(counts)
     assert len(counts) > 2
     assert counts[-1] == counts[-2] == 6
-
-
-def test_growth_compares_late_with_early_memory() -> None:
-    flat = [(float(at), 1000 + at % 3) for at in range(50)]
-    assert abs(growth(flat)) < 0.01
-    assert growth([(at, 1000 + int(20 * at)) for at, _ in flat]) > 0.2
-    assert abs(growth([(at, 100 if at < 10 else 1000) for at, _ in flat])) < 0.01  # the warm-up
-
-
-def test_internal_errors_are_found_in_the_log(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    fine = '{"level": "info", "status": 400}\n{"level": "warning", "message": "Invalid HTTP request received."}\n'
-    log.write_text(fine)
-    assert bad_lines(log) == []
-    bad = ['{"level": "info", "status": 500}', '{"level": "error", "error": "x"}', "Traceback (most recent call last):"]
-    log.write_text(fine + "\n".join(bad))
-    assert bad_lines(log) == bad
 
 
 def test_tokens_are_sent_at_once() -> None:
@@ -246,17 +211,3 @@ def test_processor_time_is_that_of_all_processes() -> None:
     assert spent >= 0.1
     assert server.cpu_seconds() == 0
     assert not server.accepts()
-
-
-def test_errors_of_triton_have_codes() -> None:
-    assert triton_code("Too many requests are waiting.\n  found: 3") == "queue_full"
-    assert triton_code("The model failed to process the request.") == "internal_error"
-    assert triton_code("temperature out of range") == "other"
-
-
-def test_errors_are_found_in_logs_that_are_not_json(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    bad = ['E1122 14:37:26.8 23956 x.cc:840] "no"', "ERROR d2sd.serve: a request failed"]
-    fine = ['I1122 14:45:07.9 264 server.cc:345] "Timeout"', 'E1122 14:37 2 s.cc:2] "CudaDriverHelper has not"']
-    log.write_text("\n".join([*fine, *bad]))
-    assert bad_lines(log, json_lines=False) == bad
