@@ -33,6 +33,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -315,14 +316,11 @@ class _Queue:
         """Compute the K/V of these in one product, and write it to the pages; the queue has others."""
         if not self._entries:
             self._dropped = defaultdict(dict)
-        parts = [_together([entry for _, entry in same]) for _, same in groupby(taken, key=_number)]
+        parts = [_together([entry for _, entry in same]) for _, same in groupby(taken, key=itemgetter(0))]
         if not parts:
             return
-        features, positions = parts[0].features, parts[0].positions
-        if len(parts) > 1:
-            features = torch.cat([part.features for part in parts])
-            positions = torch.cat([part.positions for part in parts])
-        k, v = self._drafter.context_keys_values(features[None], positions[None])
+        whole = _joined(parts)
+        k, v = self._drafter.context_keys_values(whole.features[None], whole.positions[None])
         sizes = [len(part.positions) for part in parts]
         for part, keys, values in zip(
             parts, torch.split(k[:, 0], sizes, 1), torch.split(v[:, 0], sizes, 1), strict=True
@@ -363,33 +361,29 @@ def _chosen(rows: ContextRows, which: Tensor) -> ContextRows:
 
 
 def _joined(parts: Sequence[ContextRows]) -> ContextRows:
+    if len(parts) == 1:
+        return parts[0]
     features, positions, pages = zip(*parts, strict=True)
     return ContextRows(torch.cat(features), torch.cat(positions), tuple(map(torch.cat, zip(*pages, strict=True))))
-
-
-def _number(numbered: tuple[int, CommittedRows | ContextRows]) -> int:
-    return numbered[0]
 
 
 def _together(entries: Sequence[CommittedRows | ContextRows]) -> ContextRows:
     """The rows of all entries; steps of one shape first become one, so that the host launches little for each."""
     parts = list[ContextRows]()
-    for shape, same in groupby(entries, key=_shape):
+    for _, same in groupby(entries, key=_shape):
         alike = list(same)
-        if shape is not None and len(alike) > 1:
-            parts.append(_as_one([one for one in alike if isinstance(one, CommittedRows)]).rows)
+        steps = [one for one in alike if isinstance(one, CommittedRows)]
+        if len(steps) > 1:
+            tensors = map(torch.cat, zip(*(step.tensors for step in steps), strict=True))
+            parts.append(steps[0].with_tensors(tensors).rows)
         else:
             parts += map(_rows_of, alike)
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return _joined(parts)
 
 
 def _shape(entry: CommittedRows | ContextRows) -> tuple[int, int] | None:
     """Rows and page-table columns of each request of a step; None: chunks of prompts."""
     return None if isinstance(entry, ContextRows) else (entry.keep.shape[1], entry.tables[0].shape[1])
-
-
-def _as_one(steps: Sequence[CommittedRows]) -> CommittedRows:
-    return steps[0].with_tensors(map(torch.cat, zip(*(step.tensors for step in steps), strict=True)))
 
 
 def _rows_of(entry: CommittedRows | ContextRows) -> ContextRows:
