@@ -113,6 +113,15 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     fuse_anywhere(monkeypatch)
 
 
+@pytest.fixture
+def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Splits of 64 positions in batch-invariant attention: contexts of a few dozen tokens have several."""
+    from d2sd.plugins.cascade_attention.triton import exact
+
+    monkeypatch.setattr(exact, "SPAN", 64)
+    exact.attention_constants.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def own_logs() -> Iterator[None]:
     """A server that a test sets up in this process must not take the logs of the tests behind it."""

@@ -11,14 +11,13 @@ import torch
 from torch import Tensor
 
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.fp8 import kv_scales
 from d2sd.modeling.fused import fuse
 from d2sd.modeling.kv_pool import Chunks, KVPool, Rows
 from d2sd.modeling.mixers.configs import DeltaConfig
 from d2sd.modeling.where import Where
 from d2sd.plugins import dispatch
 from tests.plugins.on_kernels import run_kernels
-from tests.tiny import ancestor_mask, in_fp8, pool_for, random_tokens, tiny_decoder
+from tests.tiny import ancestor_mask, pool_for, random_tokens, tiny_decoder
 
 #: A tree in which the text is the path 0, 2, 3, 5, 8; the other nodes are decoys.
 PARENTS, PATH = [-1, 0, 0, 2, 2, 3, 5, 3, 5, 8], [0, 2, 3, 5, 8]
@@ -42,13 +41,7 @@ class Run:
         batch, length = self.tokens.shape
         weight = self.model.embed_tokens.weight
         self.pool, self.table = pool_for(
-            self.model.config.body,
-            batch,
-            length + self.spare,
-            page_size=16,
-            seed=self.seed,
-            dtype=weight.dtype,
-            fp8=kv_scales(self.model),
+            self.model.config.body, batch, length + self.spare, page_size=16, seed=self.seed, dtype=weight.dtype
         )
         if self.pool.states is not None:
             self.state_ids = 1 + torch.arange(batch)
@@ -101,12 +94,7 @@ class Run:
 
 @torch.inference_mode()
 def check_step(
-    dtype: torch.dtype,
-    *,
-    fp8: bool = False,
-    layers_as_kernels: bool = False,
-    windows: bool = False,
-    hybrid: bool = False,
+    dtype: torch.dtype, *, layers_as_kernels: bool = False, windows: bool = False, hybrid: bool = False
 ) -> None:
     """Bit for bit. Call it where Triton's kernels run on CPU tensors.
 
@@ -117,7 +105,6 @@ def check_step(
     if hybrid:
         narrow = {"recurrent": DeltaConfig((0,), key_heads=1, value_heads=2, key_size=16, value_size=16)}
     model = tiny_decoder("qwen3_5_text" if hybrid else "qwen3", layers=2, head_dim=16, **narrow).to(dtype)
-    model = in_fp8(model, cache=True) if fp8 else model
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "use_fused_layers", lambda *_, **__: True)
         run_kernels(patch, "cascade_attention", "kv_pages", "layer_ops.linear", *(["delta_rule"] if hybrid else []))

@@ -34,11 +34,7 @@ CASES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 64 positions."""
-    monkeypatch.setattr(exact, "SPAN", 64)
-    exact.attention_constants.cache_clear()
+pytestmark = pytest.mark.usefixtures("short_splits")
 
 
 def sums(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,17 +7,12 @@ import torch
 
 pytest.importorskip("triton", reason="the extra triton is not installed")
 
-from d2sd.plugins.cascade_attention.triton import exact
 from d2sd.plugins.layer_ops import linear
 from tests.plugins.exact_step import check_step
 from tools.ptxsim.launch import executed_as_ptx
 
-
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The text of 39 tokens fills two tiles, or one, and two splits where a tile has 32 positions."""
-    monkeypatch.setattr(exact, "SPAN", 64)
-    exact.attention_constants.cache_clear()
+#: The text of 39 tokens fills two tiles, or one, and two splits where a tile has 32 positions.
+pytestmark = pytest.mark.usefixtures("short_splits")
 
 
 @pytest.mark.slow

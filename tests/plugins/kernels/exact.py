@@ -18,7 +18,7 @@ from d2sd.plugins.cascade_attention.triton import exact, exact_kernel
 from d2sd.plugins.layer_ops.triton import linear, products
 from d2sd.plugins.shared.fp8 import to_pages
 from tests.plugins.batch_invariance import Text, attended, check_broken_rows, check_rows_alone, looped_linear, numbers
-from tests.plugins.kernels.calls import DEVICE, assert_within_budget, in_fp8, read_back
+from tests.plugins.kernels.calls import assert_within_budget, in_fp8, read_back
 from tests.plugins.test_cascade_attention import (
     Call,
     Shape,
@@ -32,16 +32,8 @@ from tests.plugins.test_cascade_attention import (
     steps,
 )
 
-pytestmark = pytest.mark.interpreter
+pytestmark = [pytest.mark.interpreter, pytest.mark.usefixtures("short_splits")]
 SMALL = Shape(contexts=(70, 0, 5), rows=7, kv_heads=1, group=3, size=16, page_size=16)
-
-
-@pytest.fixture(autouse=True)
-def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Splits of 64 positions: contexts of a few dozen tokens have several."""
-    assert DEVICE == "cpu"
-    monkeypatch.setattr(exact, "SPAN", 64)
-    exact.attention_constants.cache_clear()
 
 
 @pytest.fixture(autouse=True)
