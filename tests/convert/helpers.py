@@ -209,9 +209,8 @@ def add_flex(recipe: Path, policy: str = "chain", *, anchored: bool = False) -> 
     target = load_target(recipe.parent / "target", torch.float32)
     head = tiny_flex(target, block_size=values["tree"]["block_size"], anchored=anchored)
     FLEXDRAFT.write(recipe.parent / "flex", head.config, head.state_dict())
-    values["drafters"] = {"first": {"path": "flex"}}
-    values["tree"]["policy"] = policy
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters", {"first": {"path": "flex"}})
+    edit_yaml(recipe, "tree.policy", policy)
     return recipe.parent / "flex"
 
 
@@ -246,8 +245,7 @@ def add_calibration(recipe: Path) -> Path:
     ]
     path = recipe.with_name("calibration.json")
     write_calibration(path, calibration_of(*drafters, slots=values["tree"]["block_size"] - 1))
-    values["drafters"]["calibration"] = path.name
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters.calibration", path.name)
     return path
 
 
@@ -256,6 +254,13 @@ def edit_json(path: Path, key: str, value: Any) -> None:
     values = json.loads(path.read_text())
     set_key(values, key, value)
     path.write_text(json.dumps(values))
+
+
+def edit_yaml(path: Path, key: str, value: Any) -> None:
+    """Do the same with a file in YAML, such as a recipe."""
+    values = yaml.safe_load(path.read_text())
+    set_key(values, key, value)
+    path.write_text(yaml.safe_dump(values))
 
 
 def set_key(values: dict[str, Any], key: str, value: Any) -> None:

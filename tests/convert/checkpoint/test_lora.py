@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -20,7 +19,7 @@ from d2sd.errors import CheckpointError
 from d2sd.manifest import load_manifest
 from d2sd.modeling.config import Family
 from d2sd.recipe import Target, load_recipe
-from tests.convert.helpers import edit_json, edit_tensors, write_project, write_target_dir
+from tests.convert.helpers import edit_json, edit_tensors, edit_yaml, write_project, write_target_dir
 from tests.d2sd.build.helpers import run
 from tests.tiny import tiny_decoder
 
@@ -169,19 +168,13 @@ def test_folders_without_an_adapter_are_refused(tmp_path: Path, target: Path) ->
     assert "target.lora" in str(caught.value)
 
 
-def with_lora(recipe: Path, lora: object) -> None:
-    values = yaml.safe_load(recipe.read_text())
-    values["target"]["lora"] = lora
-    recipe.write_text(yaml.safe_dump(values))
-
-
 def test_a_bundle_serves_the_merged_target(tmp_path: Path) -> None:
     """A recipe's adapter is in the plan, in the manifest and in the bytes; another scale builds the target again."""
     recipe = write_project(tmp_path)
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "target")
     plain = run(recipe, tmp_path / "plain")
     for number, scale in enumerate((1.0, 0.5)):
-        with_lora(recipe, {"path": "adapter", "scale": scale})
+        edit_yaml(recipe, "target.lora", {"path": "adapter", "scale": scale})
         out = tmp_path / f"merged-{number}"
         found = run(recipe, out)
         assert {name for name in plain if plain[name] != found[name]} == {"manifest.json", "target/model.safetensors"}
@@ -196,7 +189,7 @@ def test_a_bundle_serves_the_merged_target(tmp_path: Path) -> None:
 def test_a_plan_refuses_an_adapter(tmp_path: Path, fault: str) -> None:
     recipe = write_project(tmp_path)
     adapter = write_adapter(tmp_path / "adapter", tmp_path / "target")
-    with_lora(recipe, "adapter" if fault != "missing" else ["adapter", "nowhere"])
+    edit_yaml(recipe, "target.lora", "adapter" if fault != "missing" else ["adapter", "nowhere"])
     if fault == "shape":
         edit_tensors(adapter / WEIGHTS, **{f"{QUERY}.lora_A.weight".replace(".", "__"): torch.ones(4, 5)})
     if fault == "key":

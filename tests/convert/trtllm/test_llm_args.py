@@ -32,7 +32,7 @@ from d2sd.convert.trtllm.llm_args import (
 )
 from d2sd.errors import BundleError, RecipeError
 from d2sd.recipe import Recipe, load_recipe
-from tests.convert.helpers import set_key, write_project
+from tests.convert.helpers import edit_yaml, write_project
 from tests.tiny import tiny_decoder, tiny_drafter
 
 #: Keys of the tree that 1.3.0rc27, where the window begins, has as well.
@@ -223,10 +223,7 @@ def test_what_its_validators_ask_of_a_tree(tmp_path: Path, changes: dict[str, An
 
 def refuses(tmp_path: Path, name: str, key: str, value: object, told: str | None = None) -> None:
     bundle = written(tmp_path / "bundle")
-    path = bundle / FOLDER / name
-    values = yaml.safe_load(path.read_text())
-    set_key(values, key, value)
-    path.write_text(yaml.safe_dump(values))
+    edit_yaml(bundle / FOLDER / name, key, value)
     with pytest.raises(BundleError, match=told or key.rpartition(".")[2]):
         check_llm_args(bundle)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 
 from d2sd.build.pipeline import build
 from d2sd.bundle.load import load_bundle
@@ -20,7 +19,15 @@ from d2sd.errors import BuildError, BundleError, D2SDError
 from d2sd.policies import DrafterRole, DraftUse
 from d2sd.recipe import load_recipe
 from d2sd.runtime.request import Request
-from tests.convert.helpers import add_calibration, calibration_of, edit_json, edit_tensors, tree_bytes, write_project
+from tests.convert.helpers import (
+    add_calibration,
+    calibration_of,
+    edit_json,
+    edit_tensors,
+    edit_yaml,
+    tree_bytes,
+    write_project,
+)
 from tests.d2sd.build.helpers import Killed, killed_after, run
 from tests.tiny import tiny_decoder, tiny_drafter
 
@@ -34,10 +41,6 @@ def recipe(tmp_path: Path) -> Path:
     path = write_project(tmp_path / "project")
     add_calibration(path)
     return path
-
-
-def edit_recipe(recipe: Path, drafters: dict[str, Any]) -> None:
-    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"drafters": drafters}))
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
@@ -180,9 +183,8 @@ def test_trees_that_are_deeper_than_the_blocks_it_was_fitted_on(recipe: Path, ou
     """Curves repeat their last slot, and `auto` serves the bundle's trees; a calibration of that depth is unchanged."""
     path = recipe.with_name("calibration.json")
     edit_json(path, "copies", {key: {"length": [0.0] * 7, "support": [1.0] * 8, "slot": [1, 2, 3]} for key in "01"})
-    values = yaml.safe_load(recipe.read_text())
-    values["tree"] |= {"policy": "auto", "max_depth": 9}
-    recipe.write_text(yaml.safe_dump(values))
+    for key, value in (("policy", "auto"), ("max_depth", 9)):
+        edit_yaml(recipe, f"tree.{key}", value)
     run(recipe, out / "tiny")
     known, bundle = load_calibration(path), load_bundle(out / "tiny")
     found = bundle.calibration
@@ -229,7 +231,7 @@ def test_the_drafters_may_not_be_swapped(tmp_path: Path, out: Path) -> None:
 def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out: Path) -> None:
     pair = {"first": {"path": "first"}, "second": {"path": "second"}}
     named = {"calibration": "calibration.json"}
-    edit_recipe(recipe, {"first": {"path": "first"}} | named)
+    edit_yaml(recipe, "drafters", {"first": {"path": "first"}} | named)
     assert NAME in run(recipe, out / "alone")
     bundle, whole = load_bundle(out / "alone"), load_calibration(recipe.with_name("calibration.json"))
     assert bundle.calibration is not None
@@ -246,7 +248,7 @@ def test_of_a_pair_serves_its_first_alone_but_not_the_reverse(recipe: Path, out:
     assert found.among(bundle.drafters) == found
     assert whole.among([*DrafterRole]) == whole
     add_calibration(recipe)  # now of the first alone
-    edit_recipe(recipe, pair | named)
+    edit_yaml(recipe, "drafters", pair | named)
     with pytest.raises(BuildError, match="another second drafter"):
         run(recipe, out / "pair")
 
@@ -274,7 +276,7 @@ def test_drafters_that_changed_on_the_way_are_held_against_it_again(recipe: Path
 def test_one_that_changed_or_went_on_the_way(recipe: Path, out: Path) -> None:
     changes: dict[str, Callable[[Path], object]] = {
         "changed": on("report", {"prompts": 3}),
-        "gone": lambda path: edit_recipe(recipe, {"first": {"path": "first"}}),
+        "gone": lambda path: edit_yaml(recipe, "drafters", {"first": {"path": "first"}}),
     }
     for name, change in changes.items():
         with pytest.raises(Killed):

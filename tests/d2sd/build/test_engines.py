@@ -19,7 +19,7 @@ from d2sd.convert.engines.build import Job, Report
 from d2sd.convert.onnx import export
 from d2sd.errors import BuildError, RecipeError
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import add_flex, write_project
+from tests.convert.helpers import add_flex, edit_yaml, write_project
 from tests.d2sd.build.helpers import Killed, killed_after, run
 from tests.tiny import tiny_decoder
 
@@ -34,10 +34,6 @@ def recipe(tmp_path: Path) -> Path:
     """Qwen3 with heads of 16, in fp16, for every GPU and for one."""
     target = tiny_decoder("qwen3", layers=2, head_dim=16)
     return write_project(tmp_path / "project", target, precision="fp16", engines={"compute": ["portable", "sm89"]})
-
-
-def edit(recipe: Path, **changes: Any) -> None:
-    recipe.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | changes))
 
 
 @pytest.fixture
@@ -88,7 +84,7 @@ def test_a_bundle_with_engines(recipe: Path, tmp_path: Path) -> None:
 def test_an_engine_of_a_head(recipe: Path, tmp_path: Path) -> None:
     """The engine runs the head's layers over the target's pages."""
     add_flex(recipe)
-    edit(recipe, engines={"compute": ["portable"]})
+    edit_yaml(recipe, "engines.compute", ["portable"])
     run(recipe, tmp_path / "whole")
     manifest = load_bundle(tmp_path / "whole").manifest
     assert manifest.engines is not None
@@ -111,11 +107,11 @@ def test_a_build_that_stops_after_any_stage_goes_on_behind_it(recipe: Path, tmp_
 def test_engines_that_a_recipe_no_longer_names_are_dropped(recipe: Path, tmp_path: Path, quick: list[str]) -> None:
     with pytest.raises(Killed):
         run(recipe, tmp_path / "out", finished=killed_after("engines/sm89"))
-    edit(recipe, engines={"compute": ["portable"]})
+    edit_yaml(recipe, "engines.compute", ["portable"])
     found = run(recipe, tmp_path / "out")
     assert {name.split("/")[1] for name in found if name.startswith("engines/")} == {"portable"}
     assert quick.count("portable") == 1
-    edit(recipe, engines=None)
+    edit_yaml(recipe, "engines", None)
     with pytest.raises(Killed):
         run(recipe, tmp_path / "plain", finished=killed_after("drafter_second"))
     assert not [name for name in run(recipe, tmp_path / "plain") if name.startswith(("onnx", "engines"))]
@@ -136,7 +132,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize(("changes", "told"), WRONG.values(), ids=WRONG.keys())
 def test_what_a_recipe_asks_in_vain(recipe: Path, changes: dict[str, Any], told: str) -> None:
-    edit(recipe, **changes)
+    for key, value in changes.items():
+        edit_yaml(recipe, key, value)
     with pytest.raises(RecipeError, match=told):
         load_recipe(recipe)
 
@@ -148,12 +145,11 @@ def test_heads_that_kernels_do_not_take_are_seen_in_the_plan(tmp_path: Path) -> 
 
 
 def test_pages_that_tensorrt_does_not_align_are_seen_in_the_plan(recipe: Path) -> None:
-    limits = yaml.safe_load(recipe.read_text())["limits"]
     for page_size, bytes_of_it in ((2, 128), (1, 64)):
-        edit(recipe, limits=limits | {"page_size": page_size})
+        edit_yaml(recipe, "limits.page_size", page_size)
         with pytest.raises(RecipeError, match=rf"limits\.page_size[\s\S]*{bytes_of_it} bytes[\s\S]*256 bytes"):
             make_plan(load_recipe(recipe))
-    edit(recipe, limits=limits | {"page_size": 4})
+    edit_yaml(recipe, "limits.page_size", 4)
     make_plan(load_recipe(recipe))
 
 

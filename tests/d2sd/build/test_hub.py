@@ -25,7 +25,7 @@ from d2sd.cli.pull import pull as command
 from d2sd.convert.formats.convert import convert
 from d2sd.recipe import load_recipe
 from tests.commands import passed, refused
-from tests.convert.helpers import write_project
+from tests.convert.helpers import edit_yaml, write_project
 from tests.d2sd.build.hub_server import COMMIT, LARGE, Hub, hub_server
 
 MODELS = ("target", "first", "second")
@@ -155,11 +155,7 @@ def test_a_recipe_of_another_revision_or_geometry(hub: Hub, tmp_path: Path, publ
     refused(run(recipe, "--set", f"target.revision={'f' * 40}"), "no such revision")
     assert not (tmp_path / "target").exists()
     geometry = json.loads((published / "target" / "config.json").read_text()) | {"num_hidden_layers": 7}
-    recipe = write_recipe(tmp_path, published)
-    values = yaml.safe_load(recipe.read_text())
-    values["target"]["geometry"] = geometry
-    recipe.write_text(yaml.safe_dump(values))
-    refused(run(recipe), "geometry")
+    refused(run(recipe, "--set", f"target.geometry={json.dumps(geometry)}"), "geometry")
 
 
 def test_a_token_opens_a_gated_model(hub: Hub, recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,9 +261,7 @@ def test_a_drafter_in_another_layout_is_converted(hub: Hub, tmp_path: Path, publ
     convert(published / "first", "speculators", tmp_path / "speculator", target=published / "target")
     hub.repos["maker/first"] = files_of(tmp_path / "speculator")
     recipe = write_recipe(tmp_path, published)
-    values = yaml.safe_load(recipe.read_text())
-    values["drafters"]["first"]["converted"] = True
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters.first.converted", True)
     passed(run(recipe))
     assert (tmp_path / "first-published" / "config.json").exists()
     assert (tmp_path / "first" / "config.json").exists()

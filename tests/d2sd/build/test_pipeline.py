@@ -23,7 +23,7 @@ from d2sd.build.pipeline import build
 from d2sd.bundle.load import Bundle
 from d2sd.errors import BuildError, CheckpointError, D2SDError
 from d2sd.recipe import load_recipe
-from tests.convert.helpers import edit_json, edit_tensors, tree_bytes, write_project
+from tests.convert.helpers import edit_json, edit_tensors, edit_yaml, tree_bytes, write_project
 from tests.d2sd.build.helpers import Killed, killed_after, run
 
 STAGES = ["fetch", "target", "drafter_first", "drafter_second", "check", "manifest"]
@@ -166,14 +166,11 @@ def test_a_second_drafter_without_a_marker_is_taken_at_the_recipes_word(recipe: 
         on_dflash("second", key, ...)(recipe.parent)
     with pytest.raises(CheckpointError, match="training_mode"):
         run(recipe, out / "refused")
-    values = yaml.safe_load(recipe.read_text())
-    values["drafters"]["second"]["role"] = "variable_prefix"
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters.second.role", "variable_prefix")
     found = run(recipe, out / "tiny")
     assert json.loads(found["drafter_second/config.json"])["dflash_config"]["training_mode"] == "vp_drafter"
     assert found["drafter_second/model.safetensors"] == expected["drafter_second/model.safetensors"]
-    values["drafters"]["first"]["role"] = "variable_prefix"
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters.first.role", "variable_prefix")
     with pytest.raises(D2SDError, match=r"drafters\.first\.role"):
         run(recipe, out / "tiny")
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 from d2sd.build.pipeline import build
 from d2sd.build.plan import make_plan
@@ -19,7 +18,7 @@ from d2sd.errors import D2SDError, RecipeError
 from d2sd.manifest import load_manifest
 from d2sd.policies import PolicyName
 from d2sd.recipe import Recipe, load_recipe
-from tests.convert.helpers import add_flex, calibration_of, write_project
+from tests.convert.helpers import add_calibration, add_flex, edit_yaml, write_project
 from tests.d2sd.build.helpers import answers, run
 from tests.tiny import tiny_decoder, tiny_drafter, tiny_flex
 
@@ -34,9 +33,7 @@ class Words:
 
 
 def cut_to(recipe: Path, vocabulary: Any) -> Recipe:
-    values = yaml.safe_load(recipe.read_text())
-    values["drafters"]["vocabulary"] = vocabulary
-    recipe.write_text(yaml.safe_dump(values))
+    edit_yaml(recipe, "drafters.vocabulary", vocabulary)
     return load_recipe(recipe)
 
 
@@ -100,12 +97,7 @@ def cut_and_path(recipe: Path) -> Path:
 
 
 def test_a_calibration_is_of_the_vocabulary_it_was_fitted_with(recipe: Path, out: Path) -> None:
-    folder = recipe.parent
-    calibration_of(folder / "first", folder / "second")
-    (folder / "calibration.json").write_text(calibration_of(folder / "first", folder / "second").model_dump_json())
-    values = yaml.safe_load(recipe.read_text())
-    values["drafters"]["calibration"] = "calibration.json"
-    recipe.write_text(yaml.safe_dump(values))
+    add_calibration(recipe)
     run(recipe, out / "whole")
     cut_to(recipe, 20)
     with pytest.raises(D2SDError, match="fitted to another first drafter"):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from click.testing import Result
 
 from d2sd.bundle.load import Bundle, load_bundle
@@ -21,7 +20,7 @@ from d2sd.prompts import read_prompts
 from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.runtime.speculation.policy import Off
 from tests.commands import passed, refused, run_cli, succeeds
-from tests.convert.helpers import add_calibration, write_project
+from tests.convert.helpers import add_calibration, edit_yaml, write_project
 
 LENGTH = 8
 TEXTS = ["w1 w5 w9", "w7", "w8 w3", "w4 w44"]
@@ -161,9 +160,7 @@ def test_what_was_found_before_is_not_used_to_find_more(recipe: Path, ended: Res
         (tmp_path / "prompts.jsonl").write_bytes(recipe.with_name("prompts.jsonl").read_bytes())
         path = built(recipe, tmp_path / "bundle")
     finally:
-        values = yaml.safe_load(recipe.read_text())
-        del values["drafters"]["calibration"]
-        recipe.write_text(yaml.safe_dump(values))
+        edit_yaml(recipe, "drafters.calibration", ...)
     assert load_bundle(path).calibration is not None
     assert calibrate(path, tmp_path / "again.json").exit_code == 0
     assert (tmp_path / "again.json").read_bytes() == recipe.with_name("found.json").read_bytes()

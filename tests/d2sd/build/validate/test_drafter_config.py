@@ -16,7 +16,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-import yaml
 from click.testing import CliRunner, Result
 
 from d2sd.build.validate.drafter_config import (
@@ -274,10 +273,7 @@ def test_where_there_is_nothing_to_fit_nothing_is_tried(tmp_path: Path) -> None:
 
 
 def test_the_recipe_says_how_much_is_tried(project: Path) -> None:
-    values = yaml.safe_load((project / "recipe.yaml").read_text())
-    values["checks"] |= {"count": 2, "tokens": 8}
-    (project / "recipe.yaml").write_text(yaml.safe_dump(values))
-    _, out = run(project)
+    _, out = run(project, "checks.count=2", "checks.tokens=8")
     found = checks(out)
     assert found["greedy"]["chain"].items() >= {"prompts": 2, "tokens_each": 8}.items()
     assert found["fit"]["first"]["positions"] == 2 * 8

@@ -18,7 +18,7 @@ from d2sd.runtime.policy_selector import PolicySelector
 from d2sd.train.data.responses import Response, read_responses
 from d2sd.viz.training import Curve
 from tests.commands import passed, run_cli, succeeds
-from tests.convert.helpers import edit_json, set_key, tree_bytes, write_target_dir
+from tests.convert.helpers import edit_json, edit_yaml, tree_bytes, write_target_dir
 from tests.tiny import tiny_decoder
 
 PROMPTS = 9
@@ -94,10 +94,7 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
 
 def edit(project: Path, key: str, value: object) -> None:
     """Set a dotted key of the recipe; ... deletes it."""
-    path = project / "train.yaml"
-    values = yaml.safe_load(path.read_text())
-    set_key(values, key, value)
-    path.write_text(yaml.safe_dump(values))
+    edit_yaml(project / "train.yaml", key, value)
 
 
 def arguments(project: Path) -> list[str]:
