@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ MINIMAL: dict[str, Any] = {
     "data": {"prompts": [{"path": "prompts.jsonl"}]},
     "first": {"steps": 10, "objective": {"ce": 0.3, "kl": 0.7}},
 }
+SETTINGS: dict[str, Any] = {"steps": 4, "objective": {"ce": 1}}
 DOCUMENTS: dict[str, Any] = {"name": "a", "path": "a.jsonl", "count": 3, "templates": ["{text}"]}
 
 
@@ -117,6 +119,40 @@ def test_a_wrong_value_is_refused_by_its_key(tmp_path: Path, key: str, value: ob
         load(tmp_path, second__steps=1, second__objective__ce=1, **{key: value})
     assert told in str(caught.value)
     assert str(tmp_path / "train.yaml") in str(caught.value)
+
+
+#: Recipes that load: an EAGLE-3 head, a FlexDraft head, and a second drafter behind a ready first one.
+EAGLE: dict[str, Any] = {"drafter__kind": "eagle3", "drafter__layers": 1}
+FLEX: dict[str, Any] = {"drafter": ..., "first": ..., "flex": SETTINGS | {"head": {"layers": 1, "block_size": 4}}}
+FLEX |= {"precision": "fp32", "flex__precision": "fp32"}
+READY: dict[str, Any] = {"first": ..., "ready_first": {"path": "ready"}, "second": SETTINGS}
+
+
+@pytest.mark.parametrize(
+    ("parts", "key", "value", "told"),
+    [
+        (EAGLE, "second", SETTINGS, "neither `second` nor `head`"),
+        (EAGLE, "head", {"steps": 1}, "neither `second` nor `head`"),
+        (EAGLE, "first__start", {"path": "first"}, "without start"),
+        (EAGLE, "drafter__kind", "eagle4", "drafter.kind"),
+        (FLEX, "first", SETTINGS, "exactly one of"),
+        (FLEX, "second", SETTINGS, "second extends"),
+        (FLEX, "drafter", MINIMAL["drafter"], "needs `drafter`"),
+        (FLEX, "flex__head", ..., "flex.head"),
+        (FLEX, "precision", "bf16", "set precision to fp32"),
+        (READY, "first", SETTINGS, "exactly one of `first`, `ready_first` and `flex`"),
+        (READY, "ready_first", None, "exactly one of `first`, `ready_first` and `flex`"),
+        (READY, "second", None, "leaves nothing to train"),
+        (READY, "ready_second", {"path": "ready"}, "ready_second needs"),
+        (READY, "drafter__draft_vocab_size", 12, "draft_vocab_size"),
+    ],
+)
+def test_parts_that_contradict_each_other(
+    tmp_path: Path, parts: dict[str, Any], key: str, value: object, told: str
+) -> None:
+    load(tmp_path, **deepcopy(parts))
+    with pytest.raises(RecipeError, match=told):
+        load(tmp_path, **deepcopy(parts) | {key: value})
 
 
 def test_a_bundles_recipe_is_no_training_recipe() -> None:

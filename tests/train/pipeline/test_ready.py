@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.headers import stored_as
@@ -246,19 +245,3 @@ def test_a_plan_names_it(project: Path) -> None:
     assert shown.exit_code == 0, shown.output
     assert f"first drafter   ready: {project / 'ready'}\n" in shown.stdout
     assert tree_bytes(project) == before
-
-
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"first": {"steps": 4, "objective": {"ce": 1}}}, "exactly one of `first`, `ready_first` and `flex`"),
-        ({"ready_first": None}, "exactly one of `first`, `ready_first` and `flex`"),
-        ({"second": None}, "leaves nothing to train"),
-        ({"ready_second": {"path": "ready"}}, "ready_second needs"),
-        ({"drafter": GEOMETRY | {"draft_vocab_size": 12}}, "draft_vocab_size"),
-    ],
-)
-def test_contradictions(project: Path, changes: dict[str, object], told: str) -> None:
-    path = project / "train.yaml"
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | changes))
-    refused(project, [told])

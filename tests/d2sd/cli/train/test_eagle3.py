@@ -9,13 +9,10 @@ import pytest
 import torch
 
 from d2sd.convert.kinds.eagle3 import KIND as EAGLE3
-from d2sd.errors import RecipeError
 from d2sd.train.loop import Trainer
-from d2sd.train_recipe import load_train_recipe
 from tests.commands import passed
 from tests.d2sd.cli.train.helpers import (
     LOGGED,
-    SETTINGS,
     edit,
     logged,
     nth_time,
@@ -57,18 +54,3 @@ def test_the_plan_knows_it(project: Path) -> None:
     result = train(project, "--plan")
     assert result.exit_code != 0
     assert "drafter.target_layer_ids" in result.output + repr(result.exception)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("second", SETTINGS, "neither `second` nor `head`"),
-        ("head", {"steps": 1}, "neither `second` nor `head`"),
-        ("first.start", {"path": "first"}, "without start"),
-        ("drafter.kind", "eagle4", "drafter.kind"),
-    ],
-)
-def test_recipes_that_contradict_themselves(project: Path, key: str, value: object, what: str) -> None:
-    edit(project, key, value)
-    with pytest.raises(RecipeError, match=what):
-        load_train_recipe(project / "train.yaml")

@@ -11,13 +11,11 @@ import torch
 from d2sd.calibration import load_calibration
 from d2sd.convert.checkpoint.target import load_target
 from d2sd.convert.kinds.flexdraft import KIND as FLEXDRAFT
-from d2sd.errors import RecipeError
 from d2sd.io import MARKER
 from d2sd.runtime.policy_selector import forecast_gain
 from d2sd.runtime.speculation.policy import Chain, FlexParallel
 from d2sd.train.loop import Trainer
 from d2sd.train.pipeline.finish import weights_digest
-from d2sd.train_recipe import load_train_recipe
 from tests.commands import passed, refused, run_cli
 from tests.convert.helpers import edit_json
 from tests.d2sd.cli.train.helpers import (
@@ -93,20 +91,3 @@ def test_the_plan_knows_it(project: Path) -> None:
     result = train(project, "--plan")
     assert result.exit_code != 0
     assert "flex.head.layers" in result.output + repr(result.exception)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "what"),
-    [
-        ("first", SETTINGS, "exactly one of"),
-        ("second", SETTINGS, "second extends"),
-        ("drafter", {"layers": 1, "block_size": 4, "mask_token_id": 3, "target_layer_ids": [0]}, "needs `drafter`"),
-        ("flex.head", ..., "flex.head"),
-        ("precision", "bf16", "set precision to fp32"),
-    ],
-)
-def test_recipes_that_contradict_themselves(project: Path, key: str, value: object, what: str) -> None:
-    edit(project, "flex.precision", "fp32")
-    edit(project, key, value)
-    with pytest.raises(RecipeError, match=what):
-        load_train_recipe(project / "train.yaml")
