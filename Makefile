@@ -253,9 +253,9 @@ TRAINING := training/smollm2-135m
 train: .venv/demo
 	$(BIN)/d2sd train recipes/train/smollm2-135m.yaml --work $(TRAINING) --out build/pair
 
-## [hours] compare training objectives for the first drafter: on the responses of `make train`, resumable
+## [hours] compare training objectives for the first drafter, in chains and trees: on the responses of `make train`, resumable
 ablation: .venv/demo
-	$(BIN)/python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --work $(TRAINING) --prompts $(PROMPTS) --out build/ablation
+	$(BIN)/python -m benchmarks.ablation recipes/train/smollm2-135m.yaml --work $(TRAINING) --out build/ablation
 
 ## [9 min] train on a GPU without a package index, for 500 seconds; benchmarks/train_gpu.sh lists the preparation
 train-gpu:

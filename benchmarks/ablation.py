@@ -1,79 +1,74 @@
-"""Compare objectives: which one trains the better first drafter?
+"""Compare objectives: which one trains the better first drafter, for chains and for trees?
 
-Every variant trains on the same answers, blocks and steps, from the same start, and then drafts chains for the
-evaluation prompts on the real runtime, greedily. The slot terms of the recipe (ce, kl, ...) are common to all; what
-varies is how slots weigh, and the block terms added. Trainings resume, and finished cells are kept. The answers and
-features are those of `d2sd train RECIPE`, which runs first.
+Every variant trains on the same answers, blocks and steps, from the same start. The slot terms of the recipe (ce, kl,
+...) are common to all; what varies is how slots weigh, and the block terms added. Then its steps over held-out answers
+are played: a chain of each block, and trees of two sizes. A greedy answer does not depend on what is drafted, so
+these are the steps that a runtime would take, without the target's passes.
 
-    python benchmarks/ablation.py recipes/train/smollm2-135m.yaml --prompts data/eval --out build/ablation
+    d2sd train RECIPE --out OUT --only answers
+    python -m benchmarks.ablation RECIPE --out build/ablation
 
-It runs on a GPU if there is one. Each variant leaves variants/NAME.json when it ends: right tokens of its drafts on
-held-out responses, and tokens a step. With --minutes none begins after that time, and with --per-set 0 nothing is
-generated, so that a variant takes little more than its training.
+Finished variants are kept in OUT/variants; the table is written again after each: OUT/ablation.md.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
+from torch import Tensor
 
-from d2sd.bench import metrics
-from d2sd.bench.bootstrap import tau_interval, tau_ratio
 from d2sd.bench.markdown import number, table
-from d2sd.bench.measure import measure_cell
-from d2sd.bench.provenance import provenance
-from d2sd.bench.result import Cell, Key, Result, Settings, save
-from d2sd.bench.tables import provenance as told
-from d2sd.bench.tables import span
-from d2sd.bench.views import pool
 from d2sd.bundle.load import Bundle, load_bundle
-from d2sd.bundle.requests import chat_request
-from d2sd.bundle.serving import make_engine
 from d2sd.cli.report import Reporting
 from d2sd.convert.kinds import KINDS
 from d2sd.errors import D2SDError
-from d2sd.io import write_json
-from d2sd.modeling.drafters.dflash import Drafter
+from d2sd.io import digest, read_json, write_json
+from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import DrafterRole
+from d2sd.plugins.choice import WIDTH
+from d2sd.plugins.trees import Draft, Source, accept, best_first_tree, from_chain, with_anchor
 from d2sd.progress import bar
-from d2sd.prompts import read_prompts
-from d2sd.runtime.sampling_params import SamplingParams
 from d2sd.train.data.features import TrainingData, cache_features, device_features
+from d2sd.train.data.packing import pack_blocks
 from d2sd.train.dist import Dist
 from d2sd.train.kinds import trained_kind
 from d2sd.train.loop import Trainer
-from d2sd.train.pipeline.evaluate import as_written
+from d2sd.train.objectives.loss import Candidates
 from d2sd.train.pipeline.responses import ResponseGenerator
-from d2sd.train.rejections import mean_right
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
-SETS = ("gsm8k", "humaneval", "mbpp", "mt_bench")
+# Shape letters: A anchors, one at each token of an answer, G block size γ, S = G - 1 slots, N nodes, V vocabulary.
+
 #: Coefficients of arXiv 2606.11552.
 FOCAL, CHAIN = 0.3, 40.0
-#: name -> overrides of the recipe's objective.
+REFERENCE = "decay"
+#: name -> what differs from the recipe's objective without block terms.
 VARIANTS: dict[str, dict[str, Any]] = {
     "uniform": {"slots": "uniform"},
-    "decay": {"slots": "decay"},
+    REFERENCE: {"slots": "decay"},
     "decay + focal": {"slots": "decay", "focal": FOCAL},
     "decay + chain": {"slots": "decay", "chain": CHAIN},
     "decay + focal + chain": {"slots": "decay", "focal": FOCAL, "chain": CHAIN},
     "D-PACE": {"slots": "dpace"},
     "D-PACE + focal + chain": {"slots": "dpace", "focal": FOCAL, "chain": CHAIN},
     "D-PACE + chain 8": {"slots": "dpace", "chain": 8.0},  # as large as its slot terms, which are sums over a block
-    "D-PACE, ce": {"slots": "dpace", "ce": 1.0, "kl": 0.0},
 }
-REFERENCE = "decay"
+#: name -> nodes of a step's tree; 0: the chain of a block.
+TREES = {"chain": 0, "ddtree, 16 nodes": 16, "ddtree, 64 nodes": 64}
+#: Tokens a step of held-out answers, by the name of the tree.
+Played = dict[str, list[float]]
 
 
 def data_of(recipe: TrainRecipe, bundle: Bundle, work: Path, dist: Dist) -> tuple[TrainingData, TrainingData]:
-    """Held-out responses, and those to train on, of a work folder of `d2sd train`."""
-    answers = ResponseGenerator(recipe, bundle, work, dist, bar, click.echo).all()
+    """Held-out responses, and those to train on, of a work folder of `d2sd train`, as far as they are written."""
+    answers = ResponseGenerator(recipe, bundle, work, dist, bar, click.echo).written()
     aux_layer_ids = recipe.shape.aux_layer_ids(bundle.target.config.body.num_layers)
     with bar("features", len(answers)) as advance:
         if recipe.data.features == "device":
@@ -83,184 +78,133 @@ def data_of(recipe: TrainRecipe, bundle: Bundle, work: Path, dist: Dist) -> tupl
     return found.split(recipe.data.held_out)
 
 
+@torch.no_grad()
+def played(drafter: DraftModel, target: Decoder, data: TrainingData, vocabulary: Tensor) -> Played:
+    """Tokens a step of each answer of `data`, drafted over the ids `vocabulary [V]` (bool), by the name of the tree."""
+    head, embedding = target.head.detach(), target.embedding.detach()
+    candidates = Candidates.draw(head, vocabulary, 0, head.dtype, torch.Generator())
+    size, kind = drafter.config.block_size, trained_kind(drafter.config.kind)
+    found: Played = {name: [] for name in TREES}
+    for sequence in data:  # type: ignore[attr-defined]  # by index, up to IndexError
+        anchors = torch.arange(sequence.prompt_length - 1, len(sequence.tokens) - 1)
+        packed = pack_blocks([sequence], [anchors], size).to(head.device)
+        hidden = kind.hidden(drafter, embedding, packed, torch.ones_like(packed.tokens[..., 0]))[0, :, 1:]
+        logits = candidates.head.logits(hidden.flatten(0, 1), None).log_softmax(-1)
+        best = logits.view(*hidden.shape[:2], -1).topk(WIDTH)
+        draft = Draft(candidates.ids[best.indices], best.values)
+        text = packed.tokens[0].where(packed.inside[0], -1)  # behind the end of an answer nothing is right
+        for name, nodes in TREES.items():
+            found[name].append(len(anchors) / _steps(draft, text, nodes))
+    return found
+
+
+def _steps(draft: Draft, text: Tensor, nodes: int) -> int:
+    """Steps over an answer, of which text [A, G] has each anchor and what follows it."""
+    if nodes:
+        tree = best_first_tree(text[:, 0], [Source(draft)], nodes)
+    else:
+        tree = from_chain(*with_anchor(text[:, 0], draft.top1, draft.confidence))
+    size = text.shape[1]
+    chosen = torch.cat([text, text.new_full((len(text), 1), -1)], 1).gather(1, tree.depth + 1)
+    committed, place, steps = accept(tree, chosen, size).count.tolist(), 0, 0
+    while place < len(text):
+        place += committed[place]
+        steps += 1
+    return steps
+
+
 @dataclass
 class Ablation:
-    """Settings common to all variants."""
+    """What all variants have in common."""
 
     recipe: TrainRecipe
-    work: Path
-    prompts: Path
-    per_set: int
-    tokens: int
+    first: TrainSettings
     steps: int
+    bundle: Bundle
+    held_out: TrainingData
+    data: TrainingData
     out: Path
     dist: Dist
 
-    @cached_property
-    def bundle(self) -> Bundle:
-        bundle = load_bundle(self.work / "target", verify=False)
-        bundle.target.to(self.dist.device)
-        return bundle
+    def played(self, name: str, seed: int) -> Played | None:
+        """What a variant commits; None: it is not trained yet."""
+        path = self._path(name, seed)
+        return read_json(path, error=D2SDError) if path.is_file() else None
 
-    @cached_property
-    def parts(self) -> tuple[TrainingData, TrainingData]:
-        return data_of(self.recipe, self.bundle, self.work, self.dist)
+    def train(self, name: str, seed: int) -> None:
+        """Train a variant, or go on with it, and play the held-out answers."""
+        shape, target, settings = self.recipe.shape, self.bundle.target, self._settings(name, seed)
+        drafter: DraftModel = trained_kind(shape.kind).start(shape, target, self.data, seed)
+        KINDS[shape.kind].attach(drafter.to(self.dist.device), target)
+        path = self._path(name, seed)
+        with bar(f"{name}, seed {seed}", settings.steps) as advance:
+            trainer = Trainer(target, drafter, self.data, settings, None, self.dist)
+            trainer.run(self.out / "states" / path.stem, lambda step, said: advance(1))
+        count = self.recipe.shape.draft_vocab_size or target.config.vocab_size
+        path.parent.mkdir(parents=True, exist_ok=True)
+        vocabulary = self.data.frequent(count, target.config.vocab_size)
+        write_json(path, played(drafter, target, self.held_out, vocabulary))
 
-    @property
-    def data(self) -> TrainingData:
-        """The training data of the recipe."""
-        return self.parts[1]
-
-    def settings(self, name: str) -> TrainSettings:
-        first = self.recipe.first
-        assert first is not None, "main refuses such a recipe"
-        plain = first.objective.model_copy(update={"focal": 0, "chain": 0})
-        objective = plain.model_copy(update=VARIANTS[name])
-        steps = {"steps": self.steps, "evaluate_every": self.steps, "save_every": max(100, self.steps // 4)}
-        return first.model_copy(update={"objective": objective, **steps})
-
-    def drafter(self, name: str) -> DraftModel:
-        """The trained drafter, resumed from an earlier run if there is one."""
-        settings, data = self.settings(name), self.data
-        shape, target = self.recipe.shape, self.bundle.target
-        start: DraftModel = trained_kind(shape.kind).start(shape, target, data, settings.seed)
-        KINDS[shape.kind].attach(start.to(self.dist.device), target)
-        trainer = Trainer(self.bundle.target, start, data, settings, None, self.dist)
-        with bar(name, settings.steps) as advance:
-            trainer.run(self.out / "states" / f"{_label(name)}-{self.steps}", lambda step, said: advance(1))
-        return start
-
-    def cells(self, name: str) -> list[Cell]:
-        """A chain's, on every set."""
-        began = time.monotonic()
-        drafter = self.drafter(name)
-        assert isinstance(drafter, Drafter)
-        settings = self.settings(name)
-        told: dict[str, object] = {
-            "objective": settings.objective.terms | {"slots": settings.objective.slots},
-            "steps": self.steps,
-            "right tokens": mean_right(drafter, self.bundle.target, self.parts[0], settings),
-            "seconds": round(time.monotonic() - began, 1),
-        }
-        summary = self.out / "variants" / f"{_label(name)}-{self.steps}.json"
-        summary.parent.mkdir(parents=True, exist_ok=True)
-        write_json(summary, told)
-        found: list[Cell] = []
-        for prompt_set in SETS if self.per_set else ():
-            label = f"{_label(name)}-{self.steps}-{prompt_set}-{self.per_set}-{self.tokens}"
-            path = self.out / "cells" / f"{label}.json"
-            if not path.exists():
-                cell = self._measured(name, prompt_set, drafter)
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(cell.model_dump_json(), "utf-8")
-            found.append(Cell.model_validate_json(path.read_text("utf-8")))
-        if found:
-            write_json(
-                self.out / "variants" / f"{_label(name)}-{self.steps}.json", told | {"tau": metrics.mean_tau(found)}
-            )
-        click.echo(f"{name}: {told}")
-        return found
-
-    def _measured(self, name: str, prompt_set: str, drafter: DraftModel) -> Cell:
-        dtype = self.bundle.target.embed_tokens.weight.dtype
-        size = self.recipe.block_size
-        bundle = replace(self.bundle, drafters={DrafterRole.FIRST: as_written(drafter, None, dtype)})
-        flight = min(8 if self.dist.device == "cpu" else 64, self.per_set)
-        asked = [
-            (key, chat_request(bundle, text, SamplingParams(), self.tokens))
-            for key, text in read_prompts(self.prompts / f"{prompt_set}.jsonl")[: self.per_set]
-        ]
-        longest = max(len(request.prompt) for _, request in asked) + self.tokens
-        engine = make_engine(
-            _with_context(bundle, longest), policy="chain", row_budget=size, device=self.dist.device, max_batch=flight
+    def _settings(self, name: str, seed: int) -> TrainSettings:
+        plain = self.first.objective.model_copy(update={"focal": 0, "chain": 0})
+        steps = {"steps": self.steps, "evaluate_every": self.steps, "save_every": self.steps}
+        return self.first.model_copy(
+            update={"objective": plain.model_copy(update=VARIANTS[name]), "seed": seed, **steps}
         )
-        key = Key(name, size, prompt_set, 0.0, flight)
-        with bar(f"{name} on {prompt_set}", len(asked)) as advance:
-            return measure_cell(engine, key, asked, None, _not_asked, advance)[0]
+
+    def _path(self, name: str, seed: int) -> Path:
+        made_of = digest([self._settings(name, seed).model_dump(), self.data.digest, self.held_out.digest])
+        return self.out / "variants" / f"{name.replace(' ', '')}-{seed}-{made_of[:12]}.json"
 
 
-def _label(name: str) -> str:
-    """The name of a variant as a part of file names."""
-    return name.replace(" ", "").replace(",", "-")
-
-
-def _with_context(bundle: Bundle, tokens: int) -> Bundle:
-    """The bundle with room for requests of so many tokens: the training's is as long as its answers."""
-    recipe = bundle.recipe
-    size = recipe.limits.page_size
-    limits = recipe.limits.model_copy(update={"max_context": -(-tokens // size) * size})
-    return replace(
-        bundle, manifest=bundle.manifest.model_copy(update={"recipe": recipe.model_copy(update={"limits": limits})})
-    )
-
-
-def report(cells: dict[str, list[Cell]]) -> str:
-    """τ of every variant by set, the mean with its interval, and the ratio to the reference on the same prompts."""
-    reference = pool(cells[REFERENCE])
-    ratios = {name: tau_ratio(reference, pool(found)) for name, found in cells.items()}
-    columns = [("objective", list(cells))]
-    columns += [(each, [number(found[i].tau) for found in cells.values()]) for i, each in enumerate(SETS)]
-    columns.append(("mean", [number(metrics.mean_tau(found)) for found in cells.values()]))
-    columns.append(("95 % interval", [span(tau_interval(found)) for found in cells.values()]))
-    over = [f"{number(ratio.value)} ({span(ratio.interval)})" if ratio else "–" for ratio in ratios.values()]
-    columns.append((f"over {REFERENCE}, all prompts", over))
+def report(found: Mapping[str, list[Played]]) -> str:
+    """τ of every variant by tree: the mean over answers and seeds, the seeds' range, and the ratio at equal seeds."""
+    columns = [("objective", list(found))]
+    for tree in TREES:
+        means = {name: [statistics.mean(seed[tree]) for seed in seeds] for name, seeds in found.items()}
+        spans = [f"{min(own):.2f} to {max(own):.2f} ({len(own)})" for own in means.values()]
+        columns += [(tree, [number(statistics.mean(own)) for own in means.values()]), ("seeds", spans)]
+        if base := means.get(REFERENCE):
+            ratios = [[one / other - 1 for one, other in zip(own, base, strict=False)] for own in means.values()]
+            columns.append((f"over {REFERENCE}", [f"{statistics.mean(own):+.1%}" for own in ratios]))
     return table(columns)
-
-
-def _not_asked(request: object) -> float:
-    raise AssertionError("nothing is compared with plain decoding here")
 
 
 @click.command(cls=Reporting)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.option("--work", type=click.Path(path_type=Path), help="Work folder of d2sd train.  [default: training/<name>]")
-@click.option("--prompts", type=click.Path(path_type=Path), required=True, help="Folder of the four JSONL sets.")
-@click.option("--per-set", default=32, show_default=True, help="Prompts of each set.")
-@click.option("--max-new-tokens", default=64, show_default=True)
 @click.option("--steps", default=600, show_default=True, help="Steps of every training.")
-@click.option(
-    "--only", multiple=True, type=click.Choice(list(VARIANTS)), help="Train only these; the report needs all."
-)
-@click.option("--minutes", type=float, help="Begin no variant after this time.")
+@click.option("--seeds", default=3, show_default=True)
+@click.option("--only", multiple=True, type=click.Choice(list(VARIANTS)), help="These alone.")
+@click.option("--minutes", type=float, help="Begin no training after this time.")
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 def main(
-    recipe: Path,
-    work: Path | None,
-    prompts: Path,
-    per_set: int,
-    max_new_tokens: int,
-    steps: int,
-    only: tuple[str, ...],
-    minutes: float | None,
-    out: Path,
+    recipe: Path, work: Path | None, steps: int, seeds: int, only: tuple[str, ...], minutes: float | None, out: Path
 ) -> None:
-    """Train a first drafter with every objective for equal steps, and write tau of each: ablation.md, .json."""
+    """Train a first drafter with every objective for equal steps, and play chains and trees of each: ablation.md."""
     loaded = load_train_recipe(recipe)
     if loaded.first is None:
         raise D2SDError("needs a recipe that trains a first drafter", where=recipe)
-    folder, began = work or Path("training") / loaded.name, time.monotonic()
-    ablation = Ablation(loaded, folder, prompts, per_set, max_new_tokens, steps, out, Dist.init())
-    cells: dict[str, list[Cell]] = {}
-    for name in only or VARIANTS:
-        if minutes is None or time.monotonic() - began < 60 * minutes:
-            cells[name] = ablation.cells(name)
-    if len(cells) < len(VARIANTS) or not per_set:
-        return
-    result = Result(
-        provenance=provenance({"name": loaded.name, "answers": ablation.data.digest[:16]}, ablation.dist.device),
-        settings=Settings(
-            per_set=per_set,
-            max_new_tokens=max_new_tokens,
-            block_size=loaded.block_size,
-            branches=loaded.block_size - 1,
-            seed=0,
-        ),
-        cells=[cell for found in cells.values() for cell in found],
-    )
-    save(result, out / "ablation.json")
-    text = f"{report(cells)}\n\n{steps} steps each.\n\n{told(result)}\n"
-    (out / "ablation.md").write_text(text, "utf-8")
-    click.echo(text)
+    folder, began, dist = work or Path("training") / loaded.name, time.monotonic(), Dist.init()
+    bundle = load_bundle(folder / "target", verify=False)
+    bundle.target.to(dist.device)
+    ablation = Ablation(loaded, loaded.first, steps, bundle, *data_of(loaded, bundle, folder, dist), out, dist)
+    found: dict[str, list[Played]] = {}
+    for seed in range(seeds):
+        for name in only or VARIANTS:
+            if ablation.played(name, seed) is None:
+                if minutes is not None and time.monotonic() - began > 60 * minutes:
+                    continue
+                ablation.train(name, seed)
+            said = ablation.played(name, seed)
+            assert said is not None, "it was trained just now"
+            found.setdefault(name, []).append(said)
+            (out / "ablation.md").write_text(
+                f"{report(found)}\n\n{steps} steps of {loaded.first.batch} sequences × {loaded.first.blocks} blocks; "
+                f"{len(ablation.held_out)} held-out answers.\n",
+                "utf-8",
+            )
+    click.echo(report(found) if found else "no training began in this time")
 
 
 if __name__ == "__main__":
