@@ -1,9 +1,9 @@
 """Compare objectives: which one trains the better first drafter, for chains and for trees?
 
-Every variant trains on the same answers, blocks and steps, from the same start. The slot terms of the recipe (ce, kl,
-...) are common to all; what varies is how slots weigh, and the block terms added. Then its steps over held-out answers
-are played: a chain of each block, and trees of two sizes. A greedy answer does not depend on what is drafted, so
-these are the steps that a runtime would take, without the target's passes.
+Every variant trains on the same answers, blocks and steps, from the same start, that of the recipe. The slot terms of
+the recipe (ce, kl, ...) are common to all; what varies is how slots weigh, and the block terms added. Then its steps
+over held-out answers are played: a chain of each block, and trees of two sizes. A greedy answer does not depend on what
+is drafted, so these are the steps that a runtime would take, without the target's passes.
 
     d2sd train RECIPE --out OUT --only answers
     python -m benchmarks.ablation RECIPE --out build/ablation
@@ -34,6 +34,7 @@ from d2sd.modeling.decoder import Decoder
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.plugins.choice import WIDTH
 from d2sd.plugins.trees import Draft, Source, accept, best_first_tree, from_chain, with_anchor
+from d2sd.policies import DrafterRole
 from d2sd.progress import bar
 from d2sd.train.data.features import TrainingData, cache_features, device_features
 from d2sd.train.data.packing import pack_blocks
@@ -41,6 +42,7 @@ from d2sd.train.dist import Dist
 from d2sd.train.kinds import trained_kind
 from d2sd.train.loop import Trainer
 from d2sd.train.objectives.loss import Candidates
+from d2sd.train.pipeline.models import load_start
 from d2sd.train.pipeline.responses import ResponseGenerator
 from d2sd.train_recipe import TrainRecipe, TrainSettings, load_train_recipe
 
@@ -134,7 +136,10 @@ class Ablation:
     def train(self, name: str, seed: int) -> None:
         """Train a variant, or go on with it, and play the held-out answers."""
         shape, target, settings = self.recipe.shape, self.bundle.target, self._settings(name, seed)
-        drafter: DraftModel = trained_kind(shape.kind).start(shape, target, self.data, seed)
+        if DrafterRole.FIRST in self.recipe.starts:
+            drafter: DraftModel = load_start(self.recipe, DrafterRole.FIRST)
+        else:
+            drafter = trained_kind(shape.kind).start(shape, target, self.data, seed)
         KINDS[shape.kind].attach(drafter.to(self.dist.device), target)
         path = self._path(name, seed)
         with bar(f"{name}, seed {seed}", settings.steps) as advance:

@@ -243,7 +243,8 @@ class LoopSettings(Part):
     clip: Above0 = 1.0
     #: Random seed; the same recipe gives the same drafter.
     seed: Annotated[int, Field(ge=0)] = 0
-    #: Autocast type of matrix products; weights that are trained and optimizer state are fp32.
+    #: Autocast type of matrix products, fp32 on a CPU that does not multiply bf16; weights that are trained and
+    #: optimizer state are fp32.
     precision: Literal["bf16", "fp32"] = "bf16"
     #: Steps between two saved states.
     save_every: Positive = 100

@@ -26,6 +26,7 @@ from d2sd.train.data.features import TrainingData
 from d2sd.train.data.packing import Packed
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import BlockLoss, Candidates, first_rejections
+from d2sd.train.products import product_dtype
 from d2sd.train.state import Identity, Optimizer, digest_of, load_state, rate_factor, reached, save_state
 from d2sd.train_recipe import LoopSettings, SecondSettings, TrainSettings
 
@@ -143,7 +144,8 @@ class Loop(ABC):
         return metrics | {"learning rate": rate}
 
     def _autocast(self, device: torch.device) -> torch.autocast:
-        return torch.autocast(device.type, torch.bfloat16, enabled=self.settings.precision == "bf16")
+        dtype = product_dtype(self.settings.precision, device)
+        return torch.autocast(device.type, torch.bfloat16, enabled=dtype is torch.bfloat16)
 
 
 class Trainer(Loop):
@@ -228,7 +230,7 @@ class Trainer(Loop):
         for packed in batches:
             always[packed.tokens[packed.inside]] = True
         always = self.dist.all_reduce_any(always)  # so that all processes draw the same negatives
-        dtype = torch.bfloat16 if self.settings.precision == "bf16" else torch.float32
+        dtype = product_dtype(self.settings.precision, self._head.device)
         generator = self._draws.generator("candidates", step)
         return Candidates.draw(self._head, always, self.settings.negatives, dtype, generator)
 

@@ -33,6 +33,7 @@ from d2sd.train.dist import Dist
 from d2sd.train.loop import Loop, Report, Told
 from d2sd.train.objectives.head import Head
 from d2sd.train.objectives.loss import Candidates, first_rejections
+from d2sd.train.products import product_dtype
 from d2sd.train.state import digest_of
 from d2sd.train_recipe import PairSettings, SecondSettings
 
@@ -114,7 +115,7 @@ class PairTrainer(Loop):
         self._ids = torch.arange(len(target.head)) if vocabulary is None else torch.tensor(vocabulary)
         always = torch.zeros(len(target.head), dtype=torch.bool)
         always[self._ids] = True
-        dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+        dtype = product_dtype(settings.precision, device)
         self._drafted = Candidates.draw(target.head.detach(), always, 0, dtype, torch.Generator())
         self._successors = unit_rms(self._embedding[self._ids.to(device)])  # [Vd, E]
 

@@ -23,6 +23,7 @@ from d2sd.train.data.draws import SeededOrder
 from d2sd.train.data.features import TrainingData
 from d2sd.train.dist import Dist
 from d2sd.train.objectives.loss import Candidates, first_rejections
+from d2sd.train.products import product_dtype
 from d2sd.train_recipe import TrainSettings
 
 #: Shares of the first drafter's steps after which its weights are kept.
@@ -75,7 +76,7 @@ def mean_right(drafter: Drafter, target: Decoder, data: TrainingData, settings: 
     numbers = range(min(len(data), _SAMPLE))
     head, embedding = target.head.detach(), target.embedding.detach()
     frequent = data.frequent(settings.frequent, target.config.vocab_size)
-    dtype = torch.bfloat16 if settings.precision == "bf16" else torch.float32
+    dtype = product_dtype(settings.precision, head.device)
     right = blocks = 0
     for start in range(0, len(numbers), settings.micro_batch):
         part = numbers[start : start + settings.micro_batch]
@@ -85,7 +86,7 @@ def mean_right(drafter: Drafter, target: Decoder, data: TrainingData, settings: 
         always[packed.tokens[packed.inside]] = True
         candidates = Candidates.draw(head, always, 0, dtype, torch.Generator())
         packed = packed.to(head.device)
-        with torch.autocast(head.device.type, torch.bfloat16, enabled=settings.precision == "bf16"):
+        with torch.autocast(head.device.type, torch.bfloat16, enabled=dtype is torch.bfloat16):
             errors, _ = first_rejections(drafter, embedding, packed, candidates)
         counted = packed.inside[..., 1]
         right += int((errors[counted] - 1).sum())

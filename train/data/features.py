@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,6 +32,7 @@ from d2sd.modeling.layers import Attend
 from d2sd.modeling.where import Where
 from d2sd.schema import read_model
 from d2sd.train.data.responses import Response
+from d2sd.train.products import multiplies_bf16
 
 # Shape letters: N tokens of all sequences, S tokens of one, E hidden, n auxiliary layers.
 
@@ -227,8 +229,10 @@ def _alone(body: BodyConfig) -> bool:
 
 
 def _forward(target: Decoder, aux_layer_ids: tuple[int, ...]) -> Callable[[Response], Tensor]:
-    """response -> [S, (n+1)·E], in the target's dtype and on its device."""
+    """response -> [S, (n+1)·E], on the target's device and in its dtype: in fp32 on a CPU without products of bf16."""
     device, alone = target.embed_tokens.weight.device, _alone(target.config.body)
+    if target.embed_tokens.weight.dtype == torch.bfloat16 and not multiplies_bf16(device):
+        target = deepcopy(target).float()
 
     @torch.no_grad()
     def compute(response: Response) -> Tensor:
