@@ -117,7 +117,7 @@ def _steps(draft: Draft, text: Tensor, nodes: int) -> int:
 
 @dataclass
 class Ablation:
-    """What all variants have in common."""
+    """The common part of all variants."""
 
     recipe: TrainRecipe
     first: TrainSettings
@@ -129,7 +129,7 @@ class Ablation:
     dist: Dist
 
     def played(self, name: str, seed: int) -> Played | None:
-        """What a variant commits; None: it is not trained yet."""
+        """Read what a variant commits; None: it is not trained yet."""
         path = self._path(name, seed)
         return read_json(path, error=D2SDError) if path.is_file() else None
 

@@ -37,7 +37,7 @@ class Checkpoints:
 
     @staticmethod
     def of(name: str, *folders: str) -> Checkpoints:
-        """Those of a recipe, by its geometry; z-lab's drafters read evenly spaced layers."""
+        """Make a recipe's, by its geometry; z-lab's drafters read evenly spaced layers."""
         recipe = load_recipe(Path(name))
         assert recipe.drafters.first is not None
         target, first = (HFConfig(dict(one.geometry or {}), name) for one in (recipe.target, recipe.drafters.first))
