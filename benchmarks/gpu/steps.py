@@ -237,7 +237,10 @@ def launches_of(meter: Meter, runner: ModelRunner, policy: Policy, batch: Batch)
         batch = batch.to("meta")
         packed, handover = Link.pack([], len(batch.anchor)), Handover(len(batch.anchor), "meta")
         link = Link(*(getattr(packed, field.name).to("meta") for field in fields(Link)))
-        meter.known(ACTIVATIONS, *_tensors(batch, link), handover._state, *runner.drafts.constants)
+        drafts = runner.drafts
+        masks = [mask for of_size in drafts._block_tables.values() for rows in of_size._tables for mask in rows]
+        constants = *drafts._nothing, *drafts._masks.values(), *(mask for mask in masks if mask is not None)
+        meter.known(ACTIVATIONS, *_tensors(batch, link), handover._state, *constants)
         rows, pages = batch.where.pages.shape
         runner.context.reserve(rows, pages, runner.block_size)
         meter.known(ACTIVATIONS, *runner.context.memory)

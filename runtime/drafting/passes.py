@@ -101,12 +101,6 @@ class DraftPasses:
         """Candidates that every slot of a draft has, if a policy takes up to `most`."""
         return min(most, self._widest)
 
-    @property
-    def constants(self) -> list[Tensor]:
-        """Tensors that no step changes."""
-        tables = [table for tables in self._block_tables.values() for table in tables.tensors]
-        return [*tables, *self._nothing, *self._masks.values()]
-
     def _candidates(
         self, role: DrafterRole, batch: Batch, blocks: Tensor, width: int, branches: Branches | None = None
     ) -> Draft:
@@ -170,11 +164,6 @@ class BlockTables:
         while count > len(self._tables):
             self._tables.append(self._made(len(self._tables) + 1))
         return self._tables[count - 1]
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """All of them."""
-        return [tensor for table in self._tables for tensor in table if tensor is not None]
 
     def _made(self, count: int) -> BlockRows:
         number = torch.arange(count * self._size, device=self._device)
