@@ -67,7 +67,7 @@ def budget(one: Step, note: Note, device: str = "cuda", *, eager: bool = False) 
 def products(one: Step, note: Note, device: str = "cuda") -> dict[str, Any]:
     """Microseconds of every form of the products so far, by shape and bucket of rows, cold and several in a graph."""
     path = product_times._path(device) if device == "cuda" else None
-    times = {} if path is None else product_times.read(path, torch.cuda.get_device_name())
+    times = {} if path is None else product_times.read(path)
     found = {}
     for (shape, rows), forms in times.items():
         name = f"{shape.dtype} {shape.outputs}x{shape.inputs} r{rows}"

@@ -42,17 +42,10 @@ class Row(Closed):
 
 
 class File(Closed):
-    """The times, and where they were measured."""
+    """The times of all products."""
 
-    d2sd_product_times: Literal[1] = 1
-    gpu: str
-    torch: str
+    d2sd_product_times: Literal[2] = 2
     products: list[Row]
-
-    @property
-    def times(self) -> Times:
-        """By shape and rows."""
-        return {(row.shape, row.rows): dict(row.seconds) for row in self.products}
 
 
 def choose_products(runner: ModelRunner, group: Group | None) -> None:
@@ -67,7 +60,7 @@ def choose_products(runner: ModelRunner, group: Group | None) -> None:
     choices: list[Choice] = [{} for _ in products]
     if group is None or group.shard.rank == 0:
         bench = Bench(torch.cuda.get_device_capability(runner.device), graph_timer(runner.device))
-        times = kept_times(_path(runner.device), bench, products, torch.cuda.get_device_name(runner.device))
+        times = kept_times(_path(runner.device), bench, products)
         choices = chosen(products, times)
     use(products, choices if group is None else agreed(choices, group))
 
@@ -82,16 +75,15 @@ def _path(device: str) -> Path | None:
     return kept_file("product-times", depends)
 
 
-def kept_times(path: Path | None, bench: Bench, products: list[Product], gpu: str) -> Times:
+def kept_times(path: Path | None, bench: Bench, products: list[Product]) -> Times:
     """The times of these products and of all others in the file, to which those that it lacks are added.
 
-    A file that cannot be read, or that is another GPU's, is made anew, and one that cannot be written is not kept;
-    neither is an error.
+    A file that cannot be read is made anew, and one that cannot be written is not kept; neither is an error.
     """
     known: Times = {}
     if path is not None and path.exists():
         try:
-            known = read(path, gpu)
+            known = read(path)
         except (D2SDError, OSError) as error:
             logger.info("timing products again: %s", error)
     start = time.monotonic()
@@ -100,14 +92,11 @@ def kept_times(path: Path | None, bench: Bench, products: list[Product], gpu: st
         return times
     seconds = time.monotonic() - start
     rows = [Row(shape=shape, rows=rows, seconds=forms) for (shape, rows), forms in times.items()]
-    keep(path, File(gpu=gpu, torch=str(torch.__version__), products=rows), f"timed products in {seconds:.1f} s")
+    keep(path, File(products=rows), f"timed products in {seconds:.1f} s")
     return times
 
 
-def read(path: Path, gpu: str) -> Times:
-    """The times in a file. Raises D2SDError if it is malformed, or of another GPU or PyTorch."""
+def read(path: Path) -> Times:
+    """The times in a file, by shape and rows. Raises D2SDError if it is malformed."""
     file = read_model(File, path, error=D2SDError, what="file of product times")
-    here = gpu, str(torch.__version__)
-    if (file.gpu, file.torch) != here:
-        raise D2SDError("The times are of another GPU or PyTorch.", where=path, found=file.gpu, expected=gpu)
-    return file.times
+    return {(row.shape, row.rows): dict(row.seconds) for row in file.products}

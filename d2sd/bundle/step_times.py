@@ -187,7 +187,7 @@ def _is_busy() -> bool:
 
 def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy: bool) -> tuple[StepTimes | None, bool]:
     """The times in the file, None if there is no file, and whether some are left out. Raises D2SDError if they are not
-    of `policies` and `sizes`, or of a busy machine that is not `busy` any more.
+    of `sizes`, or of a busy machine that is not `busy` any more.
     """
     if not path.exists():
         return None, False
@@ -197,15 +197,11 @@ def _read(path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, busy:
     return _times(file, path, policies, () if file.partial else sizes), file.partial
 
 
-def _times(
-    file: _File, path: Path, policies: Sequence[Policy], sizes: Sequence[int], *, others: bool = False
-) -> StepTimes:
-    """The times of `policies`. Raises D2SDError if plain decoding lacks a size, or if there are `others` unasked."""
+def _times(file: _File, path: Path, policies: Sequence[Policy], sizes: Sequence[int]) -> StepTimes:
+    """The times of `policies`. Raises D2SDError if plain decoding lacks a size."""
     known = {str(policy): policy for policy in policies}
-    plain = {size for name, size, _ in file.seconds if name == "off"}
-    more = {name for name, *_ in (*file.seconds, *file.context)} - known.keys()
-    if (more and not others) or not plain >= set(sizes):
-        raise D2SDError("The file of step times has other policies or batch sizes.", where=path)
+    if not {size for name, size, _ in file.seconds if name == "off"} >= set(sizes):
+        raise D2SDError("The file of step times has other batch sizes.", where=path)
     seconds = {(known[name], size): duration for name, size, duration in file.seconds if name in known}
     context = {(known[name], size): added for name, size, added in file.context if name in known}
     return StepTimes(seconds, context, file.pending)
@@ -219,7 +215,7 @@ def measured_step_times(
         try:
             file = read_model(_File, path, error=D2SDError, what="file of step times")
             if file.about is not None and about(file.about):
-                return _times(file, path, policies, sizes, others=True)
+                return _times(file, path, policies, sizes)
         except (D2SDError, OSError) as error:
             logger.info("step times are not used: %s", error)
     return None

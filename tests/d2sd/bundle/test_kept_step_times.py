@@ -42,10 +42,10 @@ class Measured:
         self.count += 1
         return TIMES
 
-    def asked(self, path: Path, policies: list[Policy] = POLICIES, max_batch: int = 2) -> bool:
+    def asked(self, path: Path) -> bool:
         """Whether an engine with this file has to measure; the times are those of TIMES either way."""
-        before, limits = self.count, Limits(max_batch, 64, 4, 16)
-        assert kept_step_times(path, cast("ModelRunner", None), policies, {}, limits) == TIMES
+        before, limits = self.count, Limits(2, 64, 4, 16)
+        assert kept_step_times(path, cast("ModelRunner", None), POLICIES, {}, limits) == TIMES
         return self.count > before
 
 
@@ -99,13 +99,11 @@ def changed(**values: Any) -> Callable[[str], str]:
         lambda text: "[1]",
         lambda text: "\0" * 99,
         changed(seconds=[["off", 1, 0.1]]),
-        changed(seconds=[["tree", 1, 0.1], ["off", 1, 0.1], ["off", 2, 0.1]]),
         changed(seconds=[["off", 1, 0.1], ["off", 2, 0.0]]),
         changed(seconds=[["off", 1, 0.1], ["off", 2, 1e999]]),
         changed(pending=[-1.0]),
         changed(context={"1": "much"}),
         changed(d2sd_step_times=2),
-        changed(context=[["tree", 1, 0.1]]),
         changed(more=1),
     ],
 )
@@ -117,13 +115,6 @@ def test_a_damaged_file_is_measured_again_and_replaced(
     path.write_text(damage(path.read_text()))
     assert measured.asked(path)
     assert not measured.asked(path)
-
-
-def test_times_of_other_policies_or_sizes_are_not_taken(measured: Measured, tmp_path: Path) -> None:
-    path = tmp_path / "times.json"
-    assert measured.asked(path)
-    assert measured.asked(path, POLICIES[:2])
-    assert measured.asked(path, max_batch=4)
 
 
 def test_times_of_a_busy_machine_serve_until_it_is_quiet(
