@@ -9,14 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from d2sd.modeling.layers import Attend
 from d2sd.train.data.features import TrainingSequence, device_features, online_features
-from d2sd.train.data.packing import Packed, attend_packed, pack_blocks
-from d2sd.train.dense_attention import attend_dense, takes, token_context
+from d2sd.train.data.packing import pack_blocks
+from d2sd.train.dense_attention import takes
 from d2sd.train.muon import BatchedMuon
 from d2sd.train.state import Optimizer
 from tests.tiny import tiny_decoder, tiny_drafter
+from tests.train.data.test_packing import Way, by_blocks, by_one_kernel
 from tests.train.helpers import TAPS, greedy_responses, new_drafter, settings, target
+from tests.train.test_loop import stepped
 
 #: By device, and whether it is in bf16.
 TOLERANCE = {("cpu", False): 1e-4, ("cpu", True): 0.1, ("cuda", False): 1e-3, ("cuda", True): 3e-2}
@@ -51,19 +52,13 @@ def test_dense_attention_gives_the_packed_states_and_gradients(
     embedded = torch.randn(2, 32, width, generator=draw).to(device)
     rows = torch.tensor([32, 16])  # the rest is padding
 
-    def plain(packed: Packed) -> Attend:
-        return attend_packed(drafter, packed.features, packed.positions)
-
-    def dense(packed: Packed) -> Attend:
-        return attend_dense(drafter, packed, *token_context(drafter, packed))
-
-    def out(make: object) -> tuple[Tensor, list[Tensor]]:
+    def out(way: Way) -> tuple[Tensor, list[Tensor]]:
         with torch.autocast(device, dtype, enabled=narrow):
-            hidden = drafter(embedded, packed.positions.flatten(1), make(packed))  # type: ignore[operator]
+            hidden = drafter(embedded, packed.positions.flatten(1), way(drafter, packed))
         kept = torch.cat([part[:count] for part, count in zip(hidden.float(), rows.tolist(), strict=True)])
         return kept.detach(), list(torch.autograd.grad(kept.square().sum(), list(drafter.parameters())))
 
-    (expected, slopes), (found, others) = out(plain), out(dense)
+    (expected, slopes), (found, others) = out(by_blocks), out(by_one_kernel)
     torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
     for slope, other in zip(slopes, others, strict=True):
         assert float((slope - other).norm()) <= tolerance * float(slope.norm())
@@ -78,10 +73,7 @@ def test_muon_of_several_matrices_is_muon() -> None:
     before = copy.deepcopy(drafters[0])
     for seed in range(3):
         for drafter, optimizer in zip(drafters, optimizers, strict=True):
-            draw = torch.Generator().manual_seed(seed)
-            for parameter in drafter.parameters():
-                parameter.grad = torch.randn(parameter.shape, generator=draw)
-            optimizer.update(1e-2)
+            stepped(optimizer, drafter, seed)
     assert optimizers[0].tensors().keys() == optimizers[1].tensors().keys()
     for (name, old), one, other in zip(before.named_parameters(), *(d.parameters() for d in drafters), strict=True):
         way = float((one.detach() - old.detach()).norm())

@@ -4,10 +4,9 @@ forward pass against the serving executor.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,6 +25,7 @@ from d2sd.train.data.packing import Packed, attend_packed, draw_anchors, pack_bl
 from d2sd.train.dense_attention import attend_dense, token_context
 from d2sd.train.dflash import block_hidden
 from d2sd.train.dist import Dist
+from tests.modeling.loops import draft
 from tests.tiny import random_tokens, runner_of, tiny_decoder, tiny_drafter
 from tests.train.helpers import BLOCK
 
@@ -41,7 +41,6 @@ WINDOWED = tiny_drafter(
     attention={"windows": (5, None), "causal": (True, False), "sinks": True},
 )
 WITHOUT_SINKS = tiny_drafter(TARGET.config, block_size=BLOCK, attention={"windows": (None, 5), "causal": (True, False)})
-View = tuple[int | None, bool]
 EMBEDDING = TARGET.embed_tokens.weight.detach()
 LENGTH = 12
 #: Of a long sequence and of a short one, in tokens; anchors from the first token (no context at all) to the last.
@@ -114,68 +113,27 @@ def test_blocks_hold_their_sequences_tokens_and_what_the_target_knew() -> None:
 # --- The attention ---------------------------------------------------------------------------------------------------
 
 
-def attention_by_loops(
-    keys: Any, values: Any, q: Any, k: Any, v: Any, anchors: list[int], view: View, sinks: list[float]
-) -> list[list[list[list[float]]]]:
-    """[block][slot][head][coordinate] in Python's floats. keys, values [token][K/V head][D] of the sequence."""
-    window, causal = view[0] or 10**6, view[1]
-    out: list[list[list[list[float]]]] = []
-    for block, anchor in enumerate(anchors):
-        out.append([])
-        for slot in range(len(q[block])):
-            out[-1].append([])
-            for head, query in enumerate(q[block][slot]):
-                shared = head // (len(q[block][slot]) // len(k[block][slot]))
-                near = range(max(0, anchor + slot - window + 1), anchor)  # strictly before the anchor
-                seen = [(keys[t][shared], values[t][shared]) for t in near]
-                own = range(slot + 1 if causal else len(k[block]))  # no order
-                seen += [(k[block][s][shared], v[block][s][shared]) for s in own]
-                scores = [
-                    sum(a * b for a, b in zip(query, key, strict=True)) / math.sqrt(len(query)) for key, _ in seen
-                ]
-                total = sum(math.exp(score) for score in [*scores, *sinks[head : head + 1]])
-                mixed = [0.0] * len(query)
-                for score, (_, value) in zip(scores, seen, strict=True):
-                    mixed = [m + math.exp(score) / total * x for m, x in zip(mixed, value, strict=True)]
-                out[-1][-1].append(mixed)
-    return out
-
-
-def random_rows(packed: Packed) -> tuple[Tensor, Tensor, Tensor]:
-    """q [B, A·G, Hq, D], and k, v [B, A·G, Hkv, D]."""
-    body, draw = DRAFTER.config.body, torch.Generator().manual_seed(0)
-    batch, blocks = packed.positions.shape[:2]
-    q = torch.randn(batch, blocks * BLOCK, body.num_heads, body.head_dim, generator=draw)
-    k, v = torch.randn(2, batch, blocks * BLOCK, body.num_kv_heads, body.head_dim, generator=draw)
-    return q, k, v
-
-
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("way", "drafter"),
     [(by_blocks, DRAFTER), (by_blocks, WINDOWED), (by_one_kernel, DRAFTER), (by_one_kernel, WITHOUT_SINKS)],
     ids=["blocks", "blocks, windows and sinks", "one kernel", "one kernel, windows"],
 )
-def test_attention_equals_loops_over_the_drawn_mask(way: Way, drafter: Drafter) -> None:
-    """Two sequences of unequal length, each by itself; the padded block reads its own rows alone."""
+def test_packed_blocks_equal_loops_over_each(way: Way, drafter: Drafter) -> None:
+    """Two sequences of unequal length: a block by itself, behind the tokens strictly before its anchor."""
     packed, body = packed_pair(), drafter.config.body
-    sinks = [layer.self_attn.sinks for layer in drafter.layers]  # type: ignore[union-attr]
-    rows = random_rows(packed)
-    with torch.no_grad():
-        attend = way(drafter, packed)
-        found = [attend(layer, *rows, sinks=sinks[layer]).double() for layer in range(body.num_layers)]  # type: ignore[arg-type]
-    for row, (length, anchors) in enumerate(zip(LENGTHS, ANCHORS, strict=True)):
-        keys, values = drafter.context_keys_values(sequence(length).features[None], torch.arange(length)[None])
-        q, k, v = (x[row].view(-1, BLOCK, *x.shape[2:]).double().tolist() for x in rows)
-        starts = [*anchors.tolist(), 0][:4]
-        for layer in range(body.num_layers):
-            context_k, context_v = (x[layer, 0].double().tolist() for x in (keys, values))
-            told = [] if sinks[layer] is None else sinks[layer].tolist()  # type: ignore[operator]
-            view = body.views[layer]
-            loops = attention_by_loops(context_k, context_v, q, k, v, starts, view, told)
-            expected = torch.tensor(loops, dtype=torch.float64)
-            # fp32 against float64 over a dozen keys: some eps of values of size 3
-            torch.testing.assert_close(found[layer][row].view_as(expected), expected, rtol=0, atol=1e-5)
+    embedded = EMBEDDING[packed.tokens]
+    hidden = drafter(embedded.flatten(1, 2), packed.positions.flatten(1), way(drafter, packed), BLOCK)
+    hidden = hidden.view(embedded.shape).double()
+    weights = {
+        name.replace(".sinks", ".attention_sink_bias"): x.double().numpy() for name, x in drafter.state_dict().items()
+    }
+    for row, anchors in enumerate(ANCHORS):
+        features, blocks = list(packed.features[row].double().numpy()), embedded[row].double().numpy()
+        for block, anchor in enumerate(anchors.tolist()):
+            places, before = list(range(anchor, anchor + BLOCK)), list(range(anchor))
+            loops = draft(weights, body, features[:anchor], before, list(blocks[block]), places, views=body.views)
+            torch.testing.assert_close(hidden[row, block], torch.from_numpy(np.array(loops)), rtol=0, atol=1e-4)
 
 
 def test_a_sequence_does_not_feel_what_it_is_packed_with() -> None:
