@@ -9,14 +9,13 @@ import pytest
 import yaml
 from click.testing import CliRunner, Result
 
+from d2sd.build.pipeline import build
 from d2sd.cli.trtllm import trtllm
-from d2sd.convert.trtllm.llm_args import DFLASH, FOLDER, TREE, write_llm_args
+from d2sd.convert.trtllm.llm_args import DFLASH, FOLDER, TREE
 from d2sd.recipe import load_recipe
 from tests.commands import passed, refused
 from tests.convert.helpers import write_project
-from tests.d2sd.integrations.trtllm.shop import write_bundle
 from tests.d2sd.integrations.trtllm.standin import modules as standin
-from tests.tiny import tiny_decoder, tiny_drafter
 
 
 def invoke(*arguments: object) -> Result:
@@ -25,12 +24,8 @@ def invoke(*arguments: object) -> Result:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    decoder = tiny_decoder()
-    first, second = tiny_drafter(decoder.config), tiny_drafter(decoder.config, role="variable_prefix")
-    recipe = write_project(tmp_path / "project", decoder, precision="bf16")
-    folder = write_bundle(tmp_path / "bundle", recipe, decoder, first, second)
-    write_llm_args(folder / FOLDER, load_recipe(recipe))
-    return folder
+    build(load_recipe(write_project(tmp_path / "project", precision="bf16")), tmp_path / "bundle", validate=False)
+    return tmp_path / "bundle"
 
 
 def test_check_where_all_fits(monkeypatch: pytest.MonkeyPatch, bundle: Path) -> None:
@@ -100,7 +95,5 @@ def test_arguments_of_no_tree(bundle: Path, tmp_path: Path, arguments: list[obje
 
 
 def test_arguments_of_a_bundle_in_fp32(tmp_path: Path) -> None:
-    decoder = tiny_decoder()
-    recipe = write_project(tmp_path / "project", decoder, precision="fp32")
-    folder = write_bundle(tmp_path / "bundle", recipe, decoder, tiny_drafter(decoder.config), None)
-    refused(invoke("args", folder, "-o", tmp_path / "tree.yaml"), "16-bit")
+    build(load_recipe(write_project(tmp_path / "project", precision="fp32")), tmp_path / "bundle", validate=False)
+    refused(invoke("args", tmp_path / "bundle", "-o", tmp_path / "tree.yaml"), "16-bit")

@@ -9,16 +9,13 @@ from typing import Any
 
 import pytest
 
+from d2sd.build.pipeline import build
 from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.kinds import DFLASH
 from d2sd.convert.trtllm.llm_args import tree_arguments
 from d2sd.integrations.trtllm.register import POLICY, SINGLE_PROCESS, register
-from d2sd.io import write_json
-from d2sd.manifest import NAME, DrafterGeometry, Manifest, TargetGeometry
 from d2sd.modeling.decoder import Decoder
-from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.drafters.interface import DraftModel
-from d2sd.policies import DrafterName
 from d2sd.recipe import Policy as RecipePolicy
 from d2sd.recipe import Recipe, load_recipe
 from d2sd.runtime.decode import StepTrace
@@ -106,39 +103,12 @@ def make_shop(
     path = write_project(folder / "project", decoder, drafters=drafters, tree=tree, limits=_limits(), precision="fp32")
     for name, drafter in (("first", one), ("second", two)):
         DFLASH.write(path.parent / name, drafter.config, drafter.state_dict())
-    bundle = write_bundle(folder / "bundle", path, decoder, one, two if second else None)
-    return Shop(bundle, decoder, one, two, load_recipe(path))
+    build(load_recipe(path), folder / "bundle", validate=False)
+    return Shop(folder / "bundle", decoder, one, two, load_recipe(path))
 
 
 def _limits() -> dict[str, int]:
     return {"max_batch": 4, "max_context": LONGEST, "page_size": 4}
-
-
-def write_bundle(folder: Path, recipe: Path, decoder: Decoder, first: Drafter, second: Drafter | None) -> Path:
-    """The part of a bundle that the module reads."""
-    body, geometry = decoder.config.body, dict[DrafterName, DrafterGeometry]()
-    made: tuple[tuple[DrafterName, Drafter | None], ...] = (("first", first), ("second", second))
-    for name, drafter in made:
-        if drafter is None:
-            continue
-        DFLASH.write(folder / f"drafter_{name}", drafter.config, drafter.state_dict())
-        sizes = {"num_layers": drafter.config.body.num_layers, "block_size": drafter.config.block_size, "parameters": 1}
-        geometry[name] = DrafterGeometry.model_validate(sizes)
-    (folder / "target").mkdir(parents=True)
-    (folder / "target" / "config.json").write_bytes((recipe.parent / "target" / "config.json").read_bytes())
-    target = TargetGeometry(
-        family=decoder.config.family,
-        num_layers=body.num_layers,
-        hidden_size=body.hidden_size,
-        num_heads=body.num_heads,
-        num_kv_heads=body.num_kv_heads,
-        head_dim=body.head_dim,
-        vocab_size=decoder.config.vocab_size,
-        parameters=1,
-    )
-    manifest = Manifest(recipe=load_recipe(recipe), target=target, drafters=geometry, files={}, versions={}, checks={})
-    write_json(folder / NAME, manifest.model_dump(mode="json"))
-    return folder
 
 
 def registered(
