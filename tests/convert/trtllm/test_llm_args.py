@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import yaml
 
-from d2sd.convert import kinds
+from d2sd.build.pipeline import build
+from d2sd.convert.checkpoint.hf_config import HFConfig
 from d2sd.convert.trtllm.fields import (
     RELEASE,
     Arguments,
@@ -26,35 +28,33 @@ from d2sd.convert.trtllm.llm_args import (
     TREE,
     TRITON,
     check_llm_args,
+    tree_arguments,
     tree_policy,
     unsupported_reason,
-    write_llm_args,
 )
 from d2sd.errors import BundleError, RecipeError
 from d2sd.recipe import Recipe, load_recipe
 from tests.convert.helpers import edit_yaml, write_project
-from tests.tiny import tiny_decoder, tiny_drafter
 
 #: Keys of the tree that 1.3.0rc27, where the window begins, has as well.
 IN_RC27 = set(Eagle3.model_fields) - {"moe_backend", "spec_dec_variant"}
 
 
-def bundle_of(folder: Path, **changes: Any) -> tuple[Path, Recipe]:
-    """A bundle's drafters, and the recipe they are of, in bf16."""
-    folder.mkdir()
-    recipe = load_recipe(write_project(folder / "project", **({"precision": "bf16"} | changes)))
-    config = tiny_decoder().config
-    for name, role in (("drafter_first", "first"), ("drafter_second", "variable_prefix")):
-        drafter = tiny_drafter(config, role=role)  # type: ignore[arg-type]
-        kinds.DFLASH.write(folder / name, drafter.config, drafter.state_dict())
-    return folder, recipe
+def recipe_of(folder: Path, **changes: Any) -> Recipe:
+    """A project's, in bf16."""
+    return load_recipe(write_project(folder / "project", **({"precision": "bf16"} | changes)))
 
 
 def written(folder: Path, **changes: Any) -> Path:
-    """A bundle with arguments."""
-    bundle, recipe = bundle_of(folder, **changes)
-    write_llm_args(bundle / FOLDER, recipe)
-    return bundle
+    """A bundle, with arguments."""
+    build(recipe_of(folder, **changes), folder / "bundle", validate=False)
+    return folder / "bundle"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One of both drafters, which no test changes."""
+    return written(tmp_path_factory.mktemp("trtllm"))
 
 
 def read(bundle: Path, name: str) -> dict[str, Any]:
@@ -62,13 +62,7 @@ def read(bundle: Path, name: str) -> dict[str, Any]:
     return values
 
 
-def tree_of(folder: Path, **changes: Any) -> dict[str, Any]:
-    """The arguments of a bundle's tree."""
-    return read(written(folder, **changes), TREE)
-
-
-def test_arguments_of_a_bundle(tmp_path: Path) -> None:
-    bundle = written(tmp_path / "bundle")
+def test_arguments_of_a_bundle(bundle: Path) -> None:
     assert sorted(p.name for p in (bundle / FOLDER).iterdir()) == sorted([DFLASH, TREE, MODULE, TRITON])
     assert check_llm_args(bundle) == [DFLASH, TREE]
     values = read(bundle, DFLASH)
@@ -90,8 +84,8 @@ def test_arguments_of_a_bundle(tmp_path: Path) -> None:
     assert f"--custom_module_dirs {FOLDER}/{MODULE}" in (bundle / FOLDER / TREE).read_text()
 
 
-def test_arguments_of_a_tree(tmp_path: Path) -> None:
-    values = tree_of(tmp_path / "bundle", tree={"block_size": 4, "branches": 3, "row_budget": 16})
+def test_arguments_of_a_tree(bundle: Path) -> None:
+    values = read(bundle, TREE)
     assert values["speculative_config"] == {
         "decoding_type": "Eagle3",
         "speculative_model": "drafter_first",
@@ -112,10 +106,11 @@ def test_arguments_of_a_tree(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("max_batch", "nodes"), [(1, 64), (8, 64), (16, 32), (64, 8), (512, 4), (1, 128)])
-def test_a_larger_batch_has_smaller_trees(tmp_path: Path, max_batch: int, nodes: int) -> None:
+def test_a_larger_batch_has_smaller_trees(bundle: Path, tmp_path: Path, max_batch: int, nodes: int) -> None:
     """A wide one is not sampled by rejection."""
     tree, limits = {"block_size": 4, "branches": 3, "row_budget": max(64, nodes)}, {"max_batch": max_batch}
-    values = tree_of(tmp_path / "bundle", tree=tree, limits=limits | {"max_context": 64})
+    recipe = recipe_of(tmp_path, tree=tree, limits=limits | {"max_context": 64})
+    values, _ = tree_arguments(HFConfig.read(bundle / "drafter_first"), recipe)
     assert values["speculative_config"]["max_total_draft_tokens"] + 1 == nodes
     assert values["max_num_tokens"] >= max_batch * nodes
     if nodes == 128:
@@ -123,8 +118,7 @@ def test_a_larger_batch_has_smaller_trees(tmp_path: Path, max_batch: int, nodes:
         assert not values["speculative_config"]["use_rejection_sampling"]
 
 
-def test_tritons_model_has_the_same_arguments(tmp_path: Path) -> None:
-    bundle = written(tmp_path / "bundle")
+def test_tritons_model_has_the_same_arguments(bundle: Path) -> None:
     values = yaml.safe_load((bundle / FOLDER / TRITON / "model.yaml").read_text())
     assert values.pop("triton_config") == {"max_batch_size": 0, "decoupled": True}
     assert values.pop("model") == "target"
@@ -148,25 +142,22 @@ def test_tritons_model_has_the_same_arguments(tmp_path: Path) -> None:
 def test_policies_of_trees(tmp_path: Path, drafters: int, policy: str, asked: str | None, found: str) -> None:
     named = {"first": {"path": "first"}} | ({"second": {"path": "second"}} if drafters == 2 else {})
     tree = {"policy": policy, "block_size": 4, "branches": 3}
-    _, recipe = bundle_of(tmp_path / "bundle", drafters=named, tree=tree)
+    recipe = recipe_of(tmp_path, drafters=named, tree=tree)
     assert tree_policy(recipe, asked) == found
     with pytest.raises(RecipeError, match=r"reanchor, (d2sd, )?ddtree, hybrid"):
         tree_policy(recipe, "flex_parallel")
 
 
 def test_one_drafter_has_a_tree_as_well(tmp_path: Path) -> None:
-    bundle = written(tmp_path / "bundle", drafters={"first": {"path": "first"}})
+    bundle = written(tmp_path, drafters={"first": {"path": "first"}})
     assert check_llm_args(bundle) == [DFLASH, TREE]
     assert "ddtree+lookup of 16 rows" in (bundle / FOLDER / TREE).read_text()
 
 
 def test_what_it_cannot_serve(tmp_path: Path) -> None:
-    _, recipe = bundle_of(tmp_path / "fp32", precision="fp32")
-    assert "16-bit" in str(unsupported_reason(recipe))
-    _, recipe = bundle_of(tmp_path / "plain", drafters={}, tree={"policy": "off"})
-    assert "no drafter" in str(unsupported_reason(recipe))
-    _, recipe = bundle_of(tmp_path / "fp16", precision="fp16")
-    assert unsupported_reason(recipe) is None
+    assert "16-bit" in str(unsupported_reason(recipe_of(tmp_path, precision="fp32")))
+    assert "no drafter" in str(unsupported_reason(recipe_of(tmp_path, drafters={}, tree={"policy": "off"})))
+    assert unsupported_reason(recipe_of(tmp_path, precision="fp16")) is None
 
 
 #: Of either mode, and of one.
@@ -200,8 +191,8 @@ OF_ONE: list[tuple[str, str, object]] = [
 @pytest.mark.parametrize(
     ("name", "key", "value"), [*OF_ONE, *((name, *row) for name in (DFLASH, TREE) for row in REFUSED)]
 )
-def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, name: str, key: str, value: object) -> None:
-    refuses(tmp_path, name, key, value)
+def test_what_tensorrt_llm_refuses_is_refused(bundle: Path, tmp_path: Path, name: str, key: str, value: object) -> None:
+    refuses(bundle, tmp_path, name, key, value)
 
 
 @pytest.mark.parametrize(
@@ -214,28 +205,28 @@ def test_what_tensorrt_llm_refuses_is_refused(tmp_path: Path, name: str, key: st
         ({"speculative_model": None}, "needs speculative_model"),
     ],
 )
-def test_what_its_validators_ask_of_a_tree(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
-    values = tree_of(tmp_path / "bundle")
+def test_what_its_validators_ask_of_a_tree(bundle: Path, changes: dict[str, Any], told: str) -> None:
+    values = read(bundle, TREE)
     values["speculative_config"] |= changes
     with pytest.raises(BundleError, match=told):
         check_arguments(values, TREE)
 
 
-def refuses(tmp_path: Path, name: str, key: str, value: object, told: str | None = None) -> None:
-    bundle = written(tmp_path / "bundle")
-    edit_yaml(bundle / FOLDER / name, key, value)
+def refuses(bundle: Path, folder: Path, name: str, key: str, value: object, told: str | None = None) -> None:
+    copy = Path(shutil.copytree(bundle, folder / "bundle"))
+    edit_yaml(copy / FOLDER / name, key, value)
     with pytest.raises(BundleError, match=told or key.rpartition(".")[2]):
-        check_llm_args(bundle)
+        check_llm_args(copy)
 
 
 @pytest.mark.parametrize("name", [DFLASH, TREE])
-def test_other_drafts_than_the_drafter_was_trained_for(tmp_path: Path, name: str) -> None:
-    refuses(tmp_path, name, "speculative_config.max_draft_len", 4, "1 to 3")
+def test_other_drafts_than_the_drafter_was_trained_for(bundle: Path, tmp_path: Path, name: str) -> None:
+    refuses(bundle, tmp_path, name, "speculative_config.max_draft_len", 4, "1 to 3")
 
 
 def test_a_smaller_block_drafts_less(tmp_path: Path) -> None:
     """The drafter was trained on blocks of four; the recipe sets three."""
-    bundle = written(tmp_path / "bundle", tree={"block_size": 3, "branches": 2, "row_budget": 16})
+    bundle = written(tmp_path, tree={"block_size": 3, "branches": 2, "row_budget": 16})
     for name in (DFLASH, TREE):
         values = read(bundle, name)
         assert values["speculative_config"]["max_draft_len"] == 2
