@@ -34,9 +34,9 @@ from tests.d2sd.integrations.trtllm.test_tree_slots import FIELDS
 Modules = dict[str, Any]
 
 
-@pytest.fixture
-def shop(tmp_path: Path) -> Shop:
-    return make_shop(tmp_path)
+@pytest.fixture(scope="module")
+def shop(tmp_path_factory: pytest.TempPathFactory) -> Shop:
+    return make_shop(tmp_path_factory.mktemp("shop"))
 
 
 @pytest.fixture
