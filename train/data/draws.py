@@ -22,6 +22,7 @@ from hashlib import blake2b
 import torch
 from torch import Tensor
 
+from d2sd.modeling.where import mapped
 from d2sd.train.data.features import TrainingSequence
 from d2sd.train.data.packing import Packed, draw_anchors, moved, pack_blocks
 from d2sd.train.dist import Dist
@@ -91,7 +92,7 @@ class PrefixDraws:
 
     def to(self, device: torch.device) -> PrefixDraws:
         """Copy to a device, without waiting for it."""
-        return PrefixDraws(moved(self.length, device), moved(self.chance, device))
+        return mapped(self, lambda part: moved(part, device))
 
 
 def draw_kinds(settings: SecondSettings, block_size: int, generators: Sequence[torch.Generator]) -> PrefixDraws:

@@ -15,8 +15,7 @@ so the same mask hides it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -24,6 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from d2sd.modeling.drafters.interface import DraftModel
 from d2sd.modeling.layers import Attend
+from d2sd.modeling.where import mapped
 from d2sd.train.data.features import TrainingSequence
 
 # Shape letters: B sequences, A blocks (anchors) of each, G block size γ, S tokens, Hq/Hkv heads, D head size, E hidden.
@@ -45,11 +45,7 @@ class Packed:
 
     def to(self, device: torch.device) -> Packed:
         """Copy to a device, without waiting for it."""
-        parts = {field.name: getattr(self, field.name) for field in fields(self)}
-        tensors: dict[str, Any] = {
-            name: moved(part, device) for name, part in parts.items() if isinstance(part, Tensor)
-        }
-        return replace(self, **tensors)
+        return mapped(self, lambda part: moved(part, device))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
