@@ -192,13 +192,6 @@ def test_another_drafter_below_is_refused(tmp_path: Path) -> None:
         PairTrainer(target(), other, data(), settings()).run(tmp_path, quiet)
 
 
-def test_a_loss_that_is_not_finite_is_named(tmp_path: Path) -> None:
-    made = trainer()
-    made.head.successor_projection.data[0, 0] = torch.inf
-    with pytest.raises(D2SDError, match="learning rate"):
-        made.run(tmp_path, quiet)
-
-
 def test_a_drafter_keeps_its_vocabulary_and_loses_an_older_head() -> None:
     made = trainer(ids=IDS)
     again = with_pair_head(made.drafter, PairConfig(3), IDS, torch.Generator())

@@ -126,36 +126,27 @@ def read(project: Path) -> list[Response]:
     return read_responses(project / "work", vocab_size=64)
 
 
-def bundled(finished: Path, calibration: str | None) -> Path:
+def bundled(project: Path, *, second: bool = True, calibrated: bool = True, **tree: object) -> Path:
+    """A bundle of the trained drafters, by `project/bundle.yaml`."""
+    made = ["first", *(["second"] if second else []), *(["calibration.json"] if calibrated else [])]
     recipe = {
         "d2sd": 1,
         "name": "tiny",
         "target": {"path": "target"},
         "limits": {"max_context": 64},
         "checks": {"count": 1, "tokens": 4},  # a drafter of four steps is accepted by chance, under any reading
-        "drafters": {"first": {"path": "out/first"}, "second": {"path": "out/second"}, "calibration": calibration},
-        "tree": {"block_size": 4, "branches": 3},
-        "sampling": {"max_new_tokens": 8},
-    }
-    (finished / "bundle.yaml").write_text(yaml.safe_dump(recipe))
-    succeeds("build", f"{finished}/bundle.yaml", "--out", f"{finished}/bundle")
-    return finished / "bundle"
-
-
-def selector_of_first(project: Path) -> PolicySelector:
-    """Return the policy selector of a bundle of the trained first drafter, `project/bundle.yaml`."""
-    recipe = {
-        "d2sd": 1,
-        "name": "tiny",
-        "target": {"path": "target"},
-        "drafters": {"first": {"path": "out/first"}, "calibration": {"path": "out/calibration.json"}},
-        "tree": {"policy": "auto", "block_size": 4, "branches": 3, "row_budget": 8},
-        "limits": {"max_context": 64},
+        "drafters": {name.removesuffix(".json"): {"path": f"out/{name}"} for name in made},
+        "tree": {"block_size": 4, "branches": 3, **tree},
         "sampling": {"max_new_tokens": 8},
     }
     (project / "bundle.yaml").write_text(yaml.safe_dump(recipe))
     succeeds("build", project / "bundle.yaml", "--out", project / "bundle")
-    selector = make_engine(load_bundle(project / "bundle")).selector
+    return project / "bundle"
+
+
+def selector_of_first(project: Path) -> PolicySelector:
+    """The policy selector of a bundle of the trained first drafter."""
+    selector = make_engine(load_bundle(bundled(project, second=False, policy="auto", row_budget=8))).selector
     assert selector is not None
     return selector
 

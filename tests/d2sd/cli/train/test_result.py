@@ -124,7 +124,7 @@ def test_evaluations_are_the_benchs(finished: Path, monkeypatch: pytest.MonkeyPa
     (finished / "held.jsonl").write_text("\n".join(texts[name] for name in said["prompts"]) + "\n")
     methods = ("--methods", "chain,reanchor,d2sd", "--temperatures", "0", "--rows", 64, "--max-new-tokens", 8)
     places = ("--prompts", finished / "held.jsonl", "--out", finished / "bench")
-    succeeds("bench", bundled(finished, None), *methods, *places)
+    succeeds("bench", bundled(finished, calibrated=False), *methods, *places)
     cells = {cell.method: cell for cell in load_result(finished / "bench" / "result.json").cells}
     last = {name: rows(finished, f"{name}.jsonl")[-1] for name in ("first", "second")}
     for method, of in (("chain", "first"), ("reanchor", "second"), ("d2sd", "second")):
@@ -155,7 +155,7 @@ def test_the_calibration_is_of_the_pair_and_the_build_takes_it(finished: Path) -
     drafters = {name: DFLASH.load(finished / "out" / name, torch.float32) for name in ("first", "second")}
     assert found.drafters == {name: DFLASH.fingerprint(drafter) for name, drafter in drafters.items()}
     assert (found.report["prompts"], found.report["max_new_tokens"]) == (3, 8)
-    assert load_bundle(bundled(finished, "out/calibration.json")).calibration == found
+    assert load_bundle(bundled(finished)).calibration == found
 
 
 @pytest.mark.slow
@@ -194,7 +194,7 @@ def test_draft_vocabulary_has_the_most_frequent_response_ids(finished: Path) -> 
     assert len(ids) == 12
     assert 63 not in ids, "the mask"
     assert set(ids) < {token for answer in read(finished) for token in answer.response_ids}
-    bundled(finished, "out/calibration.json")
+    bundled(finished)
 
 
 @pytest.mark.slow
