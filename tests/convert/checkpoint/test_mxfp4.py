@@ -18,11 +18,10 @@ from d2sd.convert.checkpoint.target import load_target, write_target
 from d2sd.errors import CheckpointError
 from d2sd.modeling.mxfp4 import Mxfp4Experts
 from d2sd.recipe import load_recipe
+from tests.convert.checkpoint.published import E2M1
 from tests.convert.helpers import edit_json, write_project, write_target_dir
 from tests.tiny import FAMILY_BODIES, tiny_decoder
 
-#: The bits of each value but its sign, by the standard.
-E2M1 = {0b000: 0.0, 0b001: 0.5, 0b010: 1.0, 0b011: 1.5, 0b100: 2.0, 0b101: 3.0, 0b110: 4.0, 0b111: 6.0}
 PUBLISHED = {
     "quant_method": "mxfp4",
     "modules_to_not_convert": [
@@ -64,7 +63,7 @@ def by_hand(blocks: Tensor, scales: Tensor) -> list[list[float]]:
         for block, power in zip(row, powers, strict=True):
             for byte in block:
                 for code in (byte % 16, byte // 16):
-                    out.append((-1 if code & 8 else 1) * E2M1[code & 7] * 2.0 ** (power - 127))
+                    out.append(E2M1[code] * 2.0 ** (power - 127))
         rows.append(out)
     return rows
 
