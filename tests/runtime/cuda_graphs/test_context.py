@@ -11,7 +11,6 @@ from typing import cast
 
 import pytest
 import torch
-from torch import Tensor
 
 from d2sd.modeling.drafters.dflash import Drafter
 from d2sd.modeling.kv_pool import CommittedRows, KVPool, PoolSizes
@@ -178,20 +177,6 @@ def test_what_a_policy_does_not_take_is_queued_once() -> None:
         engine.step()
     engine.collect(engine._launched)
     check_pages(runner, torch.tensor(sequence.pages), sequence.tokens[: sequence.cached])
-
-
-@pytest.fixture
-def injected(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """Positions of the rows of every product for context, in their order."""
-    found: list[tuple[int, ...]] = []
-    compute = Drafter.context_keys_values
-
-    def noted(self: Drafter, features: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        found.append(tuple(positions.flatten().tolist()))
-        return compute(self, features, positions)
-
-    monkeypatch.setattr(Drafter, "context_keys_values", noted)
-    return found
 
 
 def left(positions: SequenceOf[int], page: int) -> CommittedRows:
