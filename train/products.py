@@ -9,7 +9,10 @@ import torch
 
 def multiplies_bf16(device: torch.device) -> bool:
     """Whether the device has bf16 products. CPUs that lack them emulate each, at a fiftieth of the speed of fp32."""
-    return device.type != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if device.type != "cpu":
+        return True
+    known: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return known and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def product_dtype(precision: Literal["bf16", "fp32"], device: torch.device) -> torch.dtype:
